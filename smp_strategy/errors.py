@@ -1,0 +1,38 @@
+"""What can go wrong, and who has to act.
+
+Every error names the value, the reason and the remedy. A broken invariant of the package itself is an
+``assert``; everything a user can cause or repair is one of the classes below.
+"""
+
+from collections.abc import Sequence
+
+__all__ = ["ConfigError", "PeerFailedError", "SMPError", "UnsupportedError"]
+
+
+class SMPError(RuntimeError):
+    """Root of all errors that ``smp_strategy`` raises on purpose."""
+
+
+class ConfigError(SMPError, ValueError):
+    """One or more options are wrong; all mistakes are listed together.
+
+    Args:
+        problems: one sentence (or two: reason and remedy) per mistake.
+    """
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        if len(self.problems) == 1:
+            message = self.problems[0]
+        else:
+            listed = "\n".join(f"  {number}. {text}" for number, text in enumerate(self.problems, 1))
+            message = f"{len(self.problems)} options are wrong:\n{listed}"
+        super().__init__(message)
+
+
+class UnsupportedError(SMPError):
+    """The model or the step does something that cannot be placed on pipeline ranks."""
+
+
+class PeerFailedError(SMPError):
+    """Another rank stopped; its traceback comes first in the message where it is known."""
