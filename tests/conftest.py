@@ -1,0 +1,9 @@
+"""One OpenMP thread before anything computes: forked ranks hang otherwise (and share two cores)."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+torch.set_num_threads(1)
