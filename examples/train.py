@@ -9,6 +9,7 @@ Lightning starts the other ranks by running this file again, so everything below
 told to the user is told by rank 0.
 """
 
+import os
 import warnings
 from pathlib import Path
 
@@ -28,6 +29,7 @@ PROMPT = b"def "
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(cfg: DictConfig) -> float:
     """Train, report, and return the last validation loss, so that sweeps can minimise it."""
+    os.environ["OMP_NUM_THREADS"] = str(cfg.threads)  # Lightning chooses a number of its own where this is not set
     torch.set_num_threads(cfg.threads)
     quiet()
     L.seed_everything(cfg.seed, verbose=False)
@@ -35,6 +37,8 @@ def main(cfg: DictConfig) -> float:
     data: L.LightningDataModule = hydra.utils.instantiate(cfg.data)
     trainer: L.Trainer = hydra.utils.instantiate(cfg.trainer)
     trainer.fit(module, datamodule=data)
+    if "val_loss" not in trainer.callback_metrics:  # max_steps were over before an epoch was
+        trainer.validate(module, datamodule=data, verbose=False)
     if trainer.is_global_zero:
         report(cfg, trainer)
     return trainer.callback_metrics["val_loss"].item()
@@ -58,7 +62,8 @@ def report(cfg: DictConfig, trainer: L.Trainer) -> None:
     for name in ("train_loss", "val_loss"):
         curve = read_curve(metrics, name)
         print(f"{name:<11} {curve[0][1]:.4f} -> {curve[-1][1]:.4f}")
-    checkpoint = folder / "checkpoints" / "best.ckpt"
+    checkpoints = folder / "checkpoints"
+    checkpoint = next(path for path in (checkpoints / "best.ckpt", checkpoints / "last.ckpt") if path.exists())
     if hasattr(trainer.lightning_module, "context"):
         print(f"\n--- sampled from {checkpoint.name} ---\n{sampled_text(cfg, checkpoint)}\n---")
     print(f"\nwritten to {folder}:")
