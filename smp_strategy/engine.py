@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from smp_strategy.checkpoint import full
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.mesh import MeshShape, ProcessMesh
+from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.ownership import Ownership
@@ -114,6 +114,11 @@ class Engine:
         self.partition: Partition | None = None
         self._report = report
         self._device = device or torch.device("cpu")
+        if self._device.type != "cpu":
+            raise ConfigError(
+                f"This rank computes on {self._device}, but pipelines on accelerators are not built yet. "
+                'Use `accelerator="cpu"`.'
+            )
         self._oracle = Oracle(self._device)
         self._module: nn.Module | None = None
         self._optimizers: Sequence[Optimizer] = ()
@@ -162,9 +167,17 @@ class Engine:
         if degree is None:
             num_units = len(choose_units(module, world_size))
             degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
-        shape = MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
-        _check_stages(degree, choose_units(module, degree))
-        return shape
+            self._report(
+                f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
+                f"{self.config.num_microbatches(degree)} microbatches where the batch has as many samples."
+            )
+        elif degree > 1 and self.config.num_microbatches(degree) == 1:
+            self._report(
+                f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
+                f"Set it to about {4 * degree}."
+            )
+        check_degree(degree, world_size, [unit.name for unit in choose_units(module, degree)])
+        return MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
 
     def _make_equal(self, module: nn.Module) -> None:
         """Rank 0's initial values and seed, everywhere."""
@@ -416,13 +429,3 @@ class Engine:
         """End the engine's threads; the module stays as it is."""
         if self._runtime is not None:
             self._runtime.close()
-
-
-def _check_stages(degree: int, units: Sequence[Unit]) -> None:
-    """Refuse more stages than units."""
-    if degree > len(units):
-        names = ", ".join(unit.name for unit in units) or "none"
-        raise ConfigError(
-            f"`pipeline_parallel_degree` is {degree}, but the model can be cut into {len(units)} units only ({names}). "
-            "Choose a degree that is not larger."
-        )

@@ -32,6 +32,9 @@ __all__ = ["Callee", "Made", "Oracle", "Prediction", "Same", "TensorSpec", "Valu
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 
+# Shapes that change from batch to batch must not fill the memory.
+MOST_PREDICTIONS = 1 << 14
+
 
 class ValueNeededError(Exception):
     """The result's metadata depends on tensor values, so no dry run can tell it."""
@@ -143,6 +146,8 @@ class Oracle:
         key = (callee.key, structure, tuple(map(_key, specs)), training, _ambient(self._device))
         prediction = self._known.get(key)
         if prediction is None:
+            if len(self._known) >= MOST_PREDICTIONS:
+                self._known.clear()
             prediction = self._known[key] = self._dry_run(callee, specs, structure)
         return prediction
 
