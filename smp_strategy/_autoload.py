@@ -71,7 +71,9 @@ class RegistryFinder(MetaPathFinder):
     def __init__(self) -> None:
         self._searching: set[str] = set()
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Find ``name`` with the other finders; for all modules but Lightning's registries, do nothing."""
         if name not in TREES or name in self._searching:
             return None

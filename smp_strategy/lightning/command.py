@@ -13,17 +13,22 @@ from typing import Any
 __all__ = ["child_command", "running_hydra_job"]
 
 # What rank 0's own command says about directories, sweeps and launchers must not reach the other ranks.
-_OWN = ("hydra.run.", "hydra.sweep.", "hydra.sweeper", "hydra.launcher", "hydra.mode", "hydra.job.", "hydra.output_subdir")
+_OWN = (
+    "hydra.run.",
+    "hydra.sweep.",
+    "hydra.sweeper",
+    "hydra.launcher",
+    "hydra.mode",
+    "hydra.job.",
+    "hydra.output_subdir",
+)
 _CONFIG_FLAGS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
 
 
 def running_hydra_job() -> Any | None:
     """Hydra's own config while a Hydra app runs a job, else ``None``."""
-    if "hydra" not in sys.modules:
-        return None
-    from hydra.core.hydra_config import HydraConfig
-
-    return HydraConfig.get() if HydraConfig.initialized() else None
+    hydra = sys.modules.get("hydra.core.hydra_config")  # imported by every app that is one
+    return hydra.HydraConfig.get() if hydra is not None and hydra.HydraConfig.initialized() else None
 
 
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
@@ -57,7 +62,9 @@ def config_flags(arguments: Sequence[str]) -> list[str]:
 def _hydra_arguments(job: Any, flags: Iterable[str], local_rank: int) -> list[str]:
     folder = job.runtime.output_dir.replace("\\", "\\\\").replace('"', '\\"')
     # Overrides of a group (hydra/launcher=...) and of a value (hydra.launcher.x=...) are written differently.
-    others = [text for text in job.overrides.hydra if not text.lstrip("+~").replace("hydra/", "hydra.").startswith(_OWN)]
+    others = [
+        text for text in job.overrides.hydra if not text.lstrip("+~").replace("hydra/", "hydra.").startswith(_OWN)
+    ]
     arguments = [
         *flags,
         *job.overrides.task,

@@ -106,9 +106,9 @@ class SMPLauncherHooks(Host):
                 raise
             raise culprit from None
 
-    def end_children(self) -> None:
-        """Give the ranks that this process started a few seconds to end by themselves, then end them."""
-        self._children.end()
+    def end_children(self, patience: float = _GRACE_SECONDS) -> None:
+        """Give the ranks that this process started ``patience`` seconds to end by themselves, then end them."""
+        self._children.end(patience)
 
     def _call_children_scripts(self) -> None:
         self._check_can_spawn_children()

@@ -56,7 +56,8 @@ class SMPHooks(Host):
 
     Example::
 
-        trainer = Trainer(devices=2, accelerator="cpu", strategy=SMPStrategy(pipeline_parallel_degree=2, microbatches=8))
+        strategy = SMPStrategy(pipeline_parallel_degree=2, microbatches=8)
+        trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
         trainer.fit(module, datamodule)
 
     Args:
@@ -286,7 +287,7 @@ class SMPHooks(Host):
         group = self._group(group)
         return tensor if group is None else super().all_gather(tensor, group, sync_grads)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 (the host's name)
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over all ranks of the world."""
         if not dist.is_initialized():
             return decision
@@ -356,7 +357,9 @@ class SMPHooks(Host):
             store = dist.distributed_c10d._get_default_store()
             publish(store, self.global_rank, "".join(traceback.format_exception(exception)))
         if self._launcher is not None:
-            self._launcher.end_children()  # type: ignore[attr-defined]
+            # Ranks that only wait for this one cannot notice while it lives, and have nothing of their own to say.
+            patience = 5.0 if isinstance(exception, PeerFailedError) else 1.0
+            self._launcher.end_children(patience)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
         """End one of fit, validate, test, predict; another may follow.
