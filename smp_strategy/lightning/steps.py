@@ -14,6 +14,7 @@ from torch import Tensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.lightning.gradients import loss_that_commits
 from smp_strategy.lightning.logs import LogRecorder
+from smp_strategy.pipeline.microbatch import merge
 
 if TYPE_CHECKING:
     from smp_strategy.engine import Engine
@@ -44,7 +45,7 @@ def run_training_step(
     if not isinstance(outputs[0], Mapping):
         return loss
     extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
-    return {"loss": loss, **_merge(extras, result.sizes)}
+    return {"loss": loss, **merge(extras, result.sizes)}
 
 
 def run_eval_step(engine: "Engine", module: Any, name: str, args: Sequence[Any], *, context: Context) -> Any:
@@ -52,8 +53,8 @@ def run_eval_step(engine: "Engine", module: Any, name: str, args: Sequence[Any],
     recorder = LogRecorder(module)
     step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
-        result = engine.eval_step(step, args[0])
-    return _merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+        result = engine.eval_step(step, args[0], kind=name)
+    return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
 
 
 def _microbatch_step(
@@ -97,9 +98,3 @@ def _loss_of(returned: tuple[Any, Any]) -> Tensor:
 def _replay(recorder: LogRecorder, returned: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> list[Any]:
     recorder.replay([notes for _, notes in returned], sizes)
     return [output for output, _ in returned]
-
-
-def _merge(outputs: list[Any], sizes: Sequence[int]) -> Any:
-    from smp_strategy.pipeline.microbatch import merge
-
-    return merge(outputs, sizes)

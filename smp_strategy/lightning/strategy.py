@@ -190,7 +190,7 @@ class SMPHooks(Host):
         self.setup_precision_plugin()
         if self._engine is None or self._attached is not module:
             report = self.tree.pytorch("utilities.rank_zero").rank_zero_info
-            self._engine = Engine(self.config, report=report, timeout=self._timeout)
+            self._engine = Engine(self.config, report=report, device=self.root_device)
             self._attached = module
         self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
         self._data_stream = DataStream(self._engine.mesh)
@@ -211,7 +211,7 @@ class SMPHooks(Host):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
-            plugin = with_global_norm(plugin, lambda *args, **kwargs: self.engine.clip_grad_norm_(*args, **kwargs))
+            plugin = with_global_norm(plugin, lambda *arguments: self.engine.clip_grad_norm_(*arguments))
         self._precision_plugin = plugin
 
     # Steps
@@ -337,7 +337,7 @@ class SMPHooks(Host):
         """Take this rank's share of the weights; before the first step that is all of them."""
         module = self.lightning_module
         if self._is_partitioned(module):
-            self.engine.load_state_dict(checkpoint["state_dict"], strict=strict)
+            self.engine.load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
         else:
             assert module is not None
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
