@@ -10,11 +10,11 @@ loss before ``backward()`` (division by the accumulated batches, a user's ``Ligh
 gradients as in a single process, and no hook is skipped.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 __all__ = ["loss_that_commits", "with_global_norm"]
@@ -23,7 +23,7 @@ __all__ = ["loss_that_commits", "with_global_norm"]
 class ClipGradNorm(Protocol):
     """What the engine offers for clipping: the norm over all ranks' gradients, each counted once."""
 
-    def __call__(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+    def __call__(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor: ...
 
 
 def loss_that_commits(loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
@@ -55,7 +55,7 @@ def with_global_norm(plugin: Any, clip_grad_norm: ClipGradNorm) -> Any:
 
     def clip_grad_by_norm(self: Any, optimizer: Any, clip_val: float) -> None:
         """Clip gradients by their norm over all ranks."""
-        clip_grad_norm(self.main_params(optimizer), clip_val)
+        clip_grad_norm(list(self.main_params(optimizer)), clip_val)
 
     stock = getattr(type(plugin), "stock_plugin", type(plugin))
     names = {

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
+from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import blame
 from smp_strategy.lightning.command import child_command, running_hydra_job
 from smp_strategy.lightning.factory import Tree
@@ -102,9 +103,9 @@ class SMPLauncherHooks(Host):
             return function(*args, **kwargs)
         except Exception as error:
             culprit = blame(error)
-            if culprit is error:
-                raise
-            raise culprit from None
+            if isinstance(culprit, PeerFailedError):
+                raise culprit from None  # what this rank noticed of it would only stand in front
+            raise
 
     def end_children(self, patience: float = _GRACE_SECONDS) -> None:
         """Give the ranks that this process started ``patience`` seconds to end by themselves, then end them."""
