@@ -11,11 +11,10 @@ and logged once, on every rank alike, so that checkpoint and early-stopping deci
 The microbatches of a step take turns in threads of their own; each thread has its own notes.
 """
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any
 
@@ -31,8 +30,10 @@ class LoggedCall:
 
     name: str
     """The key."""
+    flags: tuple[Any, ...] = ()
+    """Arguments after the value that were not named (``prog_bar`` as a rule)."""
     options: dict[str, Any]
-    """The other arguments, by name."""
+    """Named arguments."""
 
 
 class LogRecorder:
@@ -45,7 +46,6 @@ class LogRecorder:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._log: Callable[..., None] = module.log  # type: ignore[assignment]
-        self._signature = inspect.signature(self._log)
         self._notes = threading.local()
 
     @contextmanager
@@ -70,18 +70,15 @@ class LogRecorder:
     def replay(self, notes: Sequence[tuple[list[LoggedCall], list[Any]]], sizes: Sequence[int]) -> None:
         """Log what the microbatches noted, once; the values must be real by now."""
         for call, value in merge_calls(notes, sizes):
-            self._log(call.name, value, **call.options)
+            self._log(call.name, value, *call.flags, **call.options)
 
-    def _note(self, *args: Any, **kwargs: Any) -> None:
+    def _note(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
         current = getattr(self._notes, "current", None)
         if current is None:  # a thread of the user's own
-            self._log(*args, **kwargs)
+            self._log(name, value, *flags, **options)
             return
-        arguments = self._signature.bind(*args, **kwargs).arguments
-        name, value = arguments.pop("name"), arguments.pop("value")
-        arguments.update(arguments.pop("kwargs", {}))
         calls, values = current
-        calls.append(LoggedCall(name=name, options=arguments))
+        calls.append(LoggedCall(name=name, flags=flags, options=options))
         # The step may go on to change the tensor in place; what counts is the value at this moment.
         values.append(value.detach().clone() if isinstance(value, Tensor) else value)
 
@@ -107,7 +104,7 @@ def merge_calls(
         weights, batch_size = _weights(members, total=sum(sizes))
         options = {**call.options, "batch_size": batch_size} if batch_size is not None else call.options
         value = _merge_values([value for _, value, _ in members], weights, call.options.get("reduce_fx", "mean"))
-        yield LoggedCall(name=call.name, options=options), value
+        yield replace(call, options=options), value
 
 
 def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> tuple[list[int], int | None]:
