@@ -1,0 +1,63 @@
+"""Pipeline parallelism for unmodified PyTorch Lightning modules.
+
+``import torch`` reaches this package on every machine where it is installed (see :mod:`smp_strategy._autoload`), and
+Hydra reads its options while no model exists yet. So this file imports nothing heavy: public names are looked up when
+they are first used, and the only thing done at import is to make ``Trainer(strategy="smp")`` known to Lightning.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from smp_strategy import _autoload
+
+if TYPE_CHECKING:
+    from smp_strategy.config import SMPConfig as SMPConfig
+    from smp_strategy.engine import Engine as Engine
+    from smp_strategy.errors import ConfigError as ConfigError
+    from smp_strategy.errors import PeerFailedError as PeerFailedError
+    from smp_strategy.errors import SMPError as SMPError
+    from smp_strategy.errors import UnsupportedError as UnsupportedError
+    from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
+
+__all__ = [
+    "ConfigError",
+    "Engine",
+    "PeerFailedError",
+    "SMPConfig",
+    "SMPError",
+    "SMPStrategy",
+    "UnsupportedError",
+    "__version__",
+]
+__version__ = "0.1.0"
+
+_HOME = {
+    "ConfigError": "smp_strategy.errors",
+    "Engine": "smp_strategy.engine",
+    "PeerFailedError": "smp_strategy.errors",
+    "SMPConfig": "smp_strategy.config",
+    "SMPError": "smp_strategy.errors",
+    "UnsupportedError": "smp_strategy.errors",
+}
+
+_autoload.autoload()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SMPStrategy":
+        return import_module("smp_strategy.lightning").make_strategy(_lightning_in_use())
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'smp_strategy' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _lightning_in_use() -> str:
+    """Lightning ships twice, with separate classes: the tree that this process has imported, else the newer one."""
+    older_only = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+    return "pytorch_lightning" if older_only or find_spec("lightning") is None else "lightning.pytorch"

@@ -1,0 +1,69 @@
+"""Gradients reach the parameters when Lightning says so, not when they are computed.
+
+Lightning's order for one batch is ``training_step``, ``zero_grad``, ``loss.backward()``, hooks, clipping, optimizer
+step. A pipeline has to run forward and backward of all microbatches together, so everything is done inside
+``training_step``, before ``zero_grad`` wipes the gradients. Hence:
+
+[Note: commit] The engine keeps the step's gradients aside. The returned loss has one node in its graph, and the
+backward of that node adds ``incoming gradient * gradient of the mean loss`` to ``.grad``. So whatever is done to the
+loss before ``backward()`` (division by the accumulated batches, a user's ``LightningModule.backward``) acts on the
+gradients as in a single process, and no hook is skipped.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+__all__ = ["loss_that_commits", "with_global_norm"]
+
+
+class ClipGradNorm(Protocol):
+    """What the engine offers for clipping: the norm over all ranks' gradients, each counted once."""
+
+    def __call__(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor: ...
+
+
+def loss_that_commits(loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
+    """``loss``, whose ``backward()`` calls ``commit`` with the incoming gradient. See [Note: commit]."""
+    anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
+    committed: Tensor = _Commit.apply(anchor, loss, commit)  # type: ignore[no-untyped-call]
+    return committed
+
+
+class _Commit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
+        ctx.commit = commit  # type: ignore[attr-defined]
+        return loss.detach().clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[None, None, None]:
+        ctx.commit(grad_output)  # type: ignore[attr-defined]
+        return None, None, None
+
+
+def with_global_norm(plugin: Any, clip_grad_norm: ClipGradNorm) -> Any:
+    """Let Lightning's precision plugin clip by the norm over all ranks instead of this rank's share.
+
+    The plugin is the user's object and others may hold it, so its class is replaced rather than the object. The new
+    class keeps its name: Lightning files the plugin's state in checkpoints under it.
+    """
+
+    def clip_grad_by_norm(self: Any, optimizer: Any, clip_val: float) -> None:
+        """Clip gradients by their norm over all ranks."""
+        clip_grad_norm(list(self.main_params(optimizer)), clip_val)
+
+    stock = getattr(type(plugin), "stock_plugin", type(plugin))
+    names = {
+        "clip_grad_by_norm": clip_grad_by_norm,
+        "stock_plugin": stock,
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__doc__": stock.__doc__,
+    }
+    plugin.__class__ = type(stock.__name__, (stock,), names)
+    return plugin

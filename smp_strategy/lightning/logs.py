@@ -1,0 +1,136 @@
+"""One logged value per batch, although the user's step runs once per microbatch.
+
+``self.log`` in a step would write as many values as there are microbatches, and on most pipeline ranks the value is
+not even there yet. So, while a step runs, ``self.log`` only takes notes: the value travels through the step's return
+value, and the engine turns it into a real tensor on every rank. Afterwards the notes of all microbatches are merged
+and logged once, on every rank alike, so that checkpoint and early-stopping decisions agree::
+
+    microbatch 0   log("loss", 2.0)   log("acc", 0.5)  --.
+    microbatch 1   log("loss", 4.0)   log("acc", 1.0)  --+->  log("loss", 3.0)   log("acc", 0.75)
+
+The microbatches of a step take turns in threads of their own; each thread has its own notes.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["LogRecorder", "LoggedCall", "merge_calls"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedCall:
+    """One call of ``self.log`` without its value, which travels beside it as a tensor."""
+
+    name: str
+    """The key."""
+    flags: tuple[Any, ...] = ()
+    """Arguments after the value that were not named (``prog_bar`` as a rule)."""
+    options: dict[str, Any]
+    """Named arguments."""
+
+
+class LogRecorder:
+    """Stands in for ``module.log`` during a step.
+
+    Args:
+        module: the LightningModule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._log: Callable[..., None] = module.log  # type: ignore[assignment]
+        self._notes = threading.local()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While this is open, ``module.log`` and ``module.log_dict`` (which calls it) take notes."""
+        # On the instance, past nn.Module.__setattr__, so that a `log` that the user overrides is only called at replay.
+        object.__setattr__(self._module, "log", self._note)
+        try:
+            yield
+        finally:
+            object.__delattr__(self._module, "log")
+
+    @contextmanager
+    def notes(self) -> Iterator[tuple[list[LoggedCall], list[Any]]]:
+        """The calls and their values that this thread makes while this is open."""
+        self._notes.current = ([], [])
+        try:
+            yield self._notes.current
+        finally:
+            del self._notes.current
+
+    def replay(self, notes: Sequence[tuple[list[LoggedCall], list[Any]]], sizes: Sequence[int]) -> None:
+        """Log what the microbatches noted, once; the values must be real by now."""
+        for call, value in merge_calls(notes, sizes):
+            self._log(call.name, value, *call.flags, **call.options)
+
+    def _note(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
+        current = getattr(self._notes, "current", None)
+        if current is None:  # a thread of the user's own
+            self._log(name, value, *flags, **options)
+            return
+        calls, values = current
+        calls.append(LoggedCall(name=name, flags=flags, options=options))
+        # The step may go on to change the tensor in place; what counts is the value at this moment.
+        values.append(value.detach().clone() if isinstance(value, Tensor) else value)
+
+
+def merge_calls(
+    notes: Sequence[tuple[list[LoggedCall], list[Any]]], sizes: Sequence[int]
+) -> Iterator[tuple[LoggedCall, Any]]:
+    """Yield one call per logged key and occurrence, in the order of first appearance.
+
+    Args:
+        notes: calls and values of each microbatch.
+        sizes: samples of each microbatch.
+    """
+    # The k-th call with a key in one microbatch belongs to the k-th one in the others.
+    groups: dict[tuple[str, int], list[tuple[LoggedCall, Any, int]]] = {}
+    for (calls, values), size in zip(notes, sizes, strict=True):
+        seen: dict[str, int] = {}
+        for call, value in zip(calls, values, strict=True):
+            occurrence = seen[call.name] = seen.get(call.name, -1) + 1
+            groups.setdefault((call.name, occurrence), []).append((call, value, size))
+    for members in groups.values():
+        call = members[0][0]
+        weights, batch_size = _weights(members, total=sum(sizes))
+        options = {**call.options, "batch_size": batch_size} if batch_size is not None else call.options
+        value = _merge_values([value for _, value, _ in members], weights, call.options.get("reduce_fx", "mean"))
+        yield replace(call, options=options), value
+
+
+def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> tuple[list[int], int | None]:
+    """The weight of each microbatch, and the batch size to log the merged value with (``None``: not given)."""
+    by_samples = [size for _, _, size in members]
+    given = [call.options.get("batch_size") for call, _, _ in members]
+    if None in given:
+        return by_samples, None
+    # Whoever passes a constant means the whole batch; whoever computes it in the step counted this microbatch.
+    if all(batch_size == total for batch_size in given):
+        return by_samples, total
+    return given, sum(given)  # type: ignore[return-value, arg-type]
+
+
+def _merge_values(values: list[Any], weights: Sequence[int], reduce_fx: Any) -> Any:
+    if len(values) == 1 or not isinstance(values[0], Tensor | Number):
+        return values[0]  # a metric object has seen all microbatches itself
+    if not isinstance(values[0], Tensor) and all(value == values[0] for value in values):
+        return values[0]  # a learning rate, a counter: no rounding
+    stacked = torch.stack([torch.as_tensor(value).reshape(()) for value in values])
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if name in ("sum", "min", "max"):
+        return getattr(stacked, name)()
+    if name not in ("mean", "avg"):
+        return reduce_fx(stacked)
+    if not stacked.is_floating_point():
+        stacked = stacked.to(torch.get_default_dtype())
+    weight = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
+    return (stacked * weight).sum() / weight.sum()

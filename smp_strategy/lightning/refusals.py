@@ -1,0 +1,79 @@
+"""What Lightning allows and this strategy cannot do (yet): found before training, all of it, by name.
+
+The alternative is a run that goes on with wrong numbers. Each entry disappears with the feature that serves it.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from smp_strategy.errors import ConfigError
+
+__all__ = ["refuse_unsupported"]
+
+PRECISIONS: Final = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+# They copy the whole model before it is partitioned and average with it afterwards.
+WEIGHT_COPYING_CALLBACKS: Final = ("StochasticWeightAveraging", "WeightAveraging")
+
+
+def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer]) -> None:
+    """Raise one error for everything in this run that the strategy does not support.
+
+    Args:
+        trainer: the Trainer, whose precision and callbacks count.
+        module: the LightningModule.
+        optimizers: what its ``configure_optimizers`` has returned; empty outside ``fit``.
+
+    Raises:
+        ConfigError: with one sentence for what is wrong and one for the remedy, per problem.
+    """
+    problems = [*_of_trainer(trainer), *_of_module(module), *_of_optimizers(optimizers)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _of_trainer(trainer: Any) -> list[str]:
+    found = []
+    precision = getattr(trainer.precision_plugin, "precision", None)
+    if precision not in PRECISIONS:
+        shown = precision or type(trainer.precision_plugin).__name__
+        found.append(
+            f"`precision={shown!r}` is not built yet for strategy 'smp'. Choose one of {', '.join(PRECISIONS)}."
+        )
+    if trainer.strategy._layer_sync is not None:
+        found.append("`sync_batchnorm=True` is not built yet for strategy 'smp'. Leave it out or use another norm.")
+    for callback in trainer.callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        if kinds.intersection(WEIGHT_COPYING_CALLBACKS):
+            found.append(
+                f"The callback {type(callback).__name__} keeps a copy of all weights, which is not built yet for "
+                "strategy 'smp'. Remove the callback."
+            )
+    return found
+
+
+def _of_module(module: Any) -> list[str]:
+    found = []
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        found.append(
+            f"{name} sets `automatic_optimization = False`, but manual optimization is not built yet for strategy "
+            "'smp'. Use automatic optimization."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        method = getattr(module, step, None)
+        if method is not None and "dataloader_iter" in inspect.signature(method).parameters:
+            found.append(f"{name}.{step} takes a `dataloader_iter`, which hides the batch. Take a `batch` instead.")
+    return found
+
+
+def _of_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
+    return [
+        "The optimizer LBFGS evaluates the loss several times per step, which is not built yet for strategy 'smp'. "
+        "Use a first-order optimizer."
+        for optimizer in optimizers
+        if isinstance(optimizer, torch.optim.LBFGS)
+    ]

@@ -1,0 +1,100 @@
+"""Turn one Lightning step on a batch into one step per microbatch, and their results into one result.
+
+The engine cuts the batch and calls a function with each microbatch; which function that is, what travels through its
+return value, and how the user's outputs are put together again, stands here. No parallel logic: inside the function
+tensors may be placed on other ranks, so nothing here reads a value.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.lightning.gradients import loss_that_commits
+from smp_strategy.lightning.logs import LogRecorder
+from smp_strategy.pipeline.microbatch import merge
+
+if TYPE_CHECKING:
+    from smp_strategy.engine import Engine
+
+__all__ = ["run_eval_step", "run_training_step"]
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def run_training_step(
+    engine: "Engine", module: Any, args: Sequence[Any], *, context: Context, reduce: Callable[[], bool]
+) -> Any:
+    """Run ``module.training_step`` over the microbatches of ``args[0]``, forward and backward.
+
+    Args:
+        context: entered around the forward of each microbatch (the precision plugin's autocast).
+        reduce: asked when the gradients are handed over: does this batch end the accumulation window?
+
+    Returns:
+        What the step returned, merged; the loss hands its gradients over in ``backward()``.
+    """
+    recorder = LogRecorder(module)
+    step = _microbatch_step(module.training_step, recorder, args[1:], context)
+    with recorder.installed(), _process_wide(context):
+        result = engine.train_step(step, args[0], loss_of=_loss_of)
+    outputs = _replay(recorder, result.outputs, result.sizes)
+    loss = loss_that_commits(result.loss, lambda grad: result.commit(grad, reduce=reduce()))
+    if not isinstance(outputs[0], Mapping):
+        return loss
+    extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
+    return {"loss": loss, **merge(extras, result.sizes)}
+
+
+def run_eval_step(engine: "Engine", module: Any, name: str, args: Sequence[Any], *, context: Context) -> Any:
+    """Run ``module.<name>`` over the microbatches of ``args[0]``, forward only; returns the merged outputs."""
+    recorder = LogRecorder(module)
+    step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
+    with recorder.installed(), _process_wide(context):
+        result = engine.eval_step(step, args[0], kind=name)
+    return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+
+
+def _microbatch_step(
+    step: Callable[..., Any], recorder: LogRecorder, rest: Sequence[Any], context: Context
+) -> Callable[[Any], Any]:
+    def run(microbatch: Any) -> Any:
+        with recorder.notes() as notes, context():
+            output = step(microbatch, *rest)
+        return output, notes
+
+    return run
+
+
+def _process_wide(context: Context) -> AbstractContextManager[Any]:
+    """Enter ``context`` around all microbatches too, where it changes something that threads share.
+
+    The "true" precisions set the default dtype, which belongs to the process: the microbatches' threads would undo
+    each other's setting as they take turns. Inside an outer setting they all see, and restore, the same. Autocast is
+    the opposite: it belongs to the thread, and around everything it would reach the backward passes.
+    """
+    plugin = getattr(context, "__self__", None)
+    return context() if str(getattr(plugin, "precision", "")).endswith("-true") else nullcontext()
+
+
+def _loss_of(returned: tuple[Any, Any]) -> Tensor:
+    output = returned[0]
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        return loss
+    if output is None:
+        raise UnsupportedError(
+            "`training_step` returned None to skip a batch, but the other pipeline ranks cannot know that. "
+            "Return a loss of zero instead, e.g. `0.0 * loss`."
+        )
+    raise UnsupportedError(
+        "`training_step` must return the loss as a tensor, or a dict with the loss under the key 'loss', "
+        f"but returned {type(output).__name__}{f' with keys {sorted(output)}' if isinstance(output, Mapping) else ''}."
+    )
+
+
+def _replay(recorder: LogRecorder, returned: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> list[Any]:
+    recorder.replay([notes for _, notes in returned], sizes)
+    return [output for output, _ in returned]

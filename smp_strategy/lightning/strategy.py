@@ -1,0 +1,381 @@
+"""The strategy: what Lightning calls, hook by hook, and which part of the library answers.
+
+No parallel logic stands here. The engine knows the mesh, the model and the schedule; the neighbours of this file know
+one subject each. The order in which Lightning calls (fit)::
+
+    Trainer(...)            set_world_ranks, _configure_launcher
+    launcher.launch         setup_environment            the process group
+                            user's setup, configure_model, restore of weights from ckpt_path
+                            setup                        optimizers, refusals, engine.attach: the mesh
+                            process_dataloader           per loader
+    per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit]
+    checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint
+    end                     teardown
+
+``fit``, ``validate``, ``test`` and ``predict`` each run through all of it, so every hook may be called again. The
+model is partitioned inside the first step, on real shapes; until then it is whole on every rank.
+"""
+
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.failure import publish
+from smp_strategy.lightning.data import DataStream, following
+from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
+from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.gradients import with_global_norm
+from smp_strategy.lightning.launcher import make_launcher, start_new_job
+from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.lightning.steps import run_eval_step, run_training_step
+from smp_strategy.mesh import ProcessMesh
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
+else:
+    Host = object  # make_strategy() adds the base class of the tree in use
+
+__all__ = ["SMPHooks"]
+
+# Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
+CHECKPOINT_KEY = "smp_strategy"
+
+
+class SMPHooks(Host):
+    """Train an unmodified LightningModule with its layers spread over pipeline ranks.
+
+    Example::
+
+        strategy = SMPStrategy(pipeline_parallel_degree=2, microbatches=8)
+        trainer = Trainer(devices=2, accelerator="cpu", strategy=strategy)
+        trainer.fit(module, datamodule)
+
+    Args:
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in all of Lightning's
+            strategies; the Trainer fills them in.
+        process_group_backend: default: what torch recommends for the device.
+        timeout: of the process groups; default: torch's.
+        options: the fields of :class:`~smp_strategy.config.SMPConfig`, with the ``SMP_*`` environment as defaults.
+
+    Raises:
+        ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
+    """
+
+    tree: Tree
+    """The Lightning tree that this class was made for."""
+
+    def __init__(  # noqa: PLR0913 (the host's signature)
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        start_new_job()
+        self.config = SMPConfig.from_options(**options)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment or submitit_environment(self.tree),
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self.process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._engine: Engine | None = None
+        self._attached: Any = None
+        self._data_stream: DataStream | None = None
+        self._may_reduce = True
+
+    def __repr__(self) -> str:
+        # Lightning prints this when a Trainer of the other tree rejects the strategy.
+        other = "pytorch_lightning" if self.tree.root == "lightning.pytorch" else "lightning"
+        return (
+            f"SMPStrategy for {self.tree.root} (for a Trainer of the other Lightning package use "
+            f"smp_strategy.{other}.SMPStrategy)"
+        )
+
+    # Processes
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the module that is being trained; exists from ``setup`` on."""
+        if self._engine is None:
+            raise SMPError(
+                "The pipeline exists once the strategy is set up, after `setup` and `configure_model` of the module, "
+                "but is needed before. Move what needs it to a later hook, e.g. `on_fit_start`."
+            )
+        return self._engine
+
+    @property
+    def mesh(self) -> ProcessMesh | None:
+        """The process mesh, or ``None`` before ``setup``."""
+        return None if self._engine is None else self._engine.mesh
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are replicas that share the data and the logged values; asked for just that."""
+        return self.mesh is not None and self.mesh.dp > 1
+
+    def set_world_ranks(self) -> None:
+        """Number the ranks; called when the Trainer has set devices and environment."""
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        if environment.creates_processes_externally and self.parallel_devices:
+            self.parallel_devices = devices_of_launcher(self.parallel_devices)
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        # Some environments ignore the setters, so ask them back.
+        self.tree.pytorch("utilities.rank_zero").rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        self._launcher = make_launcher(self.tree, self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Join the other ranks."""
+        super().setup_environment()
+        self.set_world_ranks()
+        # Unlike Lightning's own strategies this does not seed again: one process would not, and the data order of one
+        # process is promised. See [Note: data stream].
+        distributed = self.tree.fabric("utilities.distributed")
+        backend = self.process_group_backend or distributed._get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        device = None if self.root_device.type == "cpu" else self.root_device
+        options = {} if self._timeout is None else {"timeout": self._timeout}
+        distributed._init_dist_connection(self.cluster_environment, backend, device_id=device, **options)
+
+    # Model and optimizers
+
+    def setup(self, trainer: Any) -> None:
+        """Build the optimizers and hand everything to the engine."""
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == self.tree.pytorch("trainer.states").TrainerFn.FITTING
+        if not self._is_partitioned(module):
+            self.model = self.precision_plugin.convert_module(module)
+            self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        refuse_unsupported(trainer, module, self.optimizers)
+        self.setup_precision_plugin()
+        if self._engine is None or self._attached is not module:
+            report = self.tree.pytorch("utilities.rank_zero").rank_zero_info
+            self._engine = Engine(self.config, report=report, device=self.root_device)
+            self._attached = module
+        self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
+        self._data_stream = DataStream(self._engine.mesh)
+
+    def model_to_device(self) -> None:
+        """Move the whole model; the engine moves the parts once it is partitioned."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _is_partitioned(self, module: Any) -> bool:
+        return self._engine is not None and self._attached is module and self._engine.partition is not None
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision plugin, which clips by the norm over all ranks."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            plugin = with_global_norm(plugin, lambda *arguments: self.engine.clip_grad_norm_(*arguments))
+        self._precision_plugin = plugin
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of all microbatches. See [Note: commit]."""
+        return run_training_step(
+            self.engine,
+            self.lightning_module,
+            (*args, *kwargs.values()),
+            context=self.precision_plugin.train_step_context,
+            reduce=lambda: self._may_reduce,
+        )
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of all microbatches."""
+        return self._eval_step("validation_step", self.precision_plugin.val_step_context, *args, *kwargs.values())
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of all microbatches."""
+        return self._eval_step("test_step", self.precision_plugin.test_step_context, *args, *kwargs.values())
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward of all microbatches."""
+        return self._eval_step("predict_step", self.precision_plugin.predict_step_context, *args, *kwargs.values())
+
+    def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
+        return run_eval_step(self.engine, self.lightning_module, name, args, context=context)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Batches in here do not end the accumulation window: their gradients stay on this replica."""
+        self._may_reduce = False
+        try:
+            yield
+        finally:
+            self._may_reduce = True
+
+    # Data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Samples are divided among replicas, not among ranks."""
+        mesh = self.engine.mesh
+        return {"num_replicas": mesh.dp, "rank": mesh.dp_rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Make all ranks of a replica draw alike. See [Note: data stream]."""
+        if not isinstance(dataloader, torch.utils.data.DataLoader):
+            return dataloader
+        assert self._data_stream is not None
+        return following(dataloader, self._data_stream, self.tree, dp_rank=self.engine.mesh.dp_rank)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move the batch with the user's transfer hooks, whose draws belong to the data path."""
+        if self._data_stream is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        self._data_stream.check(batch)
+        with self._data_stream.draws():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    # Communication between replicas, as a data-parallel user means it
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
+        group = self._group(group)
+        if group is None or not isinstance(tensor, Tensor):
+            return tensor
+        return self.tree.fabric("utilities.distributed")._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the replicas, or from ``group``; with one replica nothing is gathered, as in one process."""
+        group = self._group(group)
+        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over all ranks of the world."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == dist.get_world_size() if all else bool(votes)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def _group(self, group: Any) -> Any:
+        """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""
+        if not dist.is_initialized():
+            return None
+        if group is not None and group is not dist.group.WORLD:
+            return group
+        if self.mesh is None:
+            return dist.group.WORLD
+        return self.mesh.dp_group if self.mesh.dp > 1 else None
+
+    # Checkpoints: one ordinary Lightning file, whatever the layout that writes or reads it
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All weights under their plain names on global rank 0, nothing on the others. Collective."""
+        return self.engine.full_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """All of the optimizer's state as one process has it, on global rank 0. Collective."""
+        return self.engine.full_optimizer_state(_unwrap(optimizer))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write the file on global rank 0; the Trainer lets the others wait. Collective."""
+        checkpoint[CHECKPOINT_KEY] = self.engine.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take this rank's share of the weights; before the first step that is all of them."""
+        module = self.lightning_module
+        if self._is_partitioned(module):
+            self.engine.load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
+        else:
+            assert module is not None
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take this rank's share of the optimizers' state and the engine's own."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self.engine.load_optimizer_state(_unwrap(optimizer), state)
+        if CHECKPOINT_KEY in checkpoint:
+            self.engine.load_state(checkpoint[CHECKPOINT_KEY])
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one ends, and see to it that they end."""
+        if dist.is_initialized() and not isinstance(exception, PeerFailedError):
+            store = dist.distributed_c10d._get_default_store()
+            publish(store, self.global_rank, "".join(traceback.format_exception(exception)))
+        if self._launcher is not None:
+            # Ranks that only wait for this one cannot notice while it lives, and have nothing of their own to say.
+            patience = 5.0 if isinstance(exception, PeerFailedError) else 1.0
+            self._launcher.end_children(patience)  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        """End one of fit, validate, test, predict; another may follow.
+
+        Unlike Lightning's own this does not move the model to the CPU: parameters that live on other ranks are only
+        shapes here, and moving would give them memory.
+        """
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+def _unwrap(optimizer: Any) -> Optimizer:
+    """The user's optimizer inside a LightningOptimizer."""
+    unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return unwrapped

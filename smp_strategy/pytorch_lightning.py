@@ -1,0 +1,12 @@
+"""The strategy for scripts that write ``import pytorch_lightning``. See :mod:`smp_strategy.lightning`."""
+
+from typing import TYPE_CHECKING
+
+from smp_strategy.lightning import make_strategy
+
+if TYPE_CHECKING:
+    from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
+else:
+    SMPStrategy = make_strategy("pytorch_lightning")
+
+__all__ = ["SMPStrategy"]

@@ -1,0 +1,112 @@
+"""A small LightningModule, its data, and a way to train it on N ranks or on one, the plain way."""
+
+import contextlib
+import os
+import random
+import warnings
+from importlib import import_module
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from smp_strategy.lightning import make_strategy
+from smp_strategy.testing import run_ranks
+
+NEWER, OLDER = "lightning.pytorch", "pytorch_lightning"
+FEATURES, CLASSES = 8, 4
+
+
+def toy_data(samples: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(samples, FEATURES, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, CLASSES, (samples,), generator=generator))
+
+
+def toy_loader(*, shuffle: bool = True, batch_size: int = 8, dataset: Dataset | None = None, **options) -> DataLoader:
+    return DataLoader(dataset or toy_data(), batch_size=batch_size, shuffle=shuffle, **options)
+
+
+def toy_module(root: str = NEWER, *, seed: int = 0, **overrides):
+    """A module of the tree ``root`` without a trace of parallelism; ``overrides`` replace its methods."""
+    lightning = import_module(root)
+
+    class Toy(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(
+                nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)
+            )
+            self.seen = []  # what reached the steps of this rank
+
+        def loss(self, batch):
+            inputs, targets = batch
+            return nn.functional.cross_entropy(self.net(inputs), targets)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.seen.append(batch[0][:, 0].tolist())
+
+        def training_step(self, batch, batch_idx):
+            loss = self.loss(batch)
+            self.log("train_loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log_dict({"val_loss": self.loss(batch)}, batch_size=len(batch[0]))
+
+        def test_step(self, batch, batch_idx):
+            self.log("test_loss", self.loss(batch))
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5),
+            }
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return type("Toy", (Toy,), overrides)()
+
+
+def toy_trainer(folder, root: str = NEWER, *, smp: dict | None = None, **options):
+    """A quiet Trainer: plain if ``smp`` is None, else with the strategy and these options."""
+    lightning = import_module(root)
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if smp is not None else 1
+    defaults = {
+        "accelerator": "cpu",
+        "strategy": "auto" if smp is None else make_strategy(root)(**smp),
+        "devices": ranks,
+        "default_root_dir": folder,
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    return lightning.Trainer(**{**defaults, **options})
+
+
+@contextlib.contextmanager
+def quiet():
+    """Lightning advises on workers, shuffling and so on; that is not the subject here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def on_ranks(body, world_size: int, *args, timeout: float = 90.0):
+    """``run_ranks`` with Lightning's warnings ignored."""
+    return run_ranks(_quietly, world_size, body, args, timeout=timeout)
+
+
+def _quietly(body, args):
+    with quiet():
+        return body(*args)
+
+
+def metrics_of(trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}

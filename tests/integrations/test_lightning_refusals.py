@@ -1,0 +1,83 @@
+"""What cannot work is refused before training, all of it at once."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from lightning_toy import NEWER, OLDER, on_ranks, toy_loader, toy_module, toy_trainer
+
+from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.lightning import make_strategy
+
+
+def refused(folder, options, callback, overrides):
+    callbacks = [getattr(import_module(f"{NEWER}.callbacks"), callback)()] if callback else []
+    module = toy_module(**overrides)
+    trainer = toy_trainer(folder, smp={"microbatches": 2}, callbacks=callbacks, **options)
+    try:
+        trainer.fit(module, toy_loader())
+    except SMPError as error:
+        return type(error).__name__, str(error), module.seen
+    return None
+
+
+def manual(self):
+    return False
+
+
+def lbfgs(self):
+    return torch.optim.LBFGS(self.parameters())
+
+
+def takes_an_iterator(self, dataloader_iter):
+    raise NotImplementedError
+
+
+def returns_none(self, batch, batch_idx):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "callback", "overrides", "match"),
+    [
+        ({}, None, {"automatic_optimization": property(manual)}, "manual optimization"),
+        ({}, None, {"configure_optimizers": lbfgs}, "LBFGS"),
+        ({}, None, {"training_step": takes_an_iterator}, "dataloader_iter"),
+        ({"precision": "16-true"}, None, {}, "16-true"),
+        ({"sync_batchnorm": True}, None, {}, "sync_batchnorm"),
+        ({}, "EMAWeightAveraging", {}, "EMAWeightAveraging"),
+    ],
+)
+def test_an_unsupported_feature_is_named_before_training(options, callback, overrides, match, tmp_path):
+    [(kind, text, seen)] = on_ranks(refused, 1, tmp_path, options, callback, overrides)
+    assert kind == "ConfigError"
+    assert match in text
+    assert seen == []
+
+
+def test_all_problems_are_listed_together(tmp_path):
+    overrides = {"configure_optimizers": lbfgs, "training_step": takes_an_iterator}
+    [(_, text, _)] = on_ranks(refused, 1, tmp_path, {"precision": "16-true"}, None, overrides)
+    assert text.startswith("3 options are wrong")
+
+
+def test_skipping_a_batch_is_refused_with_the_remedy(tmp_path):
+    [(kind, text, _)] = on_ranks(refused, 1, tmp_path, {}, None, {"training_step": returns_none})
+    assert kind == "UnsupportedError"
+    assert "0.0 * loss" in text
+
+
+def test_wrong_options_are_refused_when_the_strategy_is_made():
+    with pytest.raises(ConfigError, match=r"(?s)3 options are wrong.*microbatchs.*pipeline_parallel_degree"):
+        make_strategy(NEWER)(microbatchs=4, pipeline_parallel_degree=0, pipeline="fast")
+
+
+def test_a_trainer_of_the_other_tree_names_the_right_import(tmp_path):
+    trainer = import_module(OLDER).Trainer
+    with pytest.raises(ValueError, match=r"smp_strategy\.pytorch_lightning\.SMPStrategy"):
+        trainer(strategy=make_strategy(NEWER)(), default_root_dir=tmp_path)
+
+
+def test_the_pipeline_is_not_there_before_setup():
+    with pytest.raises(SMPError, match="on_fit_start"):
+        _ = make_strategy(NEWER)().engine

@@ -1,0 +1,35 @@
+"""Who failed first."""
+
+import torch.distributed as dist
+
+from smp_strategy.errors import PeerFailedError
+from smp_strategy.failure import blame, first_failure, publish
+from smp_strategy.testing import run_ranks
+
+
+def test_the_first_failure_stays():
+    store = dist.HashStore()
+    assert first_failure(store) is None
+    publish(store, 1, "the cause")
+    publish(store, 0, "a consequence")
+    assert first_failure(store) == "rank 1 failed first:\nthe cause"
+
+
+def blame_after_rank_one_failed():
+    own = blame(ValueError("mistake")) if dist.get_rank() == 1 else None
+    dist.barrier()
+    if own is None:
+        own = blame(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    return type(own).__name__, str(own)
+
+
+def test_a_broken_connection_names_the_rank_that_failed():
+    (kind, text), own = run_ranks(blame_after_rank_one_failed, 2)
+    assert kind == PeerFailedError.__name__
+    assert text.startswith("rank 1 failed first:\nValueError: mistake")
+    assert own == ("ValueError", "mistake")
+
+
+def test_without_process_group_an_error_is_its_own():
+    error = RuntimeError("connection")
+    assert blame(error) is error
