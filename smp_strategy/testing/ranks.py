@@ -10,8 +10,8 @@ computes (``tests/conftest.py`` does).
 
 import faulthandler
 import multiprocessing
-import multiprocessing.connection
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -19,7 +19,8 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -69,17 +70,17 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                     process.join()
 
 
-def _collect(receivers: list[Any], timeout: float) -> list[Any]:
+def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[str] = []
     deadline = time.monotonic() + timeout
     waiting = dict(zip(receivers, range(len(receivers)), strict=True))
     while waiting and time.monotonic() < deadline:
         remaining = max(deadline - time.monotonic(), 0)
-        for receiver in multiprocessing.connection.wait(list(waiting), timeout=remaining):
-            rank = waiting.pop(receiver)  # type: ignore[call-overload]
+        for receiver in cast(list[Connection], wait(list(waiting), timeout=remaining)):
+            rank = waiting.pop(receiver)
             try:
-                succeeded, value = receiver.recv()  # type: ignore[union-attr]
+                succeeded, value = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 succeeded, value = False, "the process ended without a result (killed?)"
             if succeeded:
@@ -122,7 +123,8 @@ def _rank_main(
         result = (True, fn(*args))
     except BaseException:
         result = (False, traceback.format_exc())
-    sender.send(result)
+    # Plain pickle: multiprocessing's own would pass tensors as handles into a process that is about to end.
+    sender.send_bytes(pickle.dumps(result))
     sender.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,1 @@
+"""Saving and loading: every tensor under its plain name and in its whole shape."""

@@ -1,0 +1,465 @@
+"""The engine: the only file that knows every part.
+
+Life of a model under the engine:
+
+1. :meth:`Engine.attach`: choose units, build the mesh, make initial values equal on all ranks. Every rank still
+   holds the whole model, so optimizers, callbacks and checkpoints meet an ordinary module.
+2. The first step: its microbatch is traced without computing, the partition is decided and every rank lets go of the
+   units of other stages.
+3. Every step: cut the batch, run the user's step once per microbatch under the schedule, hand out the results.
+
+Gradients are handed over separately (:meth:`TrainStep.commit`), because in Lightning and Accelerate the step comes
+first, then ``zero_grad``, then ``backward``.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.checkpoint.gather import collect
+from smp_strategy.config import SMPConfig
+from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.mesh import MeshShape, ProcessMesh
+from smp_strategy.optim.gradients import average_gradients, sum_gradients
+from smp_strategy.optim.norm import global_norm
+from smp_strategy.ownership import Ownership
+from smp_strategy.partition.partition import Partition
+from smp_strategy.partition.problem import event_times, problem_of
+from smp_strategy.partition.solver import solve
+from smp_strategy.pipeline.microbatch import split
+from smp_strategy.pipeline.rng import derive_seed, seeded
+from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.runtime import Runtime, Step, StepRun
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.transport import Transport
+from smp_strategy.report import render
+from smp_strategy.trace.events import Trace
+from smp_strategy.trace.oracle import Oracle, ValueNeededError
+from smp_strategy.units import Unit, choose_units
+
+__all__ = ["Engine", "EvalStep", "TrainStep"]
+
+@final
+@dataclass(frozen=True)
+class EvalStep:
+    """Results of a forward-only step, the same on every rank of a replica."""
+
+    outputs: list[Any]
+    """What the step returned for each microbatch, with real detached tensors."""
+    sizes: tuple[int, ...]
+    """Samples in each microbatch."""
+
+
+@final
+@dataclass(frozen=True)
+class TrainStep:
+    """Results of a training step, and its gradients until they are handed over."""
+
+    outputs: list[Any]
+    """What the step returned for each microbatch, with real detached tensors."""
+    sizes: tuple[int, ...]
+    """Samples in each microbatch."""
+    loss: Tensor
+    """Mean over the samples of the batch; a scalar, the same on every rank of a replica."""
+    _gradients: dict[nn.Parameter, Tensor]
+    _reduce: Callable[[], None]
+
+    def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
+        """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
+
+        Args:
+            grad_output: gradient of whatever is minimised with respect to the loss; a scalar.
+            reduce: this was the last step before the optimizer's: add up what several stages hold, and average over
+                the replicas. Collective over the ranks.
+        """
+        factor = grad_output.item()
+        for parameter, gradient in self._gradients.items():
+            if factor != 1.0:
+                gradient.mul_(factor)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._gradients.clear()
+        if reduce:
+            self._reduce()
+
+
+@final
+class Engine:
+    """Runs a module under the layout that a configuration asks for. One engine serves one module.
+
+    Args:
+        config: all options.
+        report: called once on every rank with the text that describes mesh, partition and schedule.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        config: SMPConfig,
+        *,
+        report: Callable[[str], None] = lambda text: None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.config = config
+        self.partition: Partition | None = None
+        self._report = report
+        self._device = device or torch.device("cpu")
+        self._oracle = Oracle(self._device)
+        self._module: nn.Module | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+        self._units: list[Unit] = []
+        self._mesh: ProcessMesh | None = None
+        self._runtime: Runtime | None = None
+        self._ownership: Ownership | None = None
+        self._stage_groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        self._traces: dict[str, Trace] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._seed = 0
+        self._num_steps = 0
+
+    # Setting up
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """This rank's place among the ranks; exists once a module is attached."""
+        if self._mesh is None:
+            raise SMPError("The process mesh does not exist before a module is attached to the engine.")
+        return self._mesh
+
+    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Take on ``module``; collective. Calling it again with the same module only exchanges the optimizers.
+
+        Raises:
+            ConfigError: the degrees do not fit the number of ranks or of units.
+            SMPError: the engine already serves another module.
+        """
+        self._optimizers = optimizers
+        if self._module is module:
+            return
+        if self._module is not None:
+            raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
+        shape = self._choose_shape(module)
+        self._module = module
+        self._mesh = ProcessMesh(shape, device_type=self._device.type)
+        self._units = choose_units(module, shape.pp)
+        self._make_equal(module)
+        for unit in self._units:
+            self._intercept(unit)
+
+    def _choose_shape(self, module: nn.Module) -> MeshShape:
+        world_size = dist.get_world_size()
+        degree = self.config.pipeline_parallel_degree
+        if degree is None:
+            num_units = len(choose_units(module, world_size))
+            degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
+        shape = MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
+        check_stages(degree, choose_units(module, degree))
+        return shape
+
+    def _make_equal(self, module: nn.Module) -> None:
+        """Rank 0's initial values and seed, everywhere."""
+        seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64)
+        dist.broadcast(seed, 0)
+        self._seed = int(seed)
+        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        with torch.no_grad():
+            for tensor in tensors.values():
+                dist.broadcast(tensor.detach(), 0)
+
+    def _intercept(self, unit: Unit) -> None:
+        """Let calls of the unit go through the runtime, hooks of the unit outside of it."""
+        original = unit.module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._runtime is None:
+                return original(*args, **kwargs)
+            return self._runtime.call_unit(unit.name, unit.module, original, args, kwargs)
+
+        unit.module.forward = forward
+
+    # The first step
+
+    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
+        """Trace, partition, and let go of what belongs to other stages."""
+        assert self._module is not None
+        trace = self._survey(step, microbatch, loss_of)
+        parameters = {
+            unit.name: {index_of: parameter.nbytes for index_of, parameter in self._numbered(unit)}
+            for unit in self._units
+        }
+        problem = problem_of(
+            trace or Trace([]),
+            parameters,
+            num_stages=self.mesh.pp,
+            memory_weight=self.config.resolved_memory_weight,
+        )
+        self.partition = Partition.of(problem, solve(problem))
+        self._check_agreement(self.partition)
+        stage_of = self.partition.stage_of
+        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp)
+        self._release()
+        transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group) if self.mesh.pp > 1 else None
+        self._runtime = Runtime(
+            stage=self.mesh.stage,
+            stage_of=stage_of,
+            num_stages=self.mesh.pp,
+            oracle=self._oracle,
+            transport=transport,
+            device=self._device,
+        )
+        if trace is not None:
+            self._traces[kind] = trace
+        if self.config.partition_file and self.mesh.rank == 0:
+            self.partition.save(self.config.partition_file)
+
+    def _survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace | None:
+        """The trace of a dry run; ``None`` where the step looks at values, which a dry run does not have."""
+        if self.config.skip_tracing:
+            return None
+        self._runtime = Runtime(
+            stage=-1,
+            stage_of={unit.name: 0 for unit in self._units},
+            num_stages=1,
+            oracle=self._oracle,
+            transport=None,
+            device=self._device,
+        )
+        try:
+            with seeded(self._seed, self._device):
+                return self._runtime.survey(step, microbatch, loss_of)
+        except ValueNeededError:
+            return None
+        finally:
+            self._runtime.close()
+            self._runtime = None
+
+    def _numbered(self, unit: Unit) -> list[tuple[int, nn.Parameter]]:
+        """The unit's parameters with numbers that are the same on every rank."""
+        assert self._module is not None
+        numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
+        return [(numbers[id(parameter)], parameter) for parameter in unit.module.parameters()]
+
+    def _check_agreement(self, partition: Partition) -> None:
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, partition.digest)
+        differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if differing:
+            raise SMPError(
+                f"Ranks {differing} decided on another partition than rank 0: their models or first batches differ. "
+                "Build the same model and read the same data on every rank of a replica."
+            )
+
+    def _release(self) -> None:
+        assert self._ownership is not None
+        mesh, ownership = self.mesh, self._ownership
+        ownership.release(mesh.stage)
+        local = {id(parameter) for parameter in ownership.local_parameters(mesh.stage)}
+        for optimizer in self._optimizers:
+            for parameter in [parameter for parameter in optimizer.state if id(parameter) not in local]:
+                del optimizer.state[parameter]
+        for stages in ownership.shared():
+            if mesh.stage not in stages:
+                continue
+            ranks = [mesh.stage_ranks[stage] for stage in sorted(stages)]
+            whole = len(ranks) == mesh.pp
+            group = mesh.pp_group if whole else dist.new_group(ranks, use_local_synchronization=True)
+            self._stage_groups[stages] = group
+
+    # Every step
+
+    def train_step(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor]) -> TrainStep:
+        """Forward and backward of a batch.
+
+        Args:
+            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
+            batch: cut along dim 0 into microbatches.
+            loss_of: picks the loss out of what ``step`` returns.
+        """
+        microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
+        if self._runtime is None:
+            self._decide("train", step, microbatches[0], loss_of)
+        assert self._ownership is not None
+        parameters = self._ownership.local_parameters(self.mesh.stage)
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        weights = [size / sum(sizes) for size in sizes]
+        try:
+            run = self._run("train", step, microbatches, loss_of, weights)
+            gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        finally:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+        losses = torch.stack([loss.reshape(()) for loss in run.losses])
+        loss = (losses * losses.new_tensor(weights)).sum()
+        return TrainStep(run.outputs, sizes, loss, gradients, self._reduce_gradients)
+
+    def eval_step(self, step: Step, batch: Any, *, kind: str = "eval") -> EvalStep:
+        """Forward of a batch.
+
+        Args:
+            step: the user's code for one microbatch.
+            batch: cut along dim 0 into microbatches.
+            kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
+        """
+        microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
+        if self._runtime is None:
+            self._decide(kind, step, microbatches[0], None)
+        run = self._run(kind, step, microbatches, None, ())
+        return EvalStep(run.outputs, sizes)
+
+    def _run(
+        self,
+        kind: str,
+        step: Step,
+        microbatches: Sequence[Any],
+        loss_of: Callable[[Any], Tensor] | None,
+        weights: Sequence[float],
+    ) -> StepRun:
+        assert self._runtime is not None
+        plan = self._plan(kind, len(microbatches))
+        self._num_steps += 1
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
+        run = self._runtime.run(step, microbatches, plan=plan, seed=seed, loss_of=loss_of, weights=weights)
+        # The step may take another path next time: the plan follows the latest trace.
+        if kind not in self._traces or self._traces[kind].signature != run.trace.signature:
+            self._traces[kind] = run.trace
+        return run
+
+    def _plan(self, kind: str, num_microbatches: int) -> Plan | None:
+        trace = self._traces.get(kind)
+        if trace is None or self.partition is None:
+            return None
+        key = (trace.signature, num_microbatches)
+        if key not in self._plans:
+            flow = route(trace, self.partition.stage_of, self.mesh.pp, event_times(trace.events))
+            first = not self._plans
+            self._plans[key] = simulate(
+                flow,
+                num_microbatches,
+                policy=self.config.pipeline,
+                active_microbatches=self.config.max_active_microbatches(self.mesh.pp),
+            )
+            if first:
+                self._report(render(self.mesh.shape, self.partition, self._plans[key]))
+        return self._plans[key]
+
+    # Gradients
+
+    def _reduce_gradients(self) -> None:
+        assert self._ownership is not None
+        for stages, parameters in self._ownership.shared().items():
+            if stages in self._stage_groups:
+                sum_gradients(parameters, self._stage_groups[stages])
+        average_gradients(self._ownership.local_parameters(self.mesh.stage), self.mesh.dp_group)
+
+    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
+
+        Args:
+            parameters: what to clip: the same list on every rank, as an optimizer has it.
+            max_norm: the largest norm that is left alone.
+            norm_type: order of the norm.
+        """
+        assert self._ownership is not None
+        ownership, stage = self._ownership, self.mesh.stage
+        norm = global_norm(
+            list(parameters),
+            lambda parameter: min(ownership.holders(parameter)) == stage,
+            self.mesh.pp_group,
+            norm_type,
+        )
+        local = [parameter for parameter in parameters if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
+        return norm
+
+    # State
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
+        assert self._module is not None
+        items = self._module.state_dict()
+        if self._ownership is None:
+            return items if self.mesh.rank == 0 else {}
+        return self._collect(items, {name: self._ownership.saver(name) for name in items})
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
+        state = optimizer.state_dict()
+        if self._ownership is None:
+            return state if self.mesh.rank == 0 else {}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        savers = {index: min(self._ownership.holders(parameter)) for index, parameter in enumerate(parameters)}
+        known: list[Any] = [None] * self.mesh.pp
+        dist.all_gather_object(known, list(state["state"]), group=self.mesh.pp_group)
+        indices = sorted(set().union(*known))
+        items = {str(index): value for index, value in state["state"].items()}
+        collected = self._collect(items, {str(index): savers[index] for index in indices})
+        if self.mesh.rank != 0:
+            return {}
+        return {**state, "state": {int(index): value for index, value in collected.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict; this rank keeps its share."""
+        assert self._module is not None
+        if self._ownership is None:
+            self._module.load_state_dict(state_dict, strict=strict)
+            return
+        own = self._module.state_dict().keys()
+        missing, unexpected = sorted(own - state_dict.keys()), sorted(state_dict.keys() - own)
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
+        mine = {
+            name: value for name, value in state_dict.items() if self._ownership.is_held(name, self.mesh.stage)
+        }
+        self._module.load_state_dict(mine, strict=False)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a whole optimizer state dict; this rank keeps its share."""
+        if self._ownership is not None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            held = {
+                index
+                for index, parameter in enumerate(parameters)
+                if self.mesh.stage in self._ownership.holders(parameter)
+            }
+            state = {**state, "state": {index: value for index, value in state["state"].items() if index in held}}
+        optimizer.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, int]:
+        """The engine's own state: where its random streams are."""
+        return {"seed": self._seed, "num_steps": self._num_steps}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Continue the random streams of another run."""
+        self._seed, self._num_steps = state["seed"], state["num_steps"]
+
+    def close(self) -> None:
+        """End the engine's threads; the module stays as it is."""
+        if self._runtime is not None:
+            self._runtime.close()
+
+    def _collect(self, items: dict[str, Any], savers: dict[str, int]) -> dict[str, Any]:
+        if self.mesh.dp_rank != 0:
+            return {}
+        return collect(items, savers, self.mesh.stage_ranks, self.mesh.pp_group)
+
+
+def check_stages(degree: int, units: Sequence[Unit]) -> None:
+    """Refuse more stages than units."""
+    if degree > len(units):
+        names = ", ".join(unit.name for unit in units) or "none"
+        raise ConfigError(
+            f"`pipeline_parallel_degree` is {degree}, but the model can be cut into {len(units)} units only ({names}). "
+            "Choose a degree that is not larger."
+        )

@@ -1,0 +1,1 @@
+"""Between backward and the optimizer: gradient sums over ranks and the global gradient norm."""

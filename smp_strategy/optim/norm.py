@@ -1,0 +1,44 @@
+"""The true global gradient norm of a model that is spread over stages.
+
+One process takes the norm of the vector of the parameters' gradient norms. Every stage fills in the entries of the
+parameters that it holds (the first holder of a tied one), the vector is added up over the stages, and every stage
+takes its norm: the same numbers in the same order as in one process, so the result is bit-identical.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["global_norm"]
+
+
+def global_norm(
+    parameters: Sequence[nn.Parameter],
+    counts_here: Callable[[nn.Parameter], bool],
+    group: dist.ProcessGroup,
+    norm_type: float,
+) -> Tensor:
+    """Norm over the gradients of ``parameters`` on all ranks of ``group``.
+
+    Args:
+        parameters: the same list, in the same order, on every rank; those held elsewhere have no gradient here.
+        counts_here: whether this rank contributes the gradient of a parameter.
+        group: the stages of one replica.
+        norm_type: order of the norm; ``inf`` for the maximum.
+    """
+    mine = [
+        (index, parameter.grad)
+        for index, parameter in enumerate(parameters)
+        if parameter.grad is not None and counts_here(parameter)
+    ]
+    device = mine[0][1].device if mine else torch.device("cpu")
+    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
+    norms = torch.zeros(2, len(parameters), dtype=dtype, device=device)
+    for index, gradient in mine:
+        norms[0, index] = torch.linalg.vector_norm(gradient, norm_type)
+        norms[1, index] = 1.0
+    dist.all_reduce(norms, group=group)
+    return torch.linalg.vector_norm(norms[0, norms[1] > 0], norm_type)

@@ -1,0 +1,1 @@
+"""The pipeline: placed tensors, the schedule, and the runtime that follows it."""

@@ -1,0 +1,137 @@
+"""Backward of one microbatch on one stage, segment by segment.
+
+Which gradients travel is known on every stage from the record of the program: a value's gradient comes back from
+exactly those stages whose use of it leads to the loss. Receives for them are posted when the forward pass is
+complete. The gradients of several uses are added in the order of autograd in one process: the latest use first.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.routing import gradient_uses
+from smp_strategy.pipeline.segments import Export, Import, Remote, Segment
+from smp_strategy.pipeline.transport import Receipt, Transport
+
+__all__ = ["Backward"]
+
+
+@final
+class Backward:
+    """Runs the backward passes of one microbatch's segments, last one first.
+
+    Args:
+        program: the finished forward.
+        loss: the microbatch's loss.
+        weight: factor of the loss.
+        stage: this rank's stage.
+        num_stages: number of stages.
+        transport: carries gradients; ``None`` where there is one stage.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        loss: Any,
+        weight: float,
+        *,
+        stage: int,
+        num_stages: int,
+        transport: Transport | None,
+    ) -> None:
+        _check_loss(loss)
+        self._program = program
+        self._stage = stage
+        self._transport = transport
+        self._next = len(program.segments) - 1
+        self._seeds: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._receipts: dict[Remote, Receipt] = {}
+        loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
+        _, uses = gradient_uses(program.record, loss_value)
+        self._remote_uses = {(value, user.stage) for value, user in uses}
+        self._plant(loss, weight, stage == num_stages - 1)
+        self._post_receives()
+
+    def run_from(self, segment: int) -> None:
+        """Run the backward passes that are still to do, from the last segment down to ``segment``."""
+        while self._next >= segment and self._next >= 0:
+            self._run(self._program.segments[self._next])
+            self._next -= 1
+            if self._next < 0:
+                self._run(self._program.glue)
+                # Frees the activations of this microbatch.
+                self._program.segments.clear()
+
+    def _plant(self, loss: Any, weight: float, is_last_stage: bool) -> None:
+        """Backward starts at the loss, where it is."""
+        if isinstance(loss, PlacedTensor):
+            if loss.origin is None or self._program.lives_on(loss) != self._stage:
+                return
+            segment, tensor = loss.origin
+        elif is_last_stage and loss.requires_grad:
+            # The loss depends on parameters of the glue only. They are everywhere: one stage does the work.
+            segment, tensor = -1, loss
+        else:
+            return
+        self._seeds[segment] = [(tensor, torch.full_like(tensor, weight))]
+
+    def _post_receives(self) -> None:
+        for segment in self._program.segments:
+            for export in segment.exports.values():
+                for use in export.uses:
+                    if isinstance(use, Remote) and (export.value, use.stage) in self._remote_uses:
+                        assert self._transport is not None
+                        self._receipts[use] = self._transport.receive(use.spec, use.stage, use.tag + 1)
+
+    def _run(self, segment: Segment) -> None:
+        roots = list(self._seeds.get(segment.index, ()))
+        for export in segment.exports.values():
+            gradient = self._gradient(export)
+            if gradient is not None:
+                roots.append((export.tensor, gradient))
+        if roots:
+            tensors, gradients = zip(*roots, strict=True)
+            torch.autograd.backward(tensors, gradients)
+        for record in segment.imports:
+            self._return(record)
+
+    def _gradient(self, export: Export) -> Tensor | None:
+        """The sum of the gradients that the uses of ``export`` return; the latest use first, as autograd adds."""
+        total: Tensor | None = None
+        for use in reversed(export.uses):
+            if isinstance(use, Import):
+                part, use.grad = use.grad, None
+            else:
+                receipt = self._receipts.pop(use, None)
+                part = receipt.wait() if receipt else None
+            if part is not None:
+                total = part if total is None else total + part
+        return total
+
+    def _return(self, record: Import) -> None:
+        """Send the gradient of a received value to where it came from; local ones are fetched by their export."""
+        source = record.source
+        if not isinstance(source, Remote) or (record.value, self._stage) not in self._remote_uses:
+            return
+        assert self._transport is not None
+        gradient, record.grad = record.grad, None
+        if gradient is None:
+            # The value was an input of a unit that does not use it: the sender could not know.
+            gradient = torch.zeros(source.spec.size, dtype=source.spec.dtype, device=source.spec.device)
+        self._transport.send(gradient, source.spec, source.stage, source.tag + 1)
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise UnsupportedError(f"The step must return a loss tensor, but returned {type(loss).__name__}.")
+    if loss.numel() != 1:
+        raise UnsupportedError(f"The loss must have one element, but has shape {list(loss.shape)}.")
+    if not loss.requires_grad:
+        raise UnsupportedError(
+            "The loss does not require a gradient: it depends on no parameter that requires one, or was computed "
+            "under torch.no_grad() or from a detached tensor."
+        )

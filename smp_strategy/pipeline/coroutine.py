@@ -1,0 +1,117 @@
+"""One microbatch's program as a coroutine: it runs until it has to wait, and later goes on from there.
+
+The program is the user's own code, so it cannot ``yield``. It runs in a thread of its own and passes a baton: either
+the scheduler runs or exactly one program, never two of them. Threads rather than greenlets, because grad mode,
+autocast, inference mode and saved-tensor hooks are thread-local in PyTorch and must not leak from one microbatch
+into another.
+"""
+
+import contextvars
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+
+from smp_strategy.pipeline.rng import RngState, seeded
+
+__all__ = ["Coroutine"]
+
+
+class _CancelledError(BaseException):
+    """Raised inside a paused program that will not be resumed; no ``except Exception`` of the user swallows it."""
+
+
+@final
+class Coroutine:
+    """Runs ``body`` in steps.
+
+    Args:
+        body: the program.
+        executor: gives the thread; it must have as many as programs that are alive at once.
+        seed: where the program's random streams begin.
+        device: device whose random stream is kept apart.
+    """
+
+    def __init__(self, body: Callable[[], Any], executor: Executor, *, seed: int, device: torch.device) -> None:
+        self.finished = False
+        self.result: Any = None
+        self._body = body
+        self._executor = executor
+        self._device = device
+        self._error: BaseException | None = None
+        self._started = False
+        self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with seeded(seed, device):
+            self._rng = RngState.current(device)
+
+    def resume(self) -> None:
+        """Run until the program pauses or ends; an exception of the program is raised here."""
+        outside = RngState.current(self._device)
+        self._rng.restore()
+        try:
+            if self._started:
+                self._go.put(True)
+            else:
+                self._started = True
+                context = contextvars.copy_context()
+                self._executor.submit(context.run, self._run, _ThreadModes(self._device))
+            self._stop.get()
+        finally:
+            self._rng = RngState.current(self._device)
+            outside.restore()
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        """Hand the baton back; call it from inside the program."""
+        self._stop.put(None)
+        if not self._go.get():
+            raise _CancelledError
+
+    def cancel(self) -> None:
+        """End a paused program at the point where it waits."""
+        if self._started and not self.finished:
+            self._go.put(False)
+            self._stop.get()
+
+    def _run(self, modes: "_ThreadModes") -> None:
+        try:
+            with modes.apply():
+                self.result = self._body()
+        except _CancelledError:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.finished = True
+            self._stop.put(None)
+
+
+@final
+class _ThreadModes:
+    """PyTorch's thread-local modes of the thread that constructs this, to be entered in another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = torch.is_autocast_enabled(device.type)
+        self._autocast_dtype = torch.get_autocast_dtype(device.type)
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def apply(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self._device))
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            if self._autocast:
+                stack.enter_context(
+                    torch.autocast(self._device.type, self._autocast_dtype, cache_enabled=self._autocast_cache)
+                )
+            yield

@@ -1,0 +1,162 @@
+"""Cutting a batch into microbatches, and putting results together again.
+
+The samples of a batch are spread as evenly as possible, larger microbatches first. A mean over the batch is the mean
+over its microbatches weighted by their sizes, also when they are uneven.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smp_strategy.errors import UnsupportedError
+
+__all__ = ["merge", "sizes_of", "split"]
+
+
+def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
+    """Samples per microbatch; a batch with fewer samples than microbatches gets fewer microbatches."""
+    num = max(1, min(num_samples, num_microbatches))
+    base, extra = divmod(num_samples, num)
+    return tuple(base + (index < extra) for index in range(num))
+
+
+def split(batch: Any, num_microbatches: int) -> tuple[list[Any], tuple[int, ...]]:
+    """Cut ``batch`` along dim 0 of its tensors.
+
+    Tensors with a dim 0 are cut; lists of as many strings, numbers or other objects as there are samples are cut,
+    too; everything else is given whole to each microbatch. An object that is none of these may cut itself with a
+    method ``smp_slice(num_microbatches, microbatch, axis)``.
+
+    Returns:
+        The microbatches and their numbers of samples.
+
+    Raises:
+        UnsupportedError: two tensors disagree on the number of samples.
+    """
+    if num_microbatches == 1:
+        return [batch], (max(_num_samples(batch) or 1, 1),)
+    num_samples = _num_samples(batch)
+    if num_samples is None:
+        return [batch], (1,)
+    sizes = sizes_of(num_samples, num_microbatches)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    cut = [
+        _cut(batch, slice(start, start + size), num_samples, (len(sizes), index))
+        for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    return cut, sizes
+
+
+def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Make one result of the results of the microbatches.
+
+    Tensors with one entry per sample are concatenated, as are lists with one item per sample; tensors without a dim
+    are averaged, weighted by ``sizes`` (floating point) or must be equal; containers are merged item by item;
+    anything else must be equal. What fits none of this becomes a list over the microbatches.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    first = outputs[0]
+    if any(type(output) is not type(first) for output in outputs):
+        return list(outputs)
+    if isinstance(first, Tensor):
+        return _merge_tensors(outputs, sizes)
+    if isinstance(first, Mapping) and all(output.keys() == first.keys() for output in outputs):
+        return _rebuild_mapping(first, {key: merge([output[key] for output in outputs], sizes) for key in first})
+    if isinstance(first, (list, tuple)):
+        return _merge_sequences(outputs, sizes)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in dataclasses.fields(first)]
+        return dataclasses.replace(
+            first, **{name: merge([getattr(output, name) for output in outputs], sizes) for name in names}
+        )
+    return first if all(output == first for output in outputs) else list(outputs)
+
+
+def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Any:
+    if all(output.ndim > 0 and len(output) == size for output, size in zip(outputs, sizes, strict=True)):
+        return torch.cat(list(outputs))
+    if all(output.ndim == 0 for output in outputs) and outputs[0].is_floating_point():
+        return torch.stack([output * (size / sum(sizes)) for output, size in zip(outputs, sizes, strict=True)]).sum()
+    same = all(output.shape == outputs[0].shape and torch.equal(output, outputs[0]) for output in outputs)
+    return outputs[0] if same else list(outputs)
+
+
+def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = outputs[0]
+    per_sample = all(len(output) == size for output, size in zip(outputs, sizes, strict=True))
+    if isinstance(first, list) and per_sample and not any(isinstance(item, Tensor) and item.ndim for item in first):
+        return [item for output in outputs for item in output]
+    if any(len(output) != len(first) for output in outputs):
+        return list(outputs)
+    items = [merge(list(column), sizes) for column in zip(*outputs, strict=True)]
+    return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+
+
+def _num_samples(batch: Any) -> int | None:
+    """Samples in the batch; ``None`` if nothing in it can be cut."""
+    dims: dict[int, Tensor] = {}
+    lists: list[int] = []
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            dims.setdefault(leaf.size(0), leaf)
+        elif isinstance(leaf, list):
+            lists.append(len(leaf))
+        return leaf
+
+    _walk(batch, visit)
+    if len(dims) > 1:
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in dims.values())
+        raise UnsupportedError(
+            f"The batch holds tensors with different numbers of samples (dim 0 of shapes {shapes}), so it cannot be "
+            "cut into microbatches. Keep tensors that are not per sample in the module (as buffers), or set "
+            "`microbatches=1`."
+        )
+    if dims:
+        return next(iter(dims))
+    return lists[0] if lists else None
+
+
+def _cut(batch: Any, part: slice, num_samples: int, position: tuple[int, int]) -> Any:
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[part] if leaf.ndim else leaf
+        if isinstance(leaf, list):
+            return leaf[part] if len(leaf) == num_samples else leaf
+        if hasattr(leaf, "smp_slice"):
+            return leaf.smp_slice(*position, 0)
+        return leaf
+
+    return _walk(batch, visit)
+
+
+def _walk(tree: Any, visit: Callable[[Any], Any]) -> Any:
+    """Rebuild ``tree`` with its leaves visited; a list without tensors or containers in it is a leaf."""
+    if isinstance(tree, Mapping):
+        return _rebuild_mapping(tree, {key: _walk(value, visit) for key, value in tree.items()})
+    if isinstance(tree, tuple):
+        items = [_walk(item, visit) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, list) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in tree):
+        return [_walk(item, visit) for item in tree]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        rebuilt = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(rebuilt, field.name, _walk(getattr(tree, field.name), visit))
+        return rebuilt
+    return visit(tree)
+
+
+def _rebuild_mapping(like: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the type of ``like``, with its other attributes, but with ``items``."""
+    if type(like) is dict:
+        return items
+    rebuilt = copy.copy(like)
+    for key, value in items.items():
+        rebuilt[key] = value
+    return rebuilt

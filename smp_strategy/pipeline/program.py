@@ -1,0 +1,317 @@
+"""One microbatch on one stage: the user's program, call by call.
+
+Each call of a unit, and each operation of the glue on placed tensors, passes through here in four moves:
+
+1. predict what it returns (:mod:`smp_strategy.trace.oracle`),
+2. record it and decide where it runs (:mod:`smp_strategy.pipeline.routing`),
+3. send what another stage needs, wait for what this stage needs,
+4. run it if it belongs here, and check the result against the prediction.
+
+On every stage the program gets placed tensors back, and goes on.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.rng import derive_seed, seeded
+from smp_strategy.pipeline.routing import Move, Placement, Router
+from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
+from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.trace.events import Event, Value
+from smp_strategy.trace.oracle import Callee, Made, Oracle, Prediction, Same, TensorSpec, ValueNeededError
+
+__all__ = ["Program"]
+
+# Tags of one microbatch: value and gradient of each move.
+TAGS_PER_MICROBATCH = 1 << 16
+
+
+@final
+class Program:
+    """The calls of one microbatch, seen from one stage.
+
+    Args:
+        microbatch: its number in the step.
+        seed: where its random numbers derive from.
+        stage: this rank's stage; -1 for a dry run that computes nothing.
+        router: the routing state of this microbatch.
+        oracle: predicts results.
+        transport: carries values between stages; ``None`` where there is only one.
+        pause: hands control to the scheduler; called with the receives that the program waits for, or with none
+            where it is about to compute while it was only meant to get ready.
+    """
+
+    def __init__(
+        self,
+        *,
+        microbatch: int,
+        seed: int,
+        stage: int,
+        router: Router,
+        oracle: Oracle,
+        transport: Transport | None,
+        pause: Callable[[Sequence[Receipt]], None],
+    ) -> None:
+        self.microbatch = microbatch
+        self.record: list[tuple[Event, Placement]] = []
+        self.segments = [Segment(0)]
+        self.glue = Segment(-1)
+        self.closed = False
+        self.inside_unit = False
+        self._worked = False
+        self._begun = False
+        self._seed = seed
+        self._stage = stage
+        self._router = router
+        self._oracle = oracle
+        self._transport = transport
+        self._pause = pause
+        self._num_values = 0
+
+    @property
+    def computes_here(self) -> bool:
+        """Whether this is a real run (not a dry one)."""
+        return self._stage >= 0
+
+    def lives_on(self, tensor: PlacedTensor) -> int:
+        """The stage that made ``tensor``."""
+        return self._router.home(tensor.value.id)
+
+    def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        """Call a unit."""
+        try:
+            return self._call("unit", name, callee, args, kwargs)
+        except ValueNeededError as error:
+            raise UnsupportedError(
+                f"The shapes that unit `{name}` returns depend on tensor values ({error}), so the other stages "
+                "cannot know them."
+            ) from error
+
+    def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Apply an operation of the glue."""
+        try:
+            return self._call("op", name, Callee(function, function), args, kwargs)
+        except ValueNeededError:
+            # The shape of the result depends on values: let every stage compute it from the values.
+            result = self.read(name, function, args, kwargs)
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+                raise UnsupportedError(
+                    f"The shape of what `{name}` returns depends on tensor values and its result needs a gradient. "
+                    "Move the operation into an nn.Module that belongs to a unit."
+                ) from None
+            return result
+
+    def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Let Python code see values: every stage gets them and computes ``function`` from them."""
+        if not self.computes_here:
+            raise ValueNeededError(name)
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        placement = self._place(Event("read", name, self._values(leaves), ()))
+        self._exchange(placement, leaves)
+        real = [self._real(leaf) for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(real, structure)
+        return function(*args, **kwargs)
+
+    def _call(self, kind: Any, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        given = [leaf.spec if isinstance(leaf, PlacedTensor) else leaf for leaf in leaves]
+        prediction = self._oracle.predict(callee, given, structure)
+        self._refuse_changed_plain_tensors(name, leaves, prediction)
+        inputs = self._values(leaves)
+        made = [output.spec for output in prediction.outputs if isinstance(output, Made)]
+        made_values = [self._new_value(spec) for spec in made]
+        changed_values = {position: self._new_value(spec) for position, spec in prediction.changed.items()}
+        placement = self._place(
+            Event(
+                kind,
+                name,
+                inputs,
+                (*made_values, *changed_values.values()),
+                prediction.flops,
+                prediction.traffic,
+                prediction.saved_bytes,
+            )
+        )
+        self._exchange(placement, leaves)
+        results = [PlacedTensor(self, value, spec) for value, spec in zip(made_values, made, strict=True)]
+        real_inputs, constants = None, prediction.outputs
+        if self._stage in placement.stages:
+            real_inputs, constants = self._run(name, callee, prediction, leaves, structure, results)
+        for position, value in changed_values.items():
+            leaves[position].changed_in_place(value, prediction.changed[position])
+            here = None if real_inputs is None else (self.segments[-1].index, real_inputs[position])
+            leaves[position].origin = leaves[position].current = here
+        return _assemble(prediction, results, leaves, constants)
+
+    def _place(self, event: Event) -> Placement:
+        placement = self._router.place(event)
+        self.record.append((event, placement))
+        return placement
+
+    def _values(self, leaves: list[Any]) -> tuple[Value, ...]:
+        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+        for leaf in placed:
+            if leaf.program is not self:
+                raise UnsupportedError(
+                    f"A tensor of microbatch {leaf.program.microbatch} is used "
+                    + ("after its step ended" if leaf.program.closed else f"in microbatch {self.microbatch}")
+                    + ". Return it from the step or log it, and use the result."
+                )
+        return tuple(leaf.value for leaf in placed)
+
+    def _new_value(self, spec: TensorSpec) -> Value:
+        self._num_values += 1
+        return Value(self._num_values - 1, spec.nbytes, spec.requires_grad)
+
+    def _refuse_changed_plain_tensors(self, name: str, leaves: list[Any], prediction: Prediction) -> None:
+        for position in prediction.changed:
+            if not isinstance(leaves[position], PlacedTensor):
+                raise UnsupportedError(
+                    f"`{name}` changes a tensor in place that exists on every stage (shape "
+                    f"{list(leaves[position].shape)}), but runs on one stage only. Use an operation that returns a "
+                    "new tensor, or move the code into an nn.Module that belongs to a unit."
+                )
+
+    # Exchange between stages
+
+    def _exchange(self, placement: Placement, leaves: list[Any]) -> None:
+        if not self.computes_here or not placement.moves:
+            return
+        placed = {leaf.value.id: leaf for leaf in leaves if isinstance(leaf, PlacedTensor)}
+        waiting: list[tuple[Move, PlacedTensor, Receipt]] = []
+        for move in placement.moves:
+            tensor = placed[move.value.id]
+            if move.source.stage == self._stage:
+                self._send(move, tensor)
+            elif move.target.stage == self._stage:
+                assert self._transport is not None
+                receipt = self._transport.receive(tensor.spec, move.source.stage, self._tag(move))
+                waiting.append((move, tensor, receipt))
+        if waiting:
+            self._wait_for(waiting)
+
+    def _send(self, move: Move, tensor: PlacedTensor) -> None:
+        assert self._transport is not None
+        assert tensor.origin is not None
+        segment, real = tensor.origin
+        self._transport.send(real, tensor.spec, move.target.stage, self._tag(move))
+        if real.requires_grad:
+            export = self.segments[segment].export(tensor.value.id, real)
+            export.uses.append(Remote(move.target.stage, self._tag(move), tensor.spec))
+
+    def _wait_for(self, waiting: list[tuple[Move, PlacedTensor, Receipt]]) -> None:
+        if self._worked:
+            self.segments.append(Segment(len(self.segments)))
+            self._worked = False
+        segment = self.segments[-1]
+        assert segment.index == waiting[0][0].target.index, "the segments of the run and of the rule have diverged"
+        self._begun = True
+        self._pause([receipt for _, _, receipt in waiting])
+        for move, tensor, receipt in waiting:
+            real = receipt.wait()
+            if tensor.spec.requires_grad:
+                record = Import(tensor.value.id, Remote(move.source.stage, self._tag(move), tensor.spec))
+                segment.imports.append(record)
+                real = enter(real, record)
+            tensor.origin = tensor.current = (segment.index, real)
+
+    def _tag(self, move: Move) -> int:
+        # Even for the value; the gradient on the way back has the next odd number.
+        return self.microbatch * TAGS_PER_MICROBATCH + 2 * move.number
+
+    # Running what belongs here
+
+    def _run(
+        self,
+        name: str,
+        callee: Callee,
+        prediction: Prediction,
+        leaves: list[Any],
+        structure: Any,
+        results: list[PlacedTensor],
+    ) -> tuple[list[Any], list[Any]]:
+        """Fill in ``results``; return the real inputs and outputs."""
+        if not self._begun:
+            self._begun = True
+            self._pause([])
+        self._worked = True
+        real_inputs = [self._real(leaf) for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(real_inputs, structure)
+        self.inside_unit = callee.module is not None
+        try:
+            if prediction.random:
+                device = next((r.spec.device for r in results), torch.device("cpu"))
+                with seeded(derive_seed(self._seed, len(self.record)), device):
+                    output = callee.function(*args, **kwargs)
+            else:
+                output = callee.function(*args, **kwargs)
+        finally:
+            self.inside_unit = False
+        flat = pytree.tree_leaves(output)
+        real = [
+            leaf for leaf, predicted in zip(flat, prediction.outputs, strict=False) if isinstance(predicted, Made)
+        ]
+        if len(flat) != len(prediction.outputs) or any(not isinstance(leaf, Tensor) for leaf in real):
+            raise UnsupportedError(
+                f"`{name}` returned {len(flat)} values where its dry run returned {len(prediction.outputs)}: what it "
+                "returns depends on tensor values or on the state of an object, so other stages cannot know it."
+            )
+        for result, tensor in zip(results, real, strict=True):
+            _compare(name, result.spec, tensor)
+            result.origin = result.current = (self.segments[-1].index, tensor)
+        return real_inputs, flat
+
+    def _real(self, leaf: Any) -> Any:
+        """The tensor that the current segment works on."""
+        if isinstance(leaf, PlacedTensor):
+            return self._local(leaf)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            return self._enter(self.glue.export(id(leaf), leaf))
+        return leaf
+
+    def _local(self, placed: PlacedTensor) -> Tensor:
+        assert placed.current is not None and placed.origin is not None
+        segment, tensor = placed.current
+        if segment != self.segments[-1].index:
+            origin_segment, origin = placed.origin
+            if tensor.requires_grad:
+                tensor = self._enter(self.segments[origin_segment].export(placed.value.id, origin))
+            placed.current = (self.segments[-1].index, tensor)
+        return tensor
+
+    def _enter(self, export: Export) -> Tensor:
+        record = Import(export.value, export)
+        export.uses.append(record)
+        self.segments[-1].imports.append(record)
+        return enter(export.tensor, record)
+
+
+def _compare(name: str, spec: TensorSpec, tensor: Tensor) -> None:
+    found = TensorSpec.of(tensor)
+    same = (found.size, found.dtype, found.requires_grad) == (spec.size, spec.dtype, spec.requires_grad)
+    if not same:
+        raise UnsupportedError(
+            f"`{name}` returned {found}, but other stages expect {spec} from its dry run: what it returns depends on "
+            "tensor values or on the state of an object."
+        )
+
+
+def _assemble(
+    prediction: Prediction, results: list[PlacedTensor], leaves: list[Any], constants: Sequence[Any]
+) -> Any:
+    fresh = iter(results)
+    flat = []
+    for output, constant in zip(prediction.outputs, constants, strict=True):
+        if isinstance(output, Made):
+            flat.append(next(fresh))
+        elif isinstance(output, Same):
+            flat.append(leaves[output.leaf])
+        else:
+            flat.append(constant)
+    return pytree.tree_unflatten(flat, prediction.structure)

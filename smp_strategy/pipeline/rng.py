@@ -1,0 +1,58 @@
+"""Random numbers that do not depend on the layout.
+
+Ranks run different parts of a program in different orders, so drawing from one global stream would give every
+layout its own dropout masks, and code of the glue would draw different numbers on different ranks. Instead each
+microbatch has its own stream, and each call that draws random numbers (a unit with dropout, say) has a seed of its
+own, both derived from the step's seed by hashing. The same step seed gives the same numbers on any number of stages
+and under any schedule.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["RngState", "derive_seed", "seeded"]
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed that is the same on every machine for the same ``parts``."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from a stream that begins at ``seed``; the global streams go on afterwards as if nothing was drawn."""
+    before = RngState.current(device)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        before.restore()
+
+
+class RngState:
+    """The state of the random number generators that the glue may draw from: torch's and Python's."""
+
+    def __init__(self, torch_state: torch.Tensor, cuda_state: torch.Tensor | None, python_state: Any) -> None:
+        self._torch = torch_state
+        self._cuda = cuda_state
+        self._python = python_state
+
+    @classmethod
+    def current(cls, device: torch.device) -> "RngState":
+        """Take a snapshot."""
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), cuda, random.getstate())
+
+    def restore(self) -> None:
+        """Continue the streams from this snapshot."""
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+        random.setstate(self._python)

@@ -1,0 +1,206 @@
+"""Where each call of the program runs, and which values must move for it.
+
+The rule, applied to the events of a microbatch in program order:
+
+* a unit runs on its stage;
+* an operation of the glue runs on the stage that made the newest of its inputs;
+* a read by Python code happens on every stage;
+* a value that a stage needs and does not hold is sent there by the stage that made it, once.
+
+A stage's part of a microbatch is cut into *segments*: a new one begins where the stage, having computed something,
+must wait for another stage. All stages apply the rule to the same events, so sends and receives match by
+construction. The rule has no tensors in it: the runtime applies it while the program runs, the scheduler applies it
+to a trace before anything runs.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from smp_strategy.trace.events import Event, Trace, Value
+
+__all__ = ["Flow", "Move", "Placement", "Router", "SegmentId", "gradient_uses", "route"]
+
+
+class SegmentId(NamedTuple):
+    """A run of a microbatch on one stage, without its microbatch."""
+
+    stage: int
+    index: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value goes from the stage that made it to one that needs it."""
+
+    value: Value
+    number: int
+    """Position among all moves of the microbatch; the message tag is made of it."""
+    source: SegmentId
+    """Where the value is sent from."""
+    target: SegmentId
+    """Which segment waits for it."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The decision for one event."""
+
+    stages: tuple[int, ...]
+    """Where the event runs; one stage, or all of them for a read."""
+    segments: tuple[SegmentId, ...]
+    """The segment of each of ``stages`` that runs it."""
+    moves: tuple[Move, ...]
+
+
+@final
+class Router:
+    """Applies the routing rule to the events of one microbatch, one after the other.
+
+    Args:
+        stage_of: stage of each unit, by qualified name.
+        num_stages: number of pipeline stages.
+    """
+
+    def __init__(self, stage_of: Mapping[str, int], num_stages: int) -> None:
+        self._stage_of = stage_of
+        self._segment = [0] * num_stages
+        self._worked = [False] * num_stages
+        self._home: dict[int, int] = {}
+        self._held: set[tuple[int, int]] = set()
+        self._num_moves = 0
+
+    def place(self, event: Event) -> Placement:
+        """Decide where ``event`` runs and what has to move; the event's outputs then live there."""
+        stages = self._stages(event)
+        moves = tuple(move for stage in stages for move in self._moves(event.inputs, stage))
+        segments = tuple(SegmentId(stage, self._segment[stage]) for stage in stages)
+        if event.kind != "read":
+            (stage,) = stages
+            self._worked[stage] = True
+            for value in event.outputs:
+                self._home[value.id] = stage
+                self._held.add((value.id, stage))
+        return Placement(stages, segments, moves)
+
+    def home(self, value: int) -> int:
+        """The stage that made ``value``."""
+        return self._home[value]
+
+    def _stages(self, event: Event) -> tuple[int, ...]:
+        if event.kind == "unit":
+            return (self._stage_of[event.name],)
+        if event.kind == "read":
+            return tuple(range(len(self._segment)))
+        newest = max(event.inputs, key=lambda value: value.id)
+        return (self._home[newest.id],)
+
+    def _moves(self, values: Iterable[Value], stage: int) -> list[Move]:
+        missing = [value for value in dict.fromkeys(values) if (value.id, stage) not in self._held]
+        if missing and self._worked[stage]:
+            self._segment[stage] += 1
+            self._worked[stage] = False
+        moves = []
+        for value in missing:
+            self._held.add((value.id, stage))
+            home = self._home[value.id]
+            source = SegmentId(home, self._segment[home])
+            moves.append(Move(value, self._num_moves, source, SegmentId(stage, self._segment[stage])))
+            self._num_moves += 1
+        return moves
+
+
+def gradient_uses(
+    events: Iterable[tuple[Event, Placement]], loss: int | None
+) -> tuple[set[int], set[tuple[int, SegmentId]]]:
+    """Which values get a gradient, and which segments' use of a value sends one back.
+
+    A value gets a gradient if it requires one and the loss depends on it. Within one event every output is taken to
+    depend on every input.
+
+    Returns:
+        The numbers of the values with a gradient, and pairs (value, segment that used it and returns a gradient).
+    """
+    wanted = set() if loss is None else {loss}
+    uses: set[tuple[int, SegmentId]] = set()
+    for event, placement in reversed(list(events)):
+        if event.kind == "read" or not any(value.requires_grad and value.id in wanted for value in event.outputs):
+            continue
+        for value in event.inputs:
+            if value.requires_grad:
+                wanted.add(value.id)
+                uses.add((value.id, placement.segments[0]))
+    return wanted, uses
+
+
+@final
+@dataclass(frozen=True)
+class Flow:
+    """The segments of one microbatch on all stages and how they depend on each other."""
+
+    num_stages: int
+    forward_cost: Mapping[SegmentId, float]
+    """Segments in program order, with the summed cost of their events."""
+    forward_needs: Mapping[SegmentId, frozenset[SegmentId]]
+    """Segments whose forward must come before; earlier segments of the same stage included."""
+    backward_needs: Mapping[SegmentId, frozenset[SegmentId]]
+    """For segments that have a backward: the segments whose backward must come before."""
+    cut_bytes: Mapping[tuple[int, int], int]
+    """Forward bytes from stage to stage, per microbatch."""
+
+    def num_segments(self, stage: int) -> int:
+        """Number of segments on ``stage``."""
+        return sum(segment.stage == stage for segment in self.forward_cost)
+
+
+def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, cost: Mapping[int, float]) -> Flow:
+    """The segment graph that a traced microbatch makes under an assignment of units to stages.
+
+    Args:
+        trace: the events of one microbatch.
+        stage_of: stage of each unit, by qualified name.
+        num_stages: number of pipeline stages.
+        cost: forward cost of each event, by its position in the trace.
+    """
+    router = Router(stage_of, num_stages)
+    placed = [(event, router.place(event)) for event in trace.events]
+    wanted, uses = gradient_uses(placed, trace.loss)
+
+    forward_cost: dict[SegmentId, float] = {}
+    forward_needs: dict[SegmentId, set[SegmentId]] = {}
+    made_in: dict[int, SegmentId] = {}
+    received_in: dict[tuple[int, int], SegmentId] = {}
+    cut_bytes: dict[tuple[int, int], int] = {}
+    for position, (event, placement) in enumerate(placed):
+        for segment in placement.segments:
+            if segment not in forward_cost:
+                forward_cost[segment] = 0.0
+                forward_needs[segment] = {SegmentId(segment.stage, index) for index in range(segment.index)}
+        for move in placement.moves:
+            forward_needs[move.target].add(move.source)
+            received_in[move.value.id, move.target.stage] = move.target
+            link = (move.source.stage, move.target.stage)
+            cut_bytes[link] = cut_bytes.get(link, 0) + move.value.nbytes
+        if event.kind != "read":
+            forward_cost[placement.segments[0]] += cost.get(position, 0.0)
+            made_in.update((value.id, placement.segments[0]) for value in event.outputs)
+
+    backward_needs: dict[SegmentId, set[SegmentId]] = {made_in[value]: set() for value in wanted if value in made_in}
+    for value, user in uses:
+        # The gradient of a value travels back along the way it came: from the segment that used it to the one in
+        # which this stage received it, and from there to the segment that made it.
+        way = [user, received_in.get((value, user.stage)), made_in[value]]
+        stops = [stop for stop in way if stop is not None]
+        for before, after in zip(stops, stops[1:], strict=False):
+            if before != after:
+                backward_needs.setdefault(after, set()).add(before)
+        backward_needs.setdefault(user, set())
+    return Flow(
+        num_stages,
+        forward_cost,
+        {segment: frozenset(needs) for segment, needs in forward_needs.items()},
+        {segment: frozenset(backward_needs[segment]) for segment in forward_cost if segment in backward_needs},
+        cut_bytes,
+    )

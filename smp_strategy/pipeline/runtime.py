@@ -1,0 +1,308 @@
+"""Runs the microbatches of a step on one stage, in the order of the plan.
+
+With a plan, the stage does its actions one after the other. Without one (the path of the step is not known yet), each
+microbatch runs forward and then backward in program order: slower, but the same on every stage and therefore free of
+deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+from torch.utils import _pytree as pytree
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.backward import Backward
+from smp_strategy.pipeline.coroutine import Coroutine
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.rng import derive_seed
+from smp_strategy.pipeline.routing import Router
+from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.trace.events import Trace
+from smp_strategy.trace.oracle import Callee, Oracle
+
+__all__ = ["Runtime", "StepRun"]
+
+Step = Callable[[Any], Any]
+
+
+@final
+@dataclass(frozen=True)
+class StepRun:
+    """What came out of a step."""
+
+    outputs: list[Any]
+    """The step's return values, one per microbatch, with real detached tensors on every stage."""
+    losses: list[Tensor]
+    """Loss of each microbatch, real and detached on every stage; empty for a forward-only step."""
+    trace: Trace
+    """Events of the first microbatch."""
+
+
+@final
+class Runtime:
+    """Executes steps on one stage.
+
+    Args:
+        stage: this rank's stage.
+        stage_of: stage of each unit, by qualified name.
+        num_stages: number of stages.
+        oracle: predicts results of calls.
+        transport: carries values between stages; ``None`` where there is only one stage.
+        device: where the units run.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        stage_of: dict[str, int],
+        num_stages: int,
+        oracle: Oracle,
+        transport: Transport | None,
+        device: torch.device,
+    ) -> None:
+        self._stage = stage
+        self._stage_of = stage_of
+        self._num_stages = num_stages
+        self._oracle = oracle
+        self._transport = transport
+        self._device = device
+        self._program: Program | None = None
+        # Threads are reused from step to step: each one keeps an OpenMP team of its own.
+        self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
+
+    def call_unit(self, name: str, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Stand-in for the ``forward`` of a unit."""
+        program = self._program
+        if program is None or program.inside_unit:
+            if self._stage_of[name] != self._stage:
+                raise UnsupportedError(
+                    f"Unit `{name}` lives on stage {self._stage_of[name]} and was called "
+                    f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage}, where its "
+                    "weights are not. Call the model inside a training, validation, test or predict step."
+                )
+            return forward(*args, **kwargs)
+        return program.unit(name, Callee(name, forward, unit), args, kwargs)
+
+    def run(
+        self,
+        step: Step,
+        microbatches: Sequence[Any],
+        *,
+        plan: Plan | None,
+        seed: int,
+        loss_of: Callable[[Any], Tensor] | None = None,
+        weights: Sequence[float] = (),
+    ) -> StepRun:
+        """Run ``step`` on every microbatch; with ``loss_of``, also backward.
+
+        Gradients of the weighted sum of the losses are added to the ``.grad`` of this stage's parameters.
+
+        Args:
+            step: the user's code; it gets a microbatch.
+            microbatches: what it gets.
+            plan: order of work; ``None``: program order.
+            seed: where all random numbers of the step derive from.
+            loss_of: picks the loss out of what ``step`` returns.
+            weights: factor of each microbatch's loss.
+        """
+        run = _Run(self, step, microbatches, seed, loss_of, weights)
+        try:
+            actions = plan.stages[self._stage] if plan else run.program_order()
+            for position, action in enumerate(actions):
+                with record_function(str(action)):
+                    run.do(action)
+                run.prepare(actions, position + 1)
+            run.finish()
+            if self._transport is not None:
+                self._transport.flush()
+        except BaseException:
+            run.cancel()
+            raise
+        return run.result()
+
+    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
+        """Run ``step`` without computing anything and return its trace.
+
+        Raises:
+            ValueNeededError: the step reads a value, or makes a shape that depends on one.
+        """
+        program = Program(
+            microbatch=0,
+            seed=0,
+            stage=-1,
+            router=Router(dict.fromkeys(self._stage_of, 0), 1),
+            oracle=self._oracle,
+            transport=None,
+            pause=lambda receipts: None,
+        )
+        self._program = program
+        try:
+            output = step(microbatch)
+        finally:
+            self._program = None
+            program.closed = True
+        loss = loss_of(output) if loss_of else None
+        return _trace_of(program, loss)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._executor.shutdown(wait=False)
+
+
+@final
+class _Run:
+    """The state of one step."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        step: Step,
+        microbatches: Sequence[Any],
+        seed: int,
+        loss_of: Callable[[Any], Tensor] | None,
+        weights: Sequence[float],
+    ) -> None:
+        self._runtime = runtime
+        self._loss_of = loss_of
+        self._weights = weights
+        self._waiting: dict[int, Sequence[Receipt]] = {}
+        self._programs: list[Program] = []
+        self._coroutines: list[Coroutine] = []
+        self._backwards: dict[int, Backward] = {}
+        self._losses: dict[int, Any] = {}
+        for number, microbatch in enumerate(microbatches):
+            program, coroutine = self._make(number, step, microbatch, derive_seed(seed, number))
+            self._programs.append(program)
+            self._coroutines.append(coroutine)
+
+    def _make(self, number: int, step: Step, microbatch: Any, seed: int) -> tuple[Program, Coroutine]:
+        runtime = self._runtime
+
+        def pause(receipts: Sequence[Receipt]) -> None:
+            self._waiting[number] = receipts
+            coroutine.pause()
+
+        program = Program(
+            microbatch=number,
+            seed=seed,
+            stage=runtime._stage,
+            router=Router(runtime._stage_of, runtime._num_stages),
+            oracle=runtime._oracle,
+            transport=runtime._transport,
+            pause=pause,
+        )
+        coroutine = Coroutine(lambda: step(microbatch), runtime._executor, seed=seed, device=runtime._device)
+        return program, coroutine
+
+    def program_order(self) -> list[Action]:
+        """Each microbatch forward and backward, one after the other, all segments at once."""
+        last = 1 << 30
+        kinds = "FB" if self._loss_of else "F"
+        return [Action(kind, number, last) for number in range(len(self._programs)) for kind in kinds]  # type: ignore[arg-type]
+
+    def do(self, action: Action) -> None:
+        """Carry out one action."""
+        if action.kind == "F":
+            self._forward(action.microbatch, action.segment)
+        else:
+            # A step that took another path than its trace has segments that are not in the plan: do them now.
+            self._forward(action.microbatch, 1 << 30)
+            self._backwards[action.microbatch].run_from(action.segment)
+
+    def prepare(self, actions: Sequence[Action], position: int) -> None:
+        """Let the next microbatch run up to its first receive, so that the message travels while others compute."""
+        following = next((action for action in actions[position:] if action.kind == "F"), None)
+        if following is not None and following.microbatch not in self._waiting:
+            self._resume(following.microbatch)
+
+    def finish(self) -> None:
+        """Complete what the plan did not foresee."""
+        for number in range(len(self._programs)):
+            self._forward(number, 1 << 30)
+            if self._loss_of is not None:
+                self._backwards[number].run_from(0)
+
+    def cancel(self) -> None:
+        """Let go of programs that wait."""
+        for coroutine in self._coroutines:
+            coroutine.cancel()
+
+    def result(self) -> StepRun:
+        """Make results real on every stage."""
+        outputs = [coroutine.result for coroutine in self._coroutines]
+        real_outputs, real_losses = self._shared((outputs, [self._losses.get(n) for n in range(len(outputs))]))
+        trace = _trace_of(self._programs[0], self._losses.get(0))
+        losses = [loss for loss in real_losses if loss is not None]
+        for program in self._programs:
+            program.closed = True
+        return StepRun(real_outputs, losses, trace)
+
+    def _forward(self, number: int, segment: int) -> None:
+        """Run the program of a microbatch until ``segment`` is done."""
+        coroutine, program = self._coroutines[number], self._programs[number]
+        while not coroutine.finished and (number not in self._waiting or program.segments[-1].index <= segment):
+            for receipt in self._waiting.get(number, ()):
+                receipt.wait()
+            self._resume(number)
+
+    def _resume(self, number: int) -> None:
+        coroutine, program = self._coroutines[number], self._programs[number]
+        if coroutine.finished:
+            return
+        self._runtime._program = program
+        try:
+            coroutine.resume()
+        finally:
+            self._runtime._program = None
+        if coroutine.finished:
+            self._waiting.pop(number, None)
+            if self._loss_of is not None:
+                self._begin_backward(number)
+
+    def _begin_backward(self, number: int) -> None:
+        assert self._loss_of is not None
+        loss = self._losses[number] = self._loss_of(self._coroutines[number].result)
+        self._backwards[number] = Backward(
+            self._programs[number],
+            loss,
+            self._weights[number],
+            stage=self._runtime._stage,
+            num_stages=self._runtime._num_stages,
+            transport=self._runtime._transport,
+        )
+
+    def _shared(self, tree: Any) -> Any:
+        """``tree`` with every placed tensor replaced by its value, on all stages."""
+        leaves, structure = pytree.tree_flatten(tree)
+        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+        real: dict[int, Tensor] = {}
+        for stage in range(self._runtime._num_stages):
+            mine = list({id(p): p for p in placed if p.program.lives_on(p) == stage}.values())
+            if not mine:
+                continue
+            values = [None if p.origin is None or stage != self._runtime._stage else p.origin[1] for p in mine]
+            if self._runtime._transport is None:
+                shared = [value.detach() for value in values if value is not None]
+            else:
+                shared = self._runtime._transport.share(values, [p.spec for p in mine], stage)
+            real.update(zip(map(id, mine), shared, strict=True))
+        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
+
+
+def _real_of(leaf: Any, real: dict[int, Tensor]) -> Any:
+    if isinstance(leaf, PlacedTensor):
+        return real[id(leaf)]
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _trace_of(program: Program, loss: Any) -> Trace:
+    number = loss.value.id if isinstance(loss, PlacedTensor) else None
+    return Trace([event for event, _ in program.record], number)

@@ -1,0 +1,75 @@
+"""The plan of a stage: an ordered list of actions, with a text form.
+
+An action is the forward (``F``) or backward (``B``) pass of one segment of one microbatch: ``F3`` is the forward of
+microbatch 3, ``B0.1`` the backward of its second segment on this stage. Profiler ranges and traces carry the same
+text.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, Self, final
+
+__all__ = ["Action", "Plan"]
+
+_ACTION = re.compile(r"(?P<kind>[FB])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
+
+
+@final
+@dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One pass of one segment of one microbatch on a stage."""
+
+    kind: Literal["F", "B"]
+    microbatch: int
+    segment: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.segment}" if self.segment else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read the text form; the inverse of ``str``."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ValueError(f"An action looks like `F3` or `B0.1`, but this is {text!r}.")
+        return cls(match["kind"], int(match["microbatch"]), int(match["segment"] or 0))  # type: ignore[arg-type]
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """What each stage does, in order, with simulated times."""
+
+    stages: tuple[tuple[Action, ...], ...]
+    """Actions of each stage."""
+    times: tuple[tuple[tuple[float, float], ...], ...]
+    """Simulated start and end of each action, in the unit of the costs."""
+
+    @property
+    def makespan(self) -> float:
+        """Simulated time from the first action to the end of the last."""
+        return max((span[1] for stage in self.times for span in stage), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the stages' time in which they wait, 0 to 1."""
+        busy = sum(end - start for stage in self.times for start, end in stage)
+        total = self.makespan * len(self.stages)
+        return 1.0 - busy / total if total else 0.0
+
+    def peak_microbatches(self, stage: int) -> int:
+        """Most microbatches whose activations ``stage`` holds at once."""
+        alive, peak = set(), 0
+        last = {action.microbatch: action for action in self.stages[stage]}
+        for action in self.stages[stage]:
+            alive.add(action.microbatch)
+            peak = max(peak, len(alive))
+            if action is last[action.microbatch]:
+                alive.discard(action.microbatch)
+        return peak
+
+    def table(self) -> str:
+        """One line per stage: its actions in order."""
+        return "\n".join(
+            f"stage {stage}   " + " ".join(map(str, actions)) for stage, actions in enumerate(self.stages)
+        )

@@ -1,0 +1,96 @@
+"""Backward, piece by piece: where a stage's graph is cut, and what is remembered at each cut.
+
+A microbatch's graph on a stage is cut where a value enters a segment: received from another stage, or made by an
+earlier segment of this stage. The segment computes on a copy that has no history (an *import*); the segment that
+made the value remembers that it left (an *export*). Backward of a segment starts from its exports, with the summed
+gradients of their users, and ends at its imports, whose gradients are then sent to where the values came from.
+
+The glue's own graph (say ``self.cls_token.expand(...)``) exists on every stage and is no segment's: it is cut in the
+same way and its backward runs once, after the last segment of the microbatch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.trace.oracle import TensorSpec
+
+__all__ = ["Export", "Import", "Remote", "Segment", "enter"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A use of a value on another stage."""
+
+    stage: int
+    tag: int
+    """Message tag of the value; its gradient travels back under the next number."""
+    spec: TensorSpec
+    """Metadata of the value, which is that of its gradient."""
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Export:
+    """A value that left the segment that made it."""
+
+    value: int
+    tensor: Tensor
+    uses: "list[Remote | Import]" = field(default_factory=list)
+    """In the order of the program."""
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Import:
+    """A value that entered a segment; its gradient is caught here."""
+
+    value: int
+    source: "Remote | Export"
+    grad: Tensor | None = None
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Segment:
+    """What crosses the border of one segment of one microbatch."""
+
+    index: int
+    exports: dict[int, Export] = field(default_factory=dict)
+    """By value."""
+    imports: list[Import] = field(default_factory=list)
+
+    def export(self, value: int, tensor: Tensor) -> Export:
+        """The record of ``value`` leaving this segment, made at its first use elsewhere."""
+        if value not in self.exports:
+            self.exports[value] = Export(value, tensor)
+        return self.exports[value]
+
+
+class _Enter(torch.autograd.Function):
+    """Gives a tensor a place in the graph where its gradient is caught.
+
+    The tensor comes out of a callable so that autograd takes it for newly made: it is neither a leaf nor a view, and
+    the code behind may change it in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor], record: Import) -> Tensor:
+        ctx.record = record
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.record.grad = grads[0]
+        return None, None, None
+
+
+def enter(tensor: Tensor, record: Import) -> Tensor:
+    """``tensor``, without its history, as the start of a graph whose gradient ends up in ``record``."""
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True, device=tensor.device)
+        return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-any-return]

@@ -1,0 +1,122 @@
+"""Moving tensors between the stages of one replica.
+
+Sender and receiver know the metadata of every message from the program, so there are no headers: a message is the
+raw elements. A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot
+reach the message. A receive is posted when it is known and waited for when it is needed.
+
+gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.errors import PeerFailedError
+from smp_strategy.failure import first_failure
+from smp_strategy.trace.oracle import TensorSpec
+
+__all__ = ["Receipt", "Transport"]
+
+
+@final
+class Receipt:
+    """A receive that is under way."""
+
+    def __init__(self, buffer: Tensor, work: dist.Work, source: int) -> None:
+        self._buffer = buffer
+        self._work: dist.Work | None = work
+        self._source = source
+
+    def wait(self) -> Tensor:
+        """Block until the tensor is there; later calls return at once (gloo itself would wait for ever)."""
+        if self._work is not None:
+            _wait(self._work, self._source, "a tensor from")
+            self._work = None
+        return self._buffer
+
+
+@final
+class Transport:
+    """Point-to-point messages among the stages of this rank's replica.
+
+    Args:
+        stage_ranks: global rank of each stage.
+        group: process group of the replica's stages.
+    """
+
+    def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._ranks = stage_ranks
+        self._group = group
+        self._sent: list[tuple[dist.Work, Tensor, int]] = []
+
+    def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
+        """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
+        message = _buffer(spec)
+        message.copy_(tensor.detach())
+        work = dist.isend(_elements(message), self._ranks[stage], group=self._group, tag=tag)
+        assert work is not None
+        self._sent.append((work, message, self._ranks[stage]))
+
+    def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
+        """Begin to receive a tensor with the metadata ``spec``."""
+        buffer = _buffer(spec)
+        work = dist.irecv(_elements(buffer), self._ranks[stage], group=self._group, tag=tag)
+        assert work is not None
+        return Receipt(buffer, work, self._ranks[stage])
+
+    def flush(self) -> None:
+        """Block until everything sent has arrived, and let go of the copies."""
+        for work, _, rank in self._sent:
+            _wait(work, rank, "the arrival of a tensor at")
+        self._sent.clear()
+
+    def share(self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int) -> list[Tensor]:
+        """Give every stage the tensors that ``stage`` has; one message per dtype.
+
+        Args:
+            values: the tensors on ``stage``; ``None`` elsewhere.
+            specs: their metadata, known everywhere.
+            stage: who has them.
+        """
+        results: list[Tensor] = [torch.empty(0)] * len(specs)
+        for dtype in dict.fromkeys(spec.dtype for spec in specs):
+            members = [index for index, spec in enumerate(specs) if spec.dtype == dtype]
+            sizes = [specs[index].numel for index in members]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=specs[members[0]].device)
+            pieces = flat.split(sizes)
+            for index, piece in zip(members, pieces, strict=True):
+                value = values[index]
+                if value is not None:
+                    piece.copy_(value.detach().reshape(-1))
+                results[index] = piece.view(specs[index].size)
+            work = dist.broadcast(flat, self._ranks[stage], group=self._group, async_op=True)
+            _wait(work, self._ranks[stage], "the results of")
+        # Each result owns its memory: a small one must not keep all others alive.
+        return [result.clone() for result in results]
+
+
+def _buffer(spec: TensorSpec) -> Tensor:
+    """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
+    layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
+    return torch.empty_like(layout, device=spec.device)
+
+
+def _elements(buffer: Tensor) -> Tensor:
+    """All elements of a dense tensor in memory order."""
+    return buffer.as_strided((buffer.numel(),), (1,))
+
+
+def _wait(work: dist.Work, rank: int, what: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        cause = first_failure(dist.distributed_c10d._get_default_store())
+        if cause is not None:
+            raise PeerFailedError(cause) from error
+        raise PeerFailedError(
+            f"While waiting for {what} rank {rank}, the connection failed: {error}\n"
+            f"Rank {rank} stopped or is stuck; its own output says why."
+        ) from error

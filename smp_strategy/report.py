@@ -1,0 +1,79 @@
+"""What the user is shown once: the mesh, the partition with its reasons, the timetable of the schedule."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from smp_strategy.mesh import MeshShape
+from smp_strategy.partition.partition import Partition
+from smp_strategy.pipeline.schedule import Plan
+
+__all__ = ["render"]
+
+WIDTH = 110
+# A timetable of this many actions per stage still fits the width.
+MOST_ACTIONS = 40
+
+
+def render(shape: MeshShape, partition: Partition, plan: Plan) -> str:
+    """The three as plain text."""
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    console.print(shape.draw(), highlight=False)
+    console.print(_partition_table(partition))
+    console.print(_timetable(plan), highlight=False)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def _partition_table(partition: Partition) -> Table:
+    table = Table(title=f"Partition (balance {partition.balance:.0%})", title_justify="left")
+    for name in ("stage", "units"):
+        table.add_column(name)
+    for name in ("parameters", "activations", "time", "cost", "sends on"):
+        table.add_column(name, justify="right")
+    total = sum(unit.time for unit in partition.units) or 1.0
+    for stage, cost in enumerate(partition.stage_costs):
+        units = [unit for unit in partition.units if unit.stage == stage]
+        table.add_row(
+            str(stage),
+            _abbreviate([unit.name for unit in units]),
+            _bytes(partition.stage_parameter_bytes[stage]),
+            _bytes(sum(unit.activation_bytes for unit in units)),
+            f"{sum(unit.time for unit in units) / total:.0%}",
+            f"{cost:.0%}",
+            _bytes(partition.cut_bytes[stage]) if stage < len(partition.cut_bytes) else "",
+        )
+    table.caption = "activations and sends on: per microbatch; cost: weighted share of memory and time"
+    table.caption_justify = "left"
+    return table
+
+
+def _abbreviate(names: list[str]) -> str:
+    """Runs of numbered siblings as one entry: ``h.0, h.1, h.2`` becomes ``h.0 .. h.2``."""
+    groups: list[list[str]] = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        previous = groups[-1][-1].rpartition(".") if groups else ("", "", "")
+        if last.isdigit() and previous[2].isdigit() and previous[0] == parent:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return ", ".join(group[0] if len(group) == 1 else f"{group[0]} .. {group[-1]}" for group in groups)
+
+
+def _timetable(plan: Plan) -> str:
+    lines = [f"Schedule (bubble {plan.bubble:.0%})"]
+    for stage, actions in enumerate(plan.stages):
+        shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
+        lines.append(f"stage {stage}   {shown}")
+    return "\n".join(lines)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,66 @@
+"""The record of one microbatch's program: which calls it made, on which values, in which order.
+
+Every pipeline rank executes the same program, so every rank writes the same record. It is plain data: the
+partitioner reads costs from it, the router finds out where each call runs, and the scheduler orders what follows.
+
+A *value* is a tensor that depends on a unit, numbered in order of creation. An *event* is one call: of a unit, of a
+single operation of the glue, or a read of a value by Python code (``.item()``, ``if loss > x``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+__all__ = ["Event", "Trace", "Value"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that lives on one pipeline stage, as the other stages know it."""
+
+    id: int
+    """Number within the microbatch, in order of creation."""
+    nbytes: int
+    requires_grad: bool
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One call of the program."""
+
+    kind: Literal["unit", "op", "read"]
+    name: str
+    """Qualified name of the unit, or name of the operation."""
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    flops: int = 0
+    """Floating-point operations of the forward pass."""
+    traffic: int = 0
+    """Bytes that the forward pass reads and writes (parameters, inputs, outputs)."""
+    saved_bytes: int = 0
+    """Bytes that autograd keeps for the backward pass, parameters excluded."""
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What makes two events the same step of the same path (sizes may differ)."""
+        inputs = tuple(value.id for value in self.inputs)
+        outputs = tuple((value.id, value.requires_grad) for value in self.outputs)
+        return (self.kind, self.name, inputs, outputs)
+
+
+@final
+@dataclass(frozen=True)
+class Trace:
+    """All events of one microbatch and the value that backward starts from."""
+
+    events: Sequence[Event]
+    loss: int | None = None
+    """Number of the loss value; ``None`` for a forward-only step or a loss that depends on no unit."""
+    signature: int = field(init=False)
+    """Equal for microbatches that took the same path."""
+
+    def __post_init__(self) -> None:
+        path = (*(event.signature for event in self.events), self.loss)
+        object.__setattr__(self, "signature", hash(path))

@@ -1,0 +1,140 @@
+"""Which modules move as a whole.
+
+A *unit* is placed on one stage, computes there and is a ghost elsewhere. Everything above the units (the model's own
+``forward``, the training step) is glue and runs on every stage. Units must be small enough to balance and large
+enough that the glue between them stays cheap; a transformer block is the right size.
+
+Rules, in order:
+
+1. A module whose class the model declares indivisible (``_no_split_modules`` of Hugging Face models) is a unit, as
+   are PyTorch's own composite layers (``nn.TransformerEncoderLayer``, ``nn.MultiheadAttention`` ...).
+2. A module that holds a list of blocks somewhere below it (an ``nn.ModuleList`` or ``nn.Sequential`` of at least two
+   modules with children of their own) is glue; the rules go on with its children. Only the outermost lists count,
+   unless they yield fewer blocks than there are stages: then the lists inside their blocks are opened as well.
+3. Any other module with parameters, or with batch statistics, is a unit (embedding, final norm, head, block). A
+   module with constant buffers only (a mask, a rotary table) is glue: computing it everywhere is cheaper than sending
+   it.
+
+A model without any list of blocks is opened down to its layers.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+__all__ = ["Unit", "choose_units", "glue_parameters"]
+
+_INDIVISIBLE = (
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+)
+
+
+@final
+@dataclass(frozen=True)
+class Unit:
+    """A module that is placed as a whole."""
+
+    name: str
+    """Qualified name in the root module."""
+    module: nn.Module
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers of the unit, each once."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of its parameters."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
+
+
+def choose_units(root: nn.Module, num_stages: int = 1) -> list[Unit]:
+    """The units of ``root`` in order of registration.
+
+    Args:
+        root: the whole module, e.g. a LightningModule.
+        num_stages: number of stages that the units should fill; it decides how deep nested lists are opened.
+    """
+    indivisible = _declared_indivisible(root)
+    units: list[Unit] = []
+    for depth in range(1, 8):
+        units = _without_doubles(_visit("", root, depth, indivisible))
+        if len(units) >= num_stages:
+            break
+        if not any(_has_blocks(unit.module, indivisible) for unit in units):
+            return _without_doubles(_layers(root, indivisible))
+    return units
+
+
+def glue_parameters(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
+    """Parameters of ``root`` that belong to no unit, by qualified name; they live on every stage."""
+    owned = {id(parameter) for unit in units for parameter in unit.module.parameters()}
+    return {name: parameter for name, parameter in root.named_parameters() if id(parameter) not in owned}
+
+
+def _visit(name: str, module: nn.Module, depth: int, indivisible: frozenset[str]) -> Iterator[Unit]:
+    if not _has_state(module):
+        return
+    if name and (_is_indivisible(module, indivisible) or not (depth and _has_blocks(module, indivisible))):
+        yield Unit(name, module)
+        return
+    # Below a list, one level of nesting is used up.
+    inner = depth - 1 if _is_block_list(module) else depth
+    for child_name, child in module.named_children():
+        yield from _visit(f"{name}.{child_name}" if name else child_name, child, inner, indivisible)
+
+
+def _layers(root: nn.Module, indivisible: frozenset[str]) -> Iterator[Unit]:
+    """Every module that has parameters of its own and none above it that has."""
+
+    def visit(name: str, module: nn.Module) -> Iterator[Unit]:
+        own = next(module.parameters(recurse=False), None) is not None or isinstance(module, _NormBase)
+        if name and _has_state(module) and (own or _is_indivisible(module, indivisible)):
+            yield Unit(name, module)
+            return
+        for child_name, child in module.named_children():
+            yield from visit(f"{name}.{child_name}" if name else child_name, child)
+
+    yield from visit("", root)
+
+
+def _without_doubles(units: Iterable[Unit]) -> list[Unit]:
+    """A module that is registered twice (a shared head, say) is one unit, under its first name."""
+    seen: dict[int, Unit] = {}
+    for unit in units:
+        seen.setdefault(id(unit.module), unit)
+    return list(seen.values())
+
+
+def _has_blocks(module: nn.Module, indivisible: frozenset[str]) -> bool:
+    return any(_is_block_list(child) for child in module.modules()) and not _is_indivisible(module, indivisible)
+
+
+def _is_block_list(module: nn.Module) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return False
+    blocks = [child for child in module if any(child.children()) and _has_state(child)]
+    return len(blocks) >= 2
+
+
+def _is_indivisible(module: nn.Module, declared: frozenset[str]) -> bool:
+    return isinstance(module, _INDIVISIBLE) or type(module).__name__ in declared
+
+
+def _declared_indivisible(root: nn.Module) -> frozenset[str]:
+    names: set[str] = set()
+    for module in root.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    return frozenset(names)
+
+
+def _has_state(module: nn.Module) -> bool:
+    has_parameters = next(module.parameters(), None) is not None
+    return has_parameters or any(isinstance(child, _NormBase) for child in module.modules())
