@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from smp_strategy.config import SMPConfig, parse_recipe
 from smp_strategy.errors import ConfigError
 from smp_strategy.hydra import schema
-from smp_strategy.hydra.resolvers import agreed_start_time, divide, global_rank
+from smp_strategy.hydra.resolvers import agreed_start_time, divide, global_rank, with_rank
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -253,6 +253,12 @@ def test_a_start_time_that_is_no_number_is_refused():
 )
 def test_the_rank_comes_from_whoever_launched(environ, rank):
     assert global_rank(environ) == rank
+
+
+def test_the_rank_is_put_behind_a_name_once():
+    assert with_rank("train", 0) == "train"
+    assert with_rank("train", 1) == "train_rank1"
+    assert with_rank("train_rank1", 1) == "train_rank1"
 
 
 def test_two_ranks_under_torchrun_share_one_run_directory(user_app):
