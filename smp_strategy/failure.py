@@ -1,3 +1,9 @@
 """Placeholder until merge."""
-def publish(store, rank, text): store.set("smp_failure", text)
-def first_failure(store): return None
+
+
+def publish(store, rank, text):
+    store.set("smp_failure", text)
+
+
+def first_failure(store):
+    return None

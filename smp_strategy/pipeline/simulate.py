@@ -34,8 +34,6 @@ class _State:
     """What the simulation knows at the current time."""
 
     flow: Flow
-    num_microbatches: int
-    train: bool
     done: dict[Task, float] = field(default_factory=dict)
     """End time of each finished or running action."""
     pending: dict[int, list[Task]] = field(default_factory=dict)
@@ -45,7 +43,7 @@ class _State:
     def ready_time(self, task: Task) -> float | None:
         """When the inputs of ``task`` are there; ``None`` while one of them is not even scheduled."""
         segment, action = task
-        needs = [(other, Action(action.kind, action.microbatch, other.index)) for other in self._needs(task)]
+        needs = [(other, Action(action.kind, action.microbatch, other.number)) for other in self._needs(task)]
         if action.microbatch:
             needs.append((segment, Action(action.kind, action.microbatch - 1, action.segment)))
         if action.kind == "B":
@@ -88,7 +86,7 @@ def simulate(
             stage 1   F0 B0 F1 B1 F2 B2 F3 B3
     """
     cap = num_microbatches if policy == "simple" else active_microbatches or flow.num_stages + 2
-    state = _State(flow, num_microbatches, bool(flow.backward_needs))
+    state = _State(flow)
     state.pending = {stage: _tasks_of(flow, stage, num_microbatches) for stage in range(flow.num_stages)}
     state.free_at = [0.0] * flow.num_stages
     order: list[list[Task]] = [[] for _ in range(flow.num_stages)]
@@ -113,25 +111,23 @@ def _tasks_of(flow: Flow, stage: int, num_microbatches: int) -> list[Task]:
     mine = [segment for segment in flow.forward_cost if segment.stage == stage]
     tasks = []
     for microbatch in range(num_microbatches):
-        tasks += [(segment, Action("F", microbatch, segment.index)) for segment in mine]
+        tasks += [(segment, Action("F", microbatch, segment.number)) for segment in mine]
         tasks += [
-            (segment, Action("B", microbatch, segment.index))
+            (segment, Action("B", microbatch, segment.number))
             for segment in reversed(mine)
             if segment in flow.backward_needs
         ]
     return tasks
 
 
-def _choose(
-    state: _State, stage: int, policy: str, cap: int
-) -> tuple[float, tuple[int, int, int], int, Task] | None:
+def _choose(state: _State, stage: int, policy: str, cap: int) -> tuple[float, tuple[int, int, int], int, Task] | None:
     """The next action of ``stage`` and when it can start; ``None`` if it has to wait for others."""
     in_flight = state.in_flight(stage)
     choices = []
     for task in state.pending[stage]:
         segment, action = task
         begins = action.kind == "F" and not any(
-            (other, Action("F", action.microbatch, other.index)) in state.done
+            (other, Action("F", action.microbatch, other.number)) in state.done
             for other in state.flow.forward_cost
             if other.stage == stage
         )
@@ -141,7 +137,7 @@ def _choose(
         if ready is None:
             continue
         first = "F" if policy == "simple" else "B"
-        rank = (action.kind != first, action.microbatch, -segment.index if action.kind == "B" else segment.index)
+        rank = (action.kind != first, action.microbatch, -segment.number if action.kind == "B" else segment.number)
         choices.append((max(ready, state.free_at[stage]), rank, stage, task))
     return min(choices) if choices else None
 

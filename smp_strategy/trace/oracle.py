@@ -173,16 +173,14 @@ class Oracle:
         made = [output.spec for output in outputs if isinstance(output, Made)]
         inputs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         traffic = sum(spec.nbytes for spec in (*made, *inputs)) + sum(t.nbytes for t in parameters.values())
-        return Prediction(
-            outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), meter.random
-        )
+        return Prediction(outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), meter.random)
 
 
 class _Meter(TorchDispatchMode):
     """Counts FLOPs by PyTorch's own formulas and notices random operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.random = False
 
@@ -218,7 +216,7 @@ def _imitate(spec: TensorSpec, *, leaf: bool = False) -> Tensor:
     with torch.enable_grad():
         if leaf:
             return make().requires_grad_()
-        return _Fresh.apply(torch.empty((), requires_grad=True), make)  # type: ignore[no-any-return]
+        return _Fresh.apply(torch.empty((), requires_grad=True), make)  # type: ignore[no-untyped-call]
 
 
 def _stand_in(leaf: Any) -> Any:
