@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["agreed_start_time", "divide", "global_rank", "register_resolvers"]
+__all__ = ["agreed_start_time", "divide", "global_rank", "register_resolvers", "with_rank"]
 
 STORE_KEY = "smp_strategy/start_time"
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -26,7 +26,7 @@ def register_resolvers() -> None:
 
     ``smp_now``         the start of the run in ``strftime`` format, the same on every rank
     ``smp_rank0``       its argument on global rank 0, ``null`` elsewhere
-    ``smp_ranksuffix``  empty on global rank 0, ``_rank1`` and so on elsewhere
+    ``smp_ranksuffix``  its argument, with ``_rank1`` and so on behind it on the other ranks
     ``smp_divide``      a whole number divided by another; it is an error if a remainder is left
     """
     environ = os.environ
@@ -39,10 +39,14 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver(
         "smp_rank0", lambda value: value if global_rank(environ) == 0 else None, replace=True
     )
-    OmegaConf.register_new_resolver(
-        "smp_ranksuffix", lambda: f"_rank{rank}" if (rank := global_rank(environ)) else "", replace=True
-    )
+    OmegaConf.register_new_resolver("smp_ranksuffix", lambda name: with_rank(name, global_rank(environ)), replace=True)
     OmegaConf.register_new_resolver("smp_divide", divide, replace=True)
+
+
+def with_rank(name: str, rank: int) -> str:
+    """``name`` for rank 0 and ``name_rank1`` for rank 1; our launcher may have put it there already."""
+    suffix = f"_rank{rank}" if rank else ""
+    return name if name.endswith(suffix) else name + suffix
 
 
 def global_rank(environ: Mapping[str, str]) -> int:
