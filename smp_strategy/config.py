@@ -167,6 +167,16 @@ class PrecisionOptions:
         return []
 
 
+_CONCERNS = (
+    PipelineOptions,
+    PartitionOptions,
+    ShardingOptions,
+    TensorParallelOptions,
+    ActivationOptions,
+    PrecisionOptions,
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SMPConfig(
     PipelineOptions,
@@ -181,7 +191,7 @@ class SMPConfig(
     def __post_init__(self) -> None:
         problems = _wrong_types(self)
         if not problems:
-            for concern in SMPConfig.__bases__:
+            for concern in _CONCERNS:
                 problems += concern._problems(self)
             problems += _not_built(self)
             problems += self._contradictions()
@@ -332,7 +342,9 @@ def _fits(value: object, hint: Any) -> bool:
 def _at_least_one(config: object, *names: str) -> list[str]:
     values = {name: getattr(config, name) for name in names}
     return [
-        f"`{name}` must be at least 1, but is {value}." for name, value in values.items() if value is not None and value < 1
+        f"`{name}` must be at least 1, but is {value}."
+        for name, value in values.items()
+        if value is not None and value < 1
     ]
 
 
@@ -348,7 +360,7 @@ def _resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[st
             continue
         value = resolved.pop(alias)
         if resolved.setdefault(name, value) != value:
-            problems.append(f"`{alias}` ({value}) is an alias of `{name}` ({resolved[name]}), but they differ. Give one.")
+            problems.append(f"`{alias}` ({value}) is an alias of `{name}` ({resolved[name]}), but they differ.")
     return resolved
 
 

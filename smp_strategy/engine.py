@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.gather import collect
+from smp_strategy.checkpoint import full
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.mesh import MeshShape, ProcessMesh
+from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.ownership import Ownership
@@ -45,6 +45,7 @@ from smp_strategy.trace.oracle import Oracle, ValueNeededError
 from smp_strategy.units import Unit, choose_units
 
 __all__ = ["Engine", "EvalStep", "TrainStep"]
+
 
 @final
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class Engine:
         self.partition: Partition | None = None
         self._report = report
         self._device = device or torch.device("cpu")
+        if self._device.type != "cpu":
+            raise ConfigError(
+                f"This rank computes on {self._device}, but pipelines on accelerators are not built yet. "
+                'Use `accelerator="cpu"`.'
+            )
         self._oracle = Oracle(self._device)
         self._module: nn.Module | None = None
         self._optimizers: Sequence[Optimizer] = ()
@@ -161,9 +167,17 @@ class Engine:
         if degree is None:
             num_units = len(choose_units(module, world_size))
             degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
-        shape = MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
-        check_stages(degree, choose_units(module, degree))
-        return shape
+            self._report(
+                f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
+                f"{self.config.num_microbatches(degree)} microbatches where the batch has as many samples."
+            )
+        elif degree > 1 and self.config.num_microbatches(degree) == 1:
+            self._report(
+                f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
+                f"Set it to about {4 * degree}."
+            )
+        check_degree(degree, world_size, [unit.name for unit in choose_units(module, degree)])
+        return MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
 
     def _make_equal(self, module: nn.Module) -> None:
         """Rank 0's initial values and seed, everywhere."""
@@ -388,53 +402,20 @@ class Engine:
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._module is not None
-        items = self._module.state_dict()
-        if self._ownership is None:
-            return items if self.mesh.rank == 0 else {}
-        return self._collect(items, {name: self._ownership.saver(name) for name in items})
+        return full.state_dict(self._module, self._ownership, self.mesh)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        state = optimizer.state_dict()
-        if self._ownership is None:
-            return state if self.mesh.rank == 0 else {}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        savers = {index: min(self._ownership.holders(parameter)) for index, parameter in enumerate(parameters)}
-        known: list[Any] = [None] * self.mesh.pp
-        dist.all_gather_object(known, list(state["state"]), group=self.mesh.pp_group)
-        indices = sorted(set().union(*known))
-        items = {str(index): value for index, value in state["state"].items()}
-        collected = self._collect(items, {str(index): savers[index] for index in indices})
-        if self.mesh.rank != 0:
-            return {}
-        return {**state, "state": {int(index): value for index, value in collected.items()}}
+        return full.optimizer_state(optimizer, self._ownership, self.mesh)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
         assert self._module is not None
-        if self._ownership is None:
-            self._module.load_state_dict(state_dict, strict=strict)
-            return
-        own = self._module.state_dict().keys()
-        missing, unexpected = sorted(own - state_dict.keys()), sorted(state_dict.keys() - own)
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
-        mine = {
-            name: value for name, value in state_dict.items() if self._ownership.is_held(name, self.mesh.stage)
-        }
-        self._module.load_state_dict(mine, strict=False)
+        full.load_state_dict(self._module, state_dict, self._ownership, self.mesh, strict=strict)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
-        if self._ownership is not None:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            held = {
-                index
-                for index, parameter in enumerate(parameters)
-                if self.mesh.stage in self._ownership.holders(parameter)
-            }
-            state = {**state, "state": {index: value for index, value in state["state"].items() if index in held}}
-        optimizer.load_state_dict(state)
+        full.load_optimizer_state(optimizer, state, self._ownership, self.mesh)
 
     def state_dict(self) -> dict[str, int]:
         """The engine's own state: where its random streams are."""
@@ -448,18 +429,3 @@ class Engine:
         """End the engine's threads; the module stays as it is."""
         if self._runtime is not None:
             self._runtime.close()
-
-    def _collect(self, items: dict[str, Any], savers: dict[str, int]) -> dict[str, Any]:
-        if self.mesh.dp_rank != 0:
-            return {}
-        return collect(items, savers, self.mesh.stage_ranks, self.mesh.pp_group)
-
-
-def check_stages(degree: int, units: Sequence[Unit]) -> None:
-    """Refuse more stages than units."""
-    if degree > len(units):
-        names = ", ".join(unit.name for unit in units) or "none"
-        raise ConfigError(
-            f"`pipeline_parallel_degree` is {degree}, but the model can be cut into {len(units)} units only ({names}). "
-            "Choose a degree that is not larger."
-        )

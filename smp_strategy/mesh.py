@@ -13,6 +13,7 @@ loggers and the progress bar are on global rank 0 with real values.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -22,9 +23,31 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["MeshShape", "ProcessMesh"]
+__all__ = ["MeshShape", "ProcessMesh", "check_degree"]
 
 _NAMED_PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
+
+
+def check_degree(pp: int, world_size: int, units: Sequence[str] | None = None) -> None:
+    """Refuse a number of stages that does not fit the ranks or, where they are known, the units of the model.
+
+    Raises:
+        ConfigError: with all reasons.
+    """
+    problems = []
+    if world_size % pp:
+        fits = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
+        problems.append(
+            f"`pipeline_parallel_degree` must divide the number of ranks ({world_size}), but is {pp}. "
+            f"Degrees that fit: {', '.join(map(str, fits))}."
+        )
+    if units is not None and pp > len(units):
+        problems.append(
+            f"`pipeline_parallel_degree` is {pp}, but the model can be cut into {len(units)} units only "
+            f"({', '.join(units) or 'none'}). Choose a degree that is not larger."
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 @final
@@ -43,17 +66,8 @@ class MeshShape:
 
     @classmethod
     def of_world(cls, world_size: int, *, pp: int, placement: str = "cluster") -> "MeshShape":
-        """Fill the world with replicas of ``pp`` stages.
-
-        Raises:
-            ConfigError: ``pp`` does not divide the number of ranks.
-        """
-        if world_size % pp:
-            fits = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
-            raise ConfigError(
-                f"`pipeline_parallel_degree` must divide the number of ranks ({world_size}), but is {pp}. "
-                f"Degrees that fit: {', '.join(map(str, fits))}."
-            )
+        """Fill a world that ``pp`` divides with replicas of ``pp`` stages."""
+        check_degree(pp, world_size)
         return cls(pp=pp, dp=world_size // pp, placement=placement)
 
     @property

@@ -75,9 +75,7 @@ class Problem:
 
 def event_times(events: Sequence[Event]) -> dict[int, float]:
     """Modelled forward time of each event, by position, in FLOP equivalents."""
-    return {
-        position: max(float(event.flops), FLOPS_PER_BYTE * event.traffic) for position, event in enumerate(events)
-    }
+    return {position: max(float(event.flops), FLOPS_PER_BYTE * event.traffic) for position, event in enumerate(events)}
 
 
 def problem_of(

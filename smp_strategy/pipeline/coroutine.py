@@ -48,8 +48,8 @@ class Coroutine:
         with seeded(seed, device):
             self._rng = RngState.current(device)
 
-    def resume(self) -> None:
-        """Run until the program pauses or ends; an exception of the program is raised here."""
+    def resume(self) -> bool:
+        """Run until the program pauses or ends, and say whether it ended; its exception is raised here."""
         outside = RngState.current(self._device)
         self._rng.restore()
         try:
@@ -65,6 +65,7 @@ class Coroutine:
             outside.restore()
         if self._error is not None:
             raise self._error
+        return self.finished
 
     def pause(self) -> None:
         """Hand the baton back; call it from inside the program."""

@@ -93,7 +93,7 @@ class PlacedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, program: "Program", value: Value, spec: TensorSpec) -> "PlacedTensor":
-        made: PlacedTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PlacedTensor = Tensor._make_wrapper_subclass(
             cls,
             spec.size,
             strides=spec.stride,
@@ -138,15 +138,15 @@ class PlacedTensor(Tensor):
                 return func(*args, **kwargs)
         if func in _REFUSED:
             raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {_REFUSED[func]}")
-        program = next(
-            leaf.program for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor)
-        )
+        program = next(leaf.program for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor))
         if func in _READS:
             return program.read(_name(func), func, args, kwargs)
         return program.operation(_name(func), func, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise UnsupportedError(
             f"A placed tensor reached `{func}`{_where()} by a way that cannot be routed between stages (a C++ "
             "extension, a custom autograd Function, or torch.tensor(...) of a tensor in code above the units). Move "

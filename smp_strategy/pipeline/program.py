@@ -140,7 +140,8 @@ class Program:
         )
         self._exchange(placement, leaves)
         results = [PlacedTensor(self, value, spec) for value, spec in zip(made_values, made, strict=True)]
-        real_inputs, constants = None, prediction.outputs
+        real_inputs: list[Any] | None = None
+        constants: Sequence[Any] = prediction.outputs
         if self._stage in placement.stages:
             real_inputs, constants = self._run(name, callee, prediction, leaves, structure, results)
         for position, value in changed_values.items():
@@ -210,7 +211,7 @@ class Program:
             self.segments.append(Segment(len(self.segments)))
             self._worked = False
         segment = self.segments[-1]
-        assert segment.index == waiting[0][0].target.index, "the segments of the run and of the rule have diverged"
+        assert segment.index == waiting[0][0].target.number, "the segments of the run and of the rule have diverged"
         self._begun = True
         self._pause([receipt for _, _, receipt in waiting])
         for move, tensor, receipt in waiting:
@@ -254,9 +255,7 @@ class Program:
         finally:
             self.inside_unit = False
         flat = pytree.tree_leaves(output)
-        real = [
-            leaf for leaf, predicted in zip(flat, prediction.outputs, strict=False) if isinstance(predicted, Made)
-        ]
+        real = [leaf for leaf, predicted in zip(flat, prediction.outputs, strict=False) if isinstance(predicted, Made)]
         if len(flat) != len(prediction.outputs) or any(not isinstance(leaf, Tensor) for leaf in real):
             raise UnsupportedError(
                 f"`{name}` returned {len(flat)} values where its dry run returned {len(prediction.outputs)}: what it "
@@ -276,7 +275,8 @@ class Program:
         return leaf
 
     def _local(self, placed: PlacedTensor) -> Tensor:
-        assert placed.current is not None and placed.origin is not None
+        assert placed.current is not None
+        assert placed.origin is not None
         segment, tensor = placed.current
         if segment != self.segments[-1].index:
             origin_segment, origin = placed.origin
@@ -302,9 +302,7 @@ def _compare(name: str, spec: TensorSpec, tensor: Tensor) -> None:
         )
 
 
-def _assemble(
-    prediction: Prediction, results: list[PlacedTensor], leaves: list[Any], constants: Sequence[Any]
-) -> Any:
+def _assemble(prediction: Prediction, results: list[PlacedTensor], leaves: list[Any], constants: Sequence[Any]) -> Any:
     fresh = iter(results)
     flat = []
     for output, constant in zip(prediction.outputs, constants, strict=True):

@@ -26,7 +26,7 @@ class SegmentId(NamedTuple):
     """A run of a microbatch on one stage, without its microbatch."""
 
     stage: int
-    index: int
+    number: int
 
 
 @final
@@ -177,7 +177,7 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, cost: Mapp
         for segment in placement.segments:
             if segment not in forward_cost:
                 forward_cost[segment] = 0.0
-                forward_needs[segment] = {SegmentId(segment.stage, index) for index in range(segment.index)}
+                forward_needs[segment] = {SegmentId(segment.stage, number) for number in range(segment.number)}
         for move in placement.moves:
             forward_needs[move.target].add(move.source)
             received_in[move.value.id, move.target.stage] = move.target

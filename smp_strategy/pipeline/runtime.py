@@ -254,15 +254,15 @@ class _Run:
             self._resume(number)
 
     def _resume(self, number: int) -> None:
-        coroutine, program = self._coroutines[number], self._programs[number]
+        coroutine = self._coroutines[number]
         if coroutine.finished:
             return
-        self._runtime._program = program
+        self._runtime._program = self._programs[number]
         try:
-            coroutine.resume()
+            finished = coroutine.resume()
         finally:
             self._runtime._program = None
-        if coroutine.finished:
+        if finished:
             self._waiting.pop(number, None)
             if self._loss_of is not None:
                 self._begin_backward(number)

@@ -70,6 +70,4 @@ class Plan:
 
     def table(self) -> str:
         """One line per stage: its actions in order."""
-        return "\n".join(
-            f"stage {stage}   " + " ".join(map(str, actions)) for stage, actions in enumerate(self.stages)
-        )
+        return "\n".join(f"stage {stage}   " + " ".join(map(str, actions)) for stage, actions in enumerate(self.stages))

@@ -93,4 +93,4 @@ def enter(tensor: Tensor, record: Import) -> Tensor:
     """``tensor``, without its history, as the start of a graph whose gradient ends up in ``record``."""
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
-        return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-any-return]
+        return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-untyped-call]

@@ -12,8 +12,6 @@ the order of one process that accumulates over the same microbatches, which make
 The simulated order is a linear order of the dependency graph, so stages that follow it cannot deadlock.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
 
 from smp_strategy.pipeline.routing import Flow, SegmentId
@@ -26,44 +24,10 @@ BACKWARD_COST = 2.0
 # A segment without compute (it only forwards or reads a value) still takes its turn.
 SMALLEST_COST = 1e-9
 
-Task = tuple[SegmentId, Action]
-
-
-@dataclass
-class _State:
-    """What the simulation knows at the current time."""
-
-    flow: Flow
-    num_microbatches: int
-    train: bool
-    done: dict[Task, float] = field(default_factory=dict)
-    """End time of each finished or running action."""
-    pending: dict[int, list[Task]] = field(default_factory=dict)
-    """Actions still to do, by stage, in program order."""
-    free_at: list[float] = field(default_factory=list)
-
-    def ready_time(self, task: Task) -> float | None:
-        """When the inputs of ``task`` are there; ``None`` while one of them is not even scheduled."""
-        segment, action = task
-        needs = [(other, Action(action.kind, action.microbatch, other.index)) for other in self._needs(task)]
-        if action.microbatch:
-            needs.append((segment, Action(action.kind, action.microbatch - 1, action.segment)))
-        if action.kind == "B":
-            last = self.flow.num_segments(segment.stage) - 1
-            needs.append((SegmentId(segment.stage, last), Action("F", action.microbatch, last)))
-        if any(need not in self.done for need in needs):
-            return None
-        return max((self.done[need] for need in needs), default=0.0)
-
-    def _needs(self, task: Task) -> frozenset[SegmentId]:
-        segment, action = task
-        return self.flow.forward_needs[segment] if action.kind == "F" else self.flow.backward_needs[segment]
-
-    def in_flight(self, stage: int) -> int:
-        """Microbatches that ``stage`` has begun and not finished."""
-        begun = {action.microbatch for segment, action in self.done if segment.stage == stage}
-        unfinished = {action.microbatch for _, action in self.pending[stage]}
-        return len(begun & unfinished)
+Track = tuple[Literal["F", "B"], SegmentId]
+"""The forwards, or the backwards, of one segment over all microbatches; they run in the order of the microbatches."""
+Task = tuple[Track, int]
+"""A track and a microbatch."""
 
 
 def simulate(
@@ -88,65 +52,89 @@ def simulate(
             stage 1   F0 B0 F1 B1 F2 B2 F3 B3
     """
     cap = num_microbatches if policy == "simple" else active_microbatches or flow.num_stages + 2
-    state = _State(flow, num_microbatches, bool(flow.backward_needs))
-    state.pending = {stage: _tasks_of(flow, stage, num_microbatches) for stage in range(flow.num_stages)}
-    state.free_at = [0.0] * flow.num_stages
-    order: list[list[Task]] = [[] for _ in range(flow.num_stages)]
-    while any(state.pending.values()):
-        start, _, stage, task = min(
-            choice for stage in range(flow.num_stages) if (choice := _choose(state, stage, policy, cap)) is not None
-        )
-        state.done[task] = start + _cost(flow.forward_cost, task)
-        state.free_at[stage] = state.done[task]
-        state.pending[stage].remove(task)
-        order[stage].append(task)
-    return Plan(
-        tuple(tuple(action for _, action in tasks) for tasks in order),
-        tuple(
-            tuple((state.done[task] - _cost(flow.forward_cost, task), state.done[task]) for task in tasks)
-            for tasks in order
-        ),
-    )
+    clock = _Clock(flow, num_microbatches, first="F" if policy == "simple" else "B", cap=cap)
+    actions: list[list[Action]] = [[] for _ in range(flow.num_stages)]
+    times: list[list[tuple[float, float]]] = [[] for _ in range(flow.num_stages)]
+    while (choice := clock.next()) is not None:
+        start, ((kind, segment), microbatch) = choice
+        actions[segment.stage].append(Action(kind, microbatch, segment.number))
+        times[segment.stage].append((start, clock.run(start, ((kind, segment), microbatch))))
+    return Plan(tuple(map(tuple, actions)), tuple(map(tuple, times)))
 
 
-def _tasks_of(flow: Flow, stage: int, num_microbatches: int) -> list[Task]:
-    mine = [segment for segment in flow.forward_cost if segment.stage == stage]
-    tasks = []
-    for microbatch in range(num_microbatches):
-        tasks += [(segment, Action("F", microbatch, segment.index)) for segment in mine]
-        tasks += [
-            (segment, Action("B", microbatch, segment.index))
-            for segment in reversed(mine)
-            if segment in flow.backward_needs
-        ]
-    return tasks
+class _Clock:
+    """The simulated machine: which work is done, and which comes next."""
 
+    def __init__(self, flow: Flow, num_microbatches: int, *, first: str, cap: int) -> None:
+        self._flow = flow
+        self._num_microbatches = num_microbatches
+        self._first = first
+        self._cap = cap
+        self._end: dict[Task, float] = {}
+        self._free_at = [0.0] * flow.num_stages
+        self._needs: dict[Track, list[Track]] = {}
+        self._tracks: list[list[Track]] = [[] for _ in range(flow.num_stages)]
+        for segment in flow.forward_cost:
+            self._add("F", segment, [("F", other) for other in flow.forward_needs[segment]])
+        for segment, before in flow.backward_needs.items():
+            # Backward begins when the stage has finished the whole forward of the microbatch.
+            last = SegmentId(segment.stage, flow.num_segments(segment.stage) - 1)
+            self._add("B", segment, [("F", last), *(("B", other) for other in before)])
+        self._reached: dict[Track, int] = dict.fromkeys(self._needs, 0)
 
-def _choose(
-    state: _State, stage: int, policy: str, cap: int
-) -> tuple[float, tuple[int, int, int], int, Task] | None:
-    """The next action of ``stage`` and when it can start; ``None`` if it has to wait for others."""
-    in_flight = state.in_flight(stage)
-    choices = []
-    for task in state.pending[stage]:
-        segment, action = task
-        begins = action.kind == "F" and not any(
-            (other, Action("F", action.microbatch, other.index)) in state.done
-            for other in state.flow.forward_cost
-            if other.stage == stage
-        )
-        if begins and in_flight >= cap:
-            continue
-        ready = state.ready_time(task)
-        if ready is None:
-            continue
-        first = "F" if policy == "simple" else "B"
-        rank = (action.kind != first, action.microbatch, -segment.index if action.kind == "B" else segment.index)
-        choices.append((max(ready, state.free_at[stage]), rank, stage, task))
-    return min(choices) if choices else None
+    def _add(self, kind: Literal["F", "B"], segment: SegmentId, needs: list[Track]) -> None:
+        self._needs[kind, segment] = needs
+        self._tracks[segment.stage].append((kind, segment))
 
+    def next(self) -> tuple[float, Task] | None:
+        """The action that starts first on any stage, with its start; ``None`` when all work is done."""
+        choices = [choice for stage in range(self._flow.num_stages) for choice in self._choices(stage)]
+        if not choices:
+            return None
+        start, _, task = min(choices)
+        return start, task
 
-def _cost(forward_cost: Mapping[SegmentId, float], task: Task) -> float:
-    segment, action = task
-    cost = max(forward_cost[segment], SMALLEST_COST)
-    return cost * BACKWARD_COST if action.kind == "B" else cost
+    def run(self, start: float, task: Task) -> float:
+        """Do ``task``; returns its end."""
+        track, microbatch = task
+        self._end[task] = self._free_at[track[1].stage] = start + self._cost(track)
+        self._reached[track] = microbatch + 1
+        return self._end[task]
+
+    def _choices(self, stage: int) -> list[tuple[float, tuple[bool, int, int], Task]]:
+        found = []
+        for track in self._tracks[stage]:
+            task = (track, self._reached[track])
+            ready = self._ready(task)
+            if ready is not None:
+                found.append((max(ready, self._free_at[stage]), self._rank(task), task))
+        return found
+
+    def _ready(self, task: Task) -> float | None:
+        """When the inputs of ``task`` are there; ``None`` while it has to wait for work that is not chosen yet."""
+        track, microbatch = task
+        if microbatch == self._num_microbatches or (self._begins(track) and self._in_flight(track) >= self._cap):
+            return None
+        needs = [(need, microbatch) for need in self._needs[track]]
+        if any(need not in self._end for need in needs):
+            return None
+        return max((self._end[need] for need in needs), default=0.0)
+
+    def _rank(self, task: Task) -> tuple[bool, int, int]:
+        """Smaller is better."""
+        (kind, segment), microbatch = task
+        return kind != self._first, microbatch, segment.number if kind == "F" else -segment.number
+
+    @staticmethod
+    def _begins(track: Track) -> bool:
+        return track[0] == "F" and track[1].number == 0
+
+    def _in_flight(self, track: Track) -> int:
+        """Microbatches that the stage has begun and not finished."""
+        mine = self._tracks[track[1].stage]
+        return self._reached[track] - min(self._reached[other] for other in mine)
+
+    def _cost(self, track: Track) -> float:
+        kind, segment = track
+        cost = max(self._flow.forward_cost[segment], SMALLEST_COST)
+        return cost * BACKWARD_COST if kind == "B" else cost

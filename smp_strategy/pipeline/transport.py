@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.errors import PeerFailedError
-from smp_strategy.failure import first_failure
+from smp_strategy.failure import blame
 from smp_strategy.trace.oracle import TensorSpec
 
 __all__ = ["Receipt", "Transport"]
@@ -113,9 +113,9 @@ def _wait(work: dist.Work, rank: int, what: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        cause = first_failure(dist.distributed_c10d._get_default_store())
-        if cause is not None:
-            raise PeerFailedError(cause) from error
+        cause = blame(error)
+        if cause is not error:
+            raise cause from error
         raise PeerFailedError(
             f"While waiting for {what} rank {rank}, the connection failed: {error}\n"
             f"Rank {rank} stopped or is stuck; its own output says why."

@@ -106,7 +106,7 @@ def _rank_main(
     timeout: float,
     sender: Any,
 ) -> None:
-    faulthandler.dump_traceback_later(timeout, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(timeout, exit=True, file=2)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -32,6 +32,9 @@ __all__ = ["Callee", "Made", "Oracle", "Prediction", "Same", "TensorSpec", "Valu
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
 
+# Shapes that change from batch to batch must not fill the memory.
+MOST_PREDICTIONS = 1 << 14
+
 
 class ValueNeededError(Exception):
     """The result's metadata depends on tensor values, so no dry run can tell it."""
@@ -143,6 +146,8 @@ class Oracle:
         key = (callee.key, structure, tuple(map(_key, specs)), training, _ambient(self._device))
         prediction = self._known.get(key)
         if prediction is None:
+            if len(self._known) >= MOST_PREDICTIONS:
+                self._known.clear()
             prediction = self._known[key] = self._dry_run(callee, specs, structure)
         return prediction
 
@@ -173,16 +178,14 @@ class Oracle:
         made = [output.spec for output in outputs if isinstance(output, Made)]
         inputs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         traffic = sum(spec.nbytes for spec in (*made, *inputs)) + sum(t.nbytes for t in parameters.values())
-        return Prediction(
-            outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), meter.random
-        )
+        return Prediction(outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), meter.random)
 
 
 class _Meter(TorchDispatchMode):
     """Counts FLOPs by PyTorch's own formulas and notices random operations."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.random = False
 
@@ -218,7 +221,7 @@ def _imitate(spec: TensorSpec, *, leaf: bool = False) -> Tensor:
     with torch.enable_grad():
         if leaf:
             return make().requires_grad_()
-        return _Fresh.apply(torch.empty((), requires_grad=True), make)  # type: ignore[no-any-return]
+        return _Fresh.apply(torch.empty((), requires_grad=True), make)  # type: ignore[no-untyped-call]
 
 
 def _stand_in(leaf: Any) -> Any:

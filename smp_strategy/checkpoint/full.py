@@ -1,0 +1,87 @@
+"""The whole model and optimizer as one process would have them.
+
+Before the partition every rank has everything. After it, saving collects the stages' shares on global rank 0, and
+loading lets every rank take its share out of the whole. Names, shapes and parameter numbers are those of the plain
+module, so that a file written under one layout is read under any other, or by plain PyTorch.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from smp_strategy.checkpoint.gather import collect
+from smp_strategy.mesh import ProcessMesh
+from smp_strategy.ownership import Ownership
+
+__all__ = ["load_optimizer_state", "load_state_dict", "optimizer_state", "state_dict"]
+
+
+def state_dict(module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh) -> dict[str, Any]:
+    """The whole state dict on global rank 0, ``{}`` elsewhere; collective."""
+    items = module.state_dict()
+    if ownership is None:
+        return items if mesh.rank == 0 else {}
+    return _collect(items, {name: ownership.saver(name) for name in items}, mesh)
+
+
+def optimizer_state(optimizer: Optimizer, ownership: Ownership | None, mesh: ProcessMesh) -> dict[str, Any]:
+    """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective."""
+    state = optimizer.state_dict()
+    if ownership is None:
+        return state if mesh.rank == 0 else {}
+    savers = {number: min(ownership.holders(parameter)) for number, parameter in enumerate(_parameters(optimizer))}
+    known: list[Any] = [None] * mesh.pp
+    dist.all_gather_object(known, list(state["state"]), group=mesh.pp_group)
+    numbers = sorted(set().union(*known))
+    items = {str(number): value for number, value in state["state"].items()}
+    collected = _collect(items, {str(number): savers[number] for number in numbers}, mesh)
+    if mesh.rank != 0:
+        return {}
+    return {**state, "state": {int(number): value for number, value in collected.items()}}
+
+
+def load_state_dict(
+    module: nn.Module, state: dict[str, Any], ownership: Ownership | None, mesh: ProcessMesh, *, strict: bool
+) -> None:
+    """Load this rank's share of a whole state dict.
+
+    Raises:
+        RuntimeError: ``strict`` and the names do not fit, as ``nn.Module.load_state_dict`` would.
+    """
+    if ownership is None:
+        module.load_state_dict(state, strict=strict)
+        return
+    own = module.state_dict().keys()
+    missing, unexpected = sorted(own - state.keys()), sorted(state.keys() - own)
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
+    mine = {name: value for name, value in state.items() if ownership.is_held(name, mesh.stage)}
+    module.load_state_dict(mine, strict=False)
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, state: dict[str, Any], ownership: Ownership | None, mesh: ProcessMesh
+) -> None:
+    """Load this rank's share of a whole optimizer state dict."""
+    if ownership is not None:
+        held = {
+            number
+            for number, parameter in enumerate(_parameters(optimizer))
+            if mesh.stage in ownership.holders(parameter)
+        }
+        state = {**state, "state": {number: value for number, value in state["state"].items() if number in held}}
+    optimizer.load_state_dict(state)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters in the order of the numbers in its state dict."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _collect(items: dict[str, Any], savers: dict[str, int], mesh: ProcessMesh) -> dict[str, Any]:
+    """One replica is enough: the others hold the same."""
+    if mesh.dp_rank != 0:
+        return {}
+    return collect(items, savers, mesh.stage_ranks, mesh.pp_group)

@@ -1,0 +1,41 @@
+"""Rules of CONTRIBUTING.md that no linter checks."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "smp_strategy").rglob("*.py"))
+MOST_LINES = 500  # the aim is 400
+MOST_FUNCTION_LINES = 60  # the aim is 50
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_says_what_it_is_for_and_what_is_public(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "no docstring"
+    if path.name == "__main__.py" or len(tree.body) == 1:
+        return
+    assigned = [
+        target for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign) for target in ast.walk(node)
+    ]
+    assert any(isinstance(target, ast.Name) and target.id == "__all__" for target in assigned), "no __all__"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_files_and_functions_can_be_held_in_the_head(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < MOST_FUNCTION_LINES, node.name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_there_is_no_global_state(path):
+    assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Global)]

@@ -1,0 +1,343 @@
+"""Options: what is accepted, what is refused, and that every mistake is told at once."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from smp_strategy.config import MICROBATCHES_PER_STAGE, SMPConfig, parse_recipe
+from smp_strategy.errors import ConfigError, SMPError
+
+
+@pytest.fixture(autouse=True)
+def _no_smp_variables(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("SMP_")]:
+        monkeypatch.delenv(name)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_option_has_to_be_given():
+    config = SMPConfig()
+    assert config.pipeline_parallel_degree is None
+    assert config.microbatches is None
+    assert config.pipeline == "interleaved"
+    assert config.optimize == "memory"
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SMPConfig().microbatches = 3
+
+
+def test_options_are_given_by_name_only():
+    with pytest.raises(TypeError, match="positional"):
+        SMPConfig(2)
+
+
+@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "microbatches", "active_microbatches"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_counts_start_at_one(name, value):
+    with pytest.raises(ConfigError, match=f"`{name}` must be at least 1, but is {value}"):
+        SMPConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("microbatches", "8", "int | None, but is '8' (str)"),
+        ("microbatches", 8.0, "int | None, but is 8.0 (float)"),
+        ("microbatches", True, "int | None, but is True (bool)"),
+        ("pipeline_parallel_degree", [2], "int | None, but is [2] (list)"),
+        ("optimize", 1, "but is 1 (int)"),
+        ("skip_tracing", 1, "bool, but is 1 (int)"),
+        ("partition_file", 7, "str | None, but is 7 (int)"),
+        ("memory_weight", "0.5", "float | None, but is '0.5' (str)"),
+        ("tensor_parallel_degree", None, "int, but is None (NoneType)"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named(name, value, shown):
+    with pytest.raises(ConfigError) as caught:
+        SMPConfig(**{name: value})
+    assert f"`{name}` must be " in str(caught.value)
+    assert shown in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("pipeline", "1f1b"), ("pipeline", "Interleaved"), ("optimize", "time"), ("optimize", "")]
+)
+def test_choices_are_listed_when_none_is_hit(name, value):
+    with pytest.raises(ConfigError, match=f"`{name}` must be one of .*, but is '{value}'"):
+        SMPConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["cluster", "spread", "DPT", "TPD", "PDT"])
+def test_placements_are_two_words_or_a_permutation(value):
+    assert SMPConfig(placement_strategy=value).placement_strategy == value
+
+
+@pytest.mark.parametrize("value", ["", "D", "DPP", "dpt", "DPTX", "clusters"])
+def test_other_placements_are_refused(value):
+    with pytest.raises(ConfigError, match="permutation of the letters D, P and T"):
+        SMPConfig(placement_strategy=value)
+
+
+@pytest.mark.parametrize("value", [0, 0.5, 1, 1.0])
+def test_memory_weight_may_be_any_part_of_one(value):
+    assert SMPConfig(memory_weight=value).resolved_memory_weight == value
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf")])
+def test_memory_weight_outside_of_zero_to_one_is_refused(value):
+    with pytest.raises(ConfigError, match="`memory_weight` must be between 0 and 1"):
+        SMPConfig(memory_weight=value)
+
+
+@pytest.mark.parametrize(("optimize", "weight"), [("memory", 0.8), ("speed", 0.2)])
+def test_optimize_sets_the_default_of_memory_weight(optimize, weight):
+    assert SMPConfig(optimize=optimize).resolved_memory_weight == weight
+
+
+# --- combinations ---------------------------------------------------------------------------------------------------
+
+
+def test_reading_a_partition_needs_a_file():
+    with pytest.raises(ConfigError, match="`load_partition` needs `partition_file`"):
+        SMPConfig(load_partition=True)
+
+
+def test_a_default_stage_contradicts_automatic_partition():
+    with pytest.raises(ConfigError, match="`default_partition` \\(0\\) contradicts `auto_partition=True`"):
+        SMPConfig(default_partition=0)
+
+
+def test_two_precisions_contradict_each_other():
+    with pytest.raises(ConfigError, match="`fp16` and `bf16` contradict"):
+        SMPConfig(fp16=True, bf16=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sharded_data_parallel_degree": 2},
+        {"tensor_parallel_degree": 2},
+        {"shard_optimizer_state": True},
+        {"activation_checkpointing": "each"},
+        {"offload_activations": True},
+        {"auto_partition": False},
+        {"fp16": True},
+    ],
+)
+def test_an_option_whose_feature_is_missing_is_refused_by_name(options):
+    [(name, value)] = options.items()
+    with pytest.raises(ConfigError, match=f"`{name}={value!r}` asks for .* not built yet"):
+        SMPConfig(**options)
+
+
+def test_an_unbuilt_option_at_its_default_is_accepted():
+    SMPConfig(tensor_parallel_degree=1, fp16=False, sdp_hierarchical_allgather=True)
+
+
+# --- all mistakes together ------------------------------------------------------------------------------------------
+
+
+def test_every_mistake_is_listed_at_once(monkeypatch):
+    monkeypatch.setenv("SMP_MICROBATCHS", "4")
+    with pytest.raises(ConfigError) as caught:
+        SMPConfig.from_options(
+            pipeline="gpipe", microbatches=0, tensor_parallel_degree=2, optimise="speed", load_partition=True
+        )
+    text = str(caught.value)
+    assert text.startswith(f"{len(caught.value.problems)} options are wrong:\n  1. ")
+    for expected in (
+        "SMP_MICROBATCHS names no option",
+        "`optimise` is not an option. Did you mean `optimize`?",
+        "`microbatches` must be at least 1, but is 0.",
+        "`pipeline` must be one of",
+        "`tensor_parallel_degree=2` asks for tensor parallelism",
+        "`load_partition` needs `partition_file`",
+    ):
+        assert expected in text
+
+
+def test_one_mistake_is_not_numbered():
+    with pytest.raises(ConfigError) as caught:
+        SMPConfig(microbatches=0)
+    assert str(caught.value) == "`microbatches` must be at least 1, but is 0."
+    assert caught.value.problems == (str(caught.value),)
+
+
+def test_a_config_error_is_an_smp_error_and_a_value_error():
+    assert issubclass(ConfigError, SMPError)
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_an_unknown_name_far_from_all_others_shows_the_known_ones():
+    with pytest.raises(ConfigError, match="`zzz` is not an option. Known options: activation_checkpointing, "):
+        SMPConfig.from_options(zzz=1)
+
+
+# --- aliases and the environment ------------------------------------------------------------------------------------
+
+
+def test_partitions_is_an_alias_of_the_degree():
+    assert SMPConfig.from_options(partitions=4).pipeline_parallel_degree == 4
+
+
+def test_an_alias_may_repeat_what_the_name_says():
+    assert SMPConfig.from_options(partitions=4, pipeline_parallel_degree=4).pipeline_parallel_degree == 4
+
+
+def test_an_alias_that_differs_from_the_name_is_refused():
+    with pytest.raises(ConfigError, match="`partitions` \\(2\\) is an alias of `pipeline_parallel_degree` \\(4\\)"):
+        SMPConfig.from_options(partitions=2, pipeline_parallel_degree=4)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "name", "value"),
+    [
+        ("SMP_PIPELINE_PARALLEL_DEGREE", "4", "pipeline_parallel_degree", 4),
+        ("SMP_PARTITIONS", "4", "pipeline_parallel_degree", 4),
+        ("SMP_MICROBATCHES", "none", "microbatches", None),
+        ("SMP_MICROBATCHES", "", "microbatches", None),
+        ("SMP_SKIP_TRACING", "True", "skip_tracing", True),
+        ("SMP_SKIP_TRACING", "0", "skip_tracing", False),
+        ("SMP_MEMORY_WEIGHT", "0.25", "memory_weight", 0.25),
+        ("SMP_PIPELINE", "simple", "pipeline", "simple"),
+        ("SMP_PARTITION_FILE", "/tmp/p.json", "partition_file", "/tmp/p.json"),
+    ],
+)
+def test_a_variable_sets_the_option_of_its_name(monkeypatch, variable, text, name, value):
+    monkeypatch.setenv(variable, text)
+    assert getattr(SMPConfig.from_options(), name) == value
+
+
+def test_arguments_win_over_variables(monkeypatch):
+    monkeypatch.setenv("SMP_PIPELINE_PARALLEL_DEGREE", "4")
+    monkeypatch.setenv("SMP_MICROBATCHES", "8")
+    config = SMPConfig.from_options(partitions=2)
+    assert (config.pipeline_parallel_degree, config.microbatches) == (2, 8)
+
+
+def test_single_variables_win_over_the_recipe_variable(monkeypatch):
+    monkeypatch.setenv("SMP_CONFIG", "pp4_mb16")
+    monkeypatch.setenv("SMP_MICROBATCHES", "32")
+    config = SMPConfig.from_options()
+    assert (config.pipeline_parallel_degree, config.microbatches) == (4, 32)
+
+
+def test_a_variable_that_does_not_parse_is_told_with_its_text(monkeypatch):
+    monkeypatch.setenv("SMP_MICROBATCHES", "many")
+    with pytest.raises(ConfigError, match="`microbatches` must be int \\| None, but is 'many'"):
+        SMPConfig.from_options()
+
+
+def test_a_wrong_recipe_variable_is_told(monkeypatch):
+    monkeypatch.setenv("SMP_CONFIG", "pq2")
+    with pytest.raises(ConfigError, match="the part 'pq2' is not understood"):
+        SMPConfig.from_options()
+
+
+def test_a_variable_that_is_no_option_is_refused(monkeypatch):
+    monkeypatch.setenv("SMP_DEGREE", "2")
+    with pytest.raises(ConfigError, match="SMP_DEGREE names no option of smp_strategy. Unset it."):
+        SMPConfig.from_options()
+
+
+@pytest.mark.parametrize("variable", ["SMP_AUTOLOAD", "SMP_START_TIME"])
+def test_variables_of_other_parts_are_left_alone(monkeypatch, variable):
+    monkeypatch.setenv(variable, "0")
+    assert SMPConfig.from_options() == SMPConfig()
+
+
+# --- what follows from the options ----------------------------------------------------------------------------------
+
+
+def test_a_given_degree_without_microbatches_means_one_microbatch():
+    assert SMPConfig(pipeline_parallel_degree=2).num_microbatches(2) == 1
+
+
+def test_no_degree_anywhere_means_some_microbatches_per_stage():
+    assert SMPConfig().num_microbatches(3) == 3 * MICROBATCHES_PER_STAGE
+
+
+def test_given_microbatches_are_taken():
+    assert SMPConfig(microbatches=5).num_microbatches(3) == 5
+
+
+def test_two_more_microbatches_than_stages_are_active_by_default():
+    assert SMPConfig().max_active_microbatches(4) == 6
+    assert SMPConfig(active_microbatches=1).max_active_microbatches(4) == 1
+
+
+# --- recipes --------------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "pipeline_parallel_degree": "pp",
+    "tensor_parallel_degree": "tp",
+    "sharded_data_parallel_degree": "sdp",
+    "microbatches": "mb",
+}
+
+
+@given(st.dictionaries(st.sampled_from(sorted(_NAMES)), st.integers(1, 4096), min_size=1), st.randoms())
+def test_a_recipe_says_what_its_name_says(options, random):
+    parts = [f"{_NAMES[name]}{value}" for name, value in options.items()]
+    random.shuffle(parts)
+    parsed = parse_recipe("_".join(parts))
+    if "pipeline_parallel_degree" in options and "microbatches" not in options:
+        assert parsed.pop("microbatches") == MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"]
+    assert parsed == options
+
+
+@given(st.text(max_size=12))
+def test_any_other_name_is_a_config_error(name):
+    recipe = r"((pp|tp|sdp|mb)\d+|mics\d+x\d+|zero1)"
+    assume(not re.fullmatch(rf"{recipe}(_{recipe})*", name))
+    with pytest.raises(ConfigError, match=re.escape(f"`smp={name}`: the part ")):
+        parse_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mics2x4", {"sharded_data_parallel_degree": 2}),
+        ("zero1", {"shard_optimizer_state": True}),
+        ("tp2_mb4", {"tensor_parallel_degree": 2, "microbatches": 4}),
+    ],
+)
+def test_recipes_name_every_kind_of_parallelism(name, options):
+    assert parse_recipe(name) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("", "''"), ("pp", "'pp'"), ("pp2_", "''"), ("pp2-mb4", "'pp2-mb4'"), ("zero3", "'zero3'")]
+)
+def test_the_part_that_is_not_understood_is_shown(name, part):
+    with pytest.raises(ConfigError, match=f"the part {part} is not understood"):
+        parse_recipe(name)
+
+
+@pytest.mark.parametrize("name", ["pp2_pp4", "mb4_pp2_mb8", "sdp2_mics2x2", "zero1_zero1"])
+def test_a_part_that_stands_twice_is_refused(name):
+    with pytest.raises(ConfigError, match="is given twice"):
+        parse_recipe(name)
+
+
+def test_a_degree_of_zero_is_refused_when_the_config_is_built():
+    with pytest.raises(ConfigError, match="`pipeline_parallel_degree` must be at least 1"):
+        SMPConfig(**parse_recipe("pp0_mb1"))
+
+
+# --- import ---------------------------------------------------------------------------------------------------------
+
+
+def test_reading_options_does_not_import_torch():
+    code = "import smp_strategy.config, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
