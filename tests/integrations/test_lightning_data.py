@@ -62,9 +62,16 @@ def transfer_with_noise(self, batch, dataloader_idx):
     return [batch[0] + torch.rand(()), batch[1]]
 
 
+def draw_on_rank_zero(self, outputs, batch, batch_idx):
+    if self.trainer.is_global_zero:  # to show a sample, say
+        torch.rand(3)
+        random.random()
+        numpy.random.rand()
+
+
 def fit_unseeded(folder, kind):
-    module = toy_module(on_after_batch_transfer=transfer_with_noise)
-    module.net.insert(1, torch.nn.Dropout(0.5))  # draws on one stage only
+    module = toy_module(on_after_batch_transfer=transfer_with_noise, on_train_batch_end=draw_on_rank_zero)
+    module.net.insert(1, torch.nn.Dropout(0.5))
     unseed()
     toy_trainer(folder, smp={"pipeline_parallel_degree": 2, "microbatches": 2}).fit(module, LOADERS[kind]())
     return module.seen

@@ -1,0 +1,151 @@
+"""Scripts as users start them: Lightning's launcher, torchrun, Hydra sweeps, and what happens when a rank fails."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+TRAINING = """
+import sys, warnings
+from importlib import import_module
+warnings.filterwarnings("ignore")
+from lightning_toy import toy_loader, toy_module
+
+def train(folder, root="lightning.pytorch", overrides={}, **options):
+    module = toy_module(root, **overrides)
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer = import_module(root).Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **quiet, **options)
+    trainer.fit(module, toy_loader())
+    results = trainer.test(module, toy_loader(shuffle=False), verbose=False)
+    # One write: the ranks share the pipe.
+    sys.stdout.write(f"RANK {trainer.global_rank} OF {trainer.world_size}: {results[0]['test_loss']:.6f}\\n")
+"""
+
+
+def run(folder: Path, body: str, *arguments: str, launcher: tuple[str, ...] = (), **environment: str):
+    """Run a script that trains; returns its exit code, its lines, and the seconds that it took."""
+    (folder / "toy_training.py").write_text(TRAINING)
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(body))
+    here = Path(__file__).parent
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SMP_", "LOCAL_", "RANK"))}
+    paths = [str(folder), str(here), str(here.parents[1]), *sys.path]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), *arguments],
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    return done.returncode, done.stdout, time.monotonic() - begin
+
+
+def results_in(output: str) -> list[tuple[int, int, str]]:
+    found = re.findall(r"RANK (\d+) OF (\d+): (\S+)", output)
+    return sorted((int(rank), int(world), loss) for rank, world, loss in found)
+
+
+BY_NAME = """
+    import smp_strategy
+    from toy_training import train
+    train("out", strategy="smp", devices=2, root={root!r})
+"""
+
+
+@pytest.mark.parametrize("root", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_strategy_is_found_by_name_and_starts_its_ranks(root, tmp_path):
+    code, output, _ = run(tmp_path, BY_NAME.format(root=root), SMP_MICROBATCHES="2")
+    assert code == 0, output
+    (first, second) = results_in(output)
+    assert (first[:2], second[:2]) == ((0, 2), (1, 2))
+    assert first[2] == second[2]
+    assert output.count("Process mesh: 2 ranks") == 1
+
+
+def test_torchrun_says_how_many_ranks_there_are(tmp_path):
+    body = """
+        from smp_strategy import SMPStrategy
+        from toy_training import train
+        train("out", strategy=SMPStrategy(microbatches=2))  # no `devices`
+    """
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+    code, output, _ = run(tmp_path, body, launcher=launcher)
+    assert code == 0, output
+    assert [row[:2] for row in results_in(output)] == [(0, 2), (1, 2)]
+
+
+FAILING = """
+    import os
+    from smp_strategy import SMPStrategy
+    from toy_training import train
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and os.environ.get("LOCAL_RANK", "0") == "{rank}":
+            raise ValueError("a mistake of the user")
+        return self.loss(batch)
+
+    train("out", strategy=SMPStrategy(microbatches=2), devices=2, overrides=dict(training_step=training_step))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, tmp_path):
+    code, output, seconds = run(tmp_path, FAILING.format(rank=rank))
+    assert code != 0
+    assert seconds < 60  # most of it is starting two interpreters
+    first_error = re.search(r"^.*Error: .*$", output, re.MULTILINE)
+    assert first_error is not None, output
+    assert "ValueError: a mistake of the user" in first_error[0]
+    if rank == 1:
+        assert "PeerFailedError: rank 1 failed first:" in output
+
+
+HYDRA = """
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    @hydra.main(config_path=None, config_name="app", version_base="1.3")
+    def main(config):
+        from smp_strategy import SMPStrategy
+        from toy_training import train
+        folder = HydraConfig.get().runtime.output_dir
+        train(folder, strategy=SMPStrategy(microbatches=2), devices=config.devices)
+        print("JOB", HydraConfig.get().job.num, config.seed, folder, flush=True)
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def test_a_hydra_sweep_runs_each_job_once_on_as_many_ranks_as_it_asks_for(tmp_path):
+    (tmp_path / "app.yaml").write_text("devices: 2\nseed: 0\n")
+    arguments = ("--config-dir=.", "-m", "devices=2,3", "seed=7", "hydra.sweep.dir=sweep")
+    code, output, _ = run(tmp_path, HYDRA, *arguments)
+    assert code == 0, output
+    assert [row[:2] for row in results_in(output)] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
+    assert not (tmp_path / "outputs").exists()
+    assert not (tmp_path / "multirun").exists()
+    jobs = set(re.findall(r"JOB (\d) (\d) (\S+)", output))
+    assert jobs == {(str(number), "7", str(tmp_path / "sweep" / str(number))) for number in (0, 1)}
+
+
+def test_submitit_tasks_are_recognised(monkeypatch):
+    from smp_strategy.lightning import make_strategy
+
+    variables = {"GLOBALID": 1, "LOCALID": 1, "NTASKS": 2, "NODEID": 0, "JOB_ID": 4711}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", str(value))
+    environment = make_strategy("lightning.pytorch")().cluster_environment
+    assert environment.creates_processes_externally
+    assert (environment.global_rank(), environment.local_rank(), environment.world_size()) == (1, 1, 2)
+    assert 15_000 <= environment.main_port < 35_000

@@ -1,0 +1,104 @@
+"""Registering with Lightning: early enough, lazily, and never in anybody's way."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, **environment: str) -> str:
+    """Run ``code`` in a fresh interpreter and return what it prints."""
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = """
+import sys, smp_strategy
+smp_strategy.SMPConfig(), smp_strategy.ConfigError
+print(sorted({"torch", "lightning", "pytorch_lightning", "numpy", "hydra"} & set(sys.modules)))
+"""
+    assert python(code) == "[]"
+
+
+@pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_smp_is_registered_whichever_import_comes_first(tree, order):
+    imports = [f"import {tree}.strategies as strategies", "import smp_strategy"]
+    code = "\n".join(imports if order == "before" else reversed(imports))
+    more = "import inspect; source = inspect.getsource(strategies)"  # the genuine loader is still there
+    assert python(f"{code}\n{more}\nprint('smp' in strategies.StrategyRegistry, len(source) > 100)") == "True True"
+
+
+def autoload_as_torch_does(after: str, **environment: str) -> str:
+    code = f"""
+from smp_strategy import _autoload
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _autoload.RegistryFinder)]
+_autoload.autoload_by_torch()
+{after}
+"""
+    return python(code, **environment)
+
+
+def test_the_part_that_torch_calls_can_be_switched_off():
+    count = "print(sum(isinstance(finder, _autoload.RegistryFinder) for finder in sys.meta_path))"
+    assert autoload_as_torch_does(count) == "1"
+    assert autoload_as_torch_does(count, SMP_AUTOLOAD="0") == "0"
+
+
+def test_a_failure_while_registering_does_not_reach_the_import():
+    code = """
+def broken(module):
+    raise RuntimeError("broken")
+_autoload.register = broken
+import lightning.pytorch.strategies
+print("imported")
+"""
+    assert autoload_as_torch_does(code) == "imported"
+
+
+def test_a_module_that_is_still_being_imported_is_left_alone():
+    code = """
+import types, importlib.machinery
+half = types.ModuleType("lightning.pytorch.strategies")
+half.__spec__ = importlib.machinery.ModuleSpec("lightning.pytorch.strategies", None)
+half.__spec__._initializing = True
+sys.modules["lightning.pytorch.strategies"] = half
+_autoload.autoload()
+print("survived")
+"""
+    assert autoload_as_torch_does(code) == "survived"
+
+
+@pytest.mark.parametrize(
+    ("imports", "expected"),
+    [
+        ("import lightning.pytorch", "smp_strategy.lightning"),
+        ("import pytorch_lightning", "smp_strategy.pytorch_lightning"),
+        ("", "smp_strategy.lightning"),
+    ],
+)
+def test_the_strategy_fits_the_lightning_that_the_script_uses(imports, expected):
+    assert python(f"{imports}\nfrom smp_strategy import SMPStrategy; print(SMPStrategy.__module__)") == expected
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    import smp_strategy
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = smp_strategy.nonsense
+    assert set(smp_strategy.__all__) <= set(dir(smp_strategy))
