@@ -1,10 +1,6 @@
 """The examples: the data they read, the pictures they draw, and whole runs of ``examples/train.py``."""
 
 import ast
-import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -172,43 +168,3 @@ def test_the_picture_is_drawn_from_the_metrics(tmp_path):
     assert read_curve(metrics, "val_loss") == [(0, 5.5), (9, 4.1)]
     plot_losses(metrics, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-# --- whole runs -----------------------------------------------------------------------------------------------------
-
-
-def train(folder, *overrides):
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "train.py"), f"hydra.run.dir={folder}", *overrides],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=110,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
-
-
-SMALL = ["data.train_windows=32", "data.val_windows=16", "trainer.max_steps=3", "model.optimization.warmup_steps=1"]
-SMALL_GPT = ["model.model.layers=2", "model.model.width=48", *SMALL]
-
-
-def test_the_reference_trains_reports_and_writes_what_it_says(tmp_path):
-    told = train(tmp_path, "smp=single", *SMALL_GPT)
-    assert "sampled from best.ckpt" in told
-    assert "def " in told
-    for name in ("metrics.csv", "loss.png", "checkpoints/best.ckpt"):
-        assert f"  {name}\n" in told
-        assert (tmp_path / name).exists()
-    with (tmp_path / "metrics.csv").open() as file:
-        values = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
-    assert values[0] == pytest.approx(5.55, abs=0.1)
-    assert values[-1] < values[0]
-
-
-def test_the_reference_trains_the_vision_transformer_on_digits(tmp_path):
-    told = train(tmp_path, "smp=single", "model=vit_hf", "data=digits", "trainer.max_steps=2")
-    assert "val_loss" in told
-    assert "checkpoints/last.ckpt" in told

@@ -1,0 +1,104 @@
+"""Whole runs: ``examples/train.py`` from the command line, and the script in the README."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TRAIN = str(ROOT / "examples" / "train.py")
+
+# A model and data so small that a run takes seconds; two epochs of two steps.
+SMALL = ["data.train_windows=32", "data.val_windows=16", "trainer.max_steps=4", "model.optimization.warmup_steps=1"]
+SMALL_GPT = ["model.model.layers=4", "model.model.width=48", *SMALL]
+
+
+def run(folder, *command):
+    """Run ``command`` with this Python in ``folder``; what it told the user."""
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
+    return result.stdout
+
+
+def train(folder, *overrides):
+    return run(folder, TRAIN, f"hydra.run.dir={folder}", *overrides)
+
+
+def validation_losses(folder):
+    with (folder / "metrics.csv").open() as file:
+        return [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]
+
+
+def weights(folder):
+    return torch.load(folder / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+
+
+def test_a_pipeline_trains_to_the_weights_of_the_reference_and_says_what_it_did(tmp_path):
+    for name in ("single", "pp2"):
+        (tmp_path / name).mkdir()
+    train(tmp_path / "single", "smp=single", *SMALL_GPT)
+    told = train(tmp_path / "pp2", "smp=pp2", *SMALL_GPT)
+
+    expected, actual = weights(tmp_path / "single"), weights(tmp_path / "pp2")
+    assert list(expected) == list(actual)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+    losses = validation_losses(tmp_path / "pp2")
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(5.55, abs=0.1)
+    assert losses[-1] < losses[0]
+
+    for part in ("replica 0", "Partition (", "Schedule (", "sampled from best.ckpt", "written to"):
+        assert told.count(part) == 1, part  # by rank 0 alone, and once
+    for name in ("metrics.csv", "loss.png", "partition.json", "checkpoints/best.ckpt"):
+        assert f"  {name}\n" in told
+        assert (tmp_path / "pp2" / name).stat().st_size > 0
+    assert json.loads((tmp_path / "pp2" / "partition.json").read_text())
+
+
+def test_the_vision_transformer_trains_on_digits_in_a_pipeline(tmp_path):
+    told = train(tmp_path, "smp=pp2", "model=vit_hf", "data=digits", "trainer.max_steps=2")
+    assert "checkpoints/last.ckpt" in told
+    assert "sampled" not in told
+
+
+def test_gpt2_with_tied_embeddings_trains_in_a_pipeline(tmp_path):
+    told = train(tmp_path, "smp=pp2", "model=gpt2_hf", "model.config.n_layer=2", "model.config.n_embd=48", *SMALL)
+    assert "sampled from best.ckpt" in told
+    assert len(validation_losses(tmp_path)) == 3
+
+
+def test_a_sweep_runs_one_layout_after_the_other_in_one_folder_each(tmp_path):
+    run(tmp_path, TRAIN, "-m", "smp=pp2,single", f"hydra.sweep.dir={tmp_path}/sweep", *SMALL_GPT)
+    first, second = (weights(tmp_path / "sweep" / number) for number in "01")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir() if path.is_dir()) == ["0", "1"]
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_torchrun_runs_the_example_in_one_run_directory(tmp_path):
+    run(
+        tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN, "smp=pp2", *SMALL_GPT
+    )  # fmt: skip
+    [folder] = (tmp_path / "outputs").glob("*/*")
+    assert len(validation_losses(folder)) == 3
+    assert sorted(path.name for path in folder.glob("*.log")) == ["train.log", "train_rank1.log"]
+
+
+def test_the_script_in_the_readme_trains(tmp_path):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "script.py").write_text(code)
+    assert "Partition" in run(tmp_path, "script.py")
