@@ -53,7 +53,9 @@ LOADERS = {
     "augmentation": lambda: toy_loader(dataset=Noisy()),
     "augmentation in workers": lambda: toy_loader(dataset=Noisy(), num_workers=1),
     "own generator": lambda: torch.utils.data.DataLoader(
-        toy_data(), batch_size=8, sampler=RandomSampler(toy_data(), generator=torch.Generator().manual_seed(os.getpid()))
+        toy_data(),
+        batch_size=8,
+        sampler=RandomSampler(toy_data(), generator=torch.Generator().manual_seed(os.getpid())),
     ),
 }
 
