@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["RngState", "derive_seed", "seeded"]
@@ -30,6 +31,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     before = RngState.current(device)
     torch.manual_seed(seed)
     random.seed(seed)
+    np.random.seed(seed % 2**32)
     try:
         yield
     finally:
@@ -37,18 +39,21 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class RngState:
-    """The state of the random number generators that the glue may draw from: torch's and Python's."""
+    """The state of the random number generators that the glue may draw from: torch's, Python's and numpy's."""
 
-    def __init__(self, torch_state: torch.Tensor, cuda_state: torch.Tensor | None, python_state: Any) -> None:
+    def __init__(
+        self, torch_state: torch.Tensor, cuda_state: torch.Tensor | None, python_state: Any, numpy_state: Any
+    ) -> None:
         self._torch = torch_state
         self._cuda = cuda_state
         self._python = python_state
+        self._numpy = numpy_state
 
     @classmethod
     def current(cls, device: torch.device) -> "RngState":
         """Take a snapshot."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, random.getstate())
+        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state())
 
     def restore(self) -> None:
         """Continue the streams from this snapshot."""
@@ -56,3 +61,4 @@ class RngState:
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
         random.setstate(self._python)
+        np.random.set_state(self._numpy)

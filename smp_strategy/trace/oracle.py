@@ -10,10 +10,13 @@ random numbers.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -129,6 +132,7 @@ class Oracle:
         self._device = device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[object, Prediction] = {}
+        self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
 
     def predict(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> Prediction:
         """Predict ``callee(*args, **kwargs)`` for flattened arguments.
@@ -142,14 +146,22 @@ class Oracle:
             ValueNeededError: the result depends on values.
         """
         specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        training = callee.module is not None and callee.module.training
-        key = (callee.key, structure, tuple(map(_key, specs)), training, _ambient(self._device))
+        key = (callee.key, structure, tuple(map(_key, specs)), self._switches(callee), _ambient(self._device))
         prediction = self._known.get(key)
         if prediction is None:
             if len(self._known) >= MOST_PREDICTIONS:
                 self._known.clear()
             prediction = self._known[key] = self._dry_run(callee, specs, structure)
         return prediction
+
+    def _switches(self, callee: Callee) -> tuple[object, ...]:
+        """What of the unit itself can be switched between two calls: training mode and frozen parameters."""
+        if callee.module is None:
+            return ()
+        if callee.key not in self._parts:
+            self._parts[callee.key] = (tuple(callee.module.modules()), tuple(callee.module.parameters()))
+        modules, parameters = self._parts[callee.key]
+        return tuple([part.training for part in modules]), tuple([part.requires_grad for part in parameters])
 
     def _dry_run(self, callee: Callee, leaves: list[Any], structure: Any) -> Prediction:
         meter = _Meter()
@@ -160,7 +172,7 @@ class Oracle:
             saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with _frozen_rng(), self._mode:
+        with _frozen_rng() as python_drew, self._mode:
             fakes = [_stand_in(leaf) for leaf in leaves]
             stand_ins = {name: _imitate(TensorSpec.of(tensor), leaf=True) for name, tensor in parameters.items()}
             versions = {i: fake._version for i, fake in enumerate(fakes) if isinstance(fake, Tensor)}
@@ -170,6 +182,7 @@ class Oracle:
                     result = _call(callee, stand_ins, args, kwargs)
             except _NEEDS_VALUES as error:
                 raise ValueNeededError(str(error)) from error
+            draws = meter.random or python_drew()
         flat, out_structure = pytree.tree_flatten(result)
         for stand_in in stand_ins.values():
             saved.pop(stand_in.untyped_storage()._cdata, None)
@@ -178,7 +191,7 @@ class Oracle:
         made = [output.spec for output in outputs if isinstance(output, Made)]
         inputs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         traffic = sum(spec.nbytes for spec in (*made, *inputs)) + sum(t.nbytes for t in parameters.values())
-        return Prediction(outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), meter.random)
+        return Prediction(outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), draws)
 
 
 class _Meter(TorchDispatchMode):
@@ -294,5 +307,18 @@ def _ambient(device: torch.device) -> tuple[object, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()
 
 
-def _frozen_rng() -> Any:
-    return torch.random.fork_rng(devices=[])
+@contextmanager
+def _frozen_rng() -> Iterator[Callable[[], bool]]:
+    """Put all random streams back afterwards; yields whether Python's or numpy's have moved."""
+
+    def python_streams() -> tuple[Any, ...]:
+        name, keys, *rest = np.random.get_state()
+        return random.getstate(), keys.tobytes(), rest  # type: ignore[union-attr]
+
+    python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_streams()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield lambda: python_streams() != before
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
