@@ -8,7 +8,7 @@ module, so that a file written under one layout is read under any other, or by p
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.gather import collect
@@ -53,10 +53,18 @@ def load_state_dict(
     if ownership is None:
         module.load_state_dict(state, strict=strict)
         return
-    own = module.state_dict().keys()
-    missing, unexpected = sorted(own - state.keys()), sorted(state.keys() - own)
+    own = module.state_dict()
+    missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
+    # Every rank compares all shapes, so that all of them stop and not only the one that holds the tensor.
+    other = [
+        f"{name} {list(state[name].shape)} instead of {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if isinstance(tensor, Tensor) and name in state and state[name].shape != tensor.shape
+    ]
+    if other:
+        raise RuntimeError(f"The state dict does not fit the module: {', '.join(other)}.")
     mine = {name: value for name, value in state.items() if ownership.is_held(name, mesh.stage)}
     module.load_state_dict(mine, strict=False)
 
