@@ -12,8 +12,11 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -24,7 +27,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint import full
 from smp_strategy.config import SMPConfig
-from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
@@ -195,12 +198,15 @@ class Engine:
         original = unit.module.forward
 
         @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not unit.module:
+                # A copy of the model (an average of weights, say) took this method along, and is no unit.
+                return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
             if self._runtime is None:
                 return original(*args, **kwargs)
-            return self._runtime.call_unit(unit.name, unit.module, original, args, kwargs)
+            return self._runtime.call_unit(unit.name, module, original, args, kwargs)
 
-        unit.module.forward = forward
+        unit.module.forward = types.MethodType(forward, unit.module)
 
     # The first step
 
@@ -252,13 +258,42 @@ class Engine:
         )
         try:
             # With gradients also where the first step is a validation step: the partition weighs what training keeps.
-            with seeded(self._seed, self._device), torch.inference_mode(False), torch.enable_grad():
-                return self._runtime.survey(step, microbatch, loss_of)
+            with seeded(self._seed, self._device), torch.inference_mode(False), torch.enable_grad(), self._kept():
+                # The step may take its batch apart.
+                return self._runtime.survey(step, copy.deepcopy(microbatch), loss_of)
         except ValueNeededError:
             return None
         finally:
             self._runtime.close()
             self._runtime = None
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Undo what a dry run does to buffers of the glue (counters, averages); refuse changes of units by the glue."""
+        assert self._module is not None
+        placed = {id(tensor): tensor for unit in self._units for tensor in unit.tensors}
+        versions = {key: tensor._version for key, tensor in placed.items()}
+        buffers = [
+            (owner, name, buffer, buffer.clone())
+            for owner in self._module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None and id(buffer) not in placed
+        ]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for owner, name, buffer, before in buffers:
+                    owner._buffers[name] = buffer
+                    buffer.copy_(before)
+        changed = {key for key, tensor in placed.items() if tensor._version != versions[key]}
+        named = [*self._module.named_parameters(), *self._module.named_buffers()]
+        names = [name for name, tensor in named if id(tensor) in changed]
+        if names:
+            raise UnsupportedError(
+                f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the "
+                "units that own them, but each stage has the weights of its own units only. Move this into a module."
+            )
 
     def _numbered(self, unit: Unit) -> list[tuple[int, nn.Parameter]]:
         """The unit's parameters with numbers that are the same on every rank."""
@@ -347,7 +382,15 @@ class Engine:
         plan = self._plan(kind, len(microbatches))
         self._num_steps += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
-        run = self._runtime.run(step, microbatches, plan=plan, seed=seed, loss_of=loss_of, weights=weights)
+        run = self._runtime.run(
+            step,
+            microbatches,
+            plan=plan,
+            trace=self._traces.get(kind),
+            seed=seed,
+            loss_of=loss_of,
+            weights=weights,
+        )
         # The step may take another path next time: the plan follows the latest trace.
         if kind not in self._traces or self._traces[kind].signature != run.trace.signature:
             self._traces[kind] = run.trace
