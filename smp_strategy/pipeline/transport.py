@@ -7,7 +7,9 @@ reach the message. A receive is posted when it is known and waited for when it i
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -29,6 +31,17 @@ class Receipt:
         self._buffer = buffer
         self._work: dist.Work | None = work
         self._source = source
+        self._arrival: Future[Tensor] | None = None
+
+    def arrived(self, executor: Executor) -> bool:
+        """Whether the tensor is there, without blocking. gloo cannot tell, so a thread waits for it."""
+        if self._work is None:
+            return True
+        if self._arrival is None:
+            self._arrival = executor.submit(self.wait)
+        if self._arrival.done():
+            self._arrival.result()
+        return self._arrival.done()
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; later calls return at once (gloo itself would wait for ever)."""
@@ -56,14 +69,16 @@ class Transport:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
         message = _buffer(spec)
         message.copy_(tensor.detach())
-        work = dist.isend(_elements(message), self._ranks[stage], group=self._group, tag=tag)
+        with _peer(self._ranks[stage], "sending a tensor to"):
+            work = dist.isend(_elements(message), self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
         self._sent.append((work, message, self._ranks[stage]))
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
         buffer = _buffer(spec)
-        work = dist.irecv(_elements(buffer), self._ranks[stage], group=self._group, tag=tag)
+        with _peer(self._ranks[stage], "waiting for a tensor from"):
+            work = dist.irecv(_elements(buffer), self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
         return Receipt(buffer, work, self._ranks[stage])
 
@@ -92,8 +107,8 @@ class Transport:
                 if value is not None:
                     piece.copy_(value.detach().reshape(-1))
                 results[index] = piece.view(specs[index].size)
-            work = dist.broadcast(flat, self._ranks[stage], group=self._group, async_op=True)
-            _wait(work, self._ranks[stage], "the results of")
+            with _peer(self._ranks[stage], "waiting for the results of"):
+                dist.broadcast(flat, self._ranks[stage], group=self._group)
         # Each result owns its memory: a small one must not keep all others alive.
         return [result.clone() for result in results]
 
@@ -110,13 +125,20 @@ def _elements(buffer: Tensor) -> Tensor:
 
 
 def _wait(work: dist.Work, rank: int, what: str) -> None:
-    try:
+    with _peer(rank, f"waiting for {what}"):
         work.wait()
+
+
+@contextmanager
+def _peer(rank: int, doing: str) -> Iterator[None]:
+    """Turn a broken connection into the error of the rank that failed."""
+    try:
+        yield
     except RuntimeError as error:
         cause = blame(error)
         if cause is not error:
             raise cause from error
         raise PeerFailedError(
-            f"While waiting for {what} rank {rank}, the connection failed: {error}\n"
+            f"While {doing} rank {rank}, the connection failed: {error}\n"
             f"Rank {rank} stopped or is stuck; its own output says why."
         ) from error
