@@ -56,6 +56,21 @@ class Backward:
         self._plant(loss, weight, stage == num_stages - 1)
         self._post_receives()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all segments have run."""
+        return self._next < 0
+
+    def awaited(self) -> list[Receipt]:
+        """Gradients that the next segment starts from."""
+        exports = self._program.segments[self._next].exports.values()
+        uses = [use for export in exports for use in export.uses if isinstance(use, Remote)]
+        return [self._receipts[use] for use in uses if use in self._receipts]
+
+    def run_next(self) -> None:
+        """Run the backward pass of the last segment that is still to do."""
+        self.run_from(self._next)
+
     def run_from(self, segment: int) -> None:
         """Run the backward passes that are still to do, from the last segment down to ``segment``."""
         while self._next >= segment and self._next >= 0:
@@ -65,6 +80,7 @@ class Backward:
                 self._run(self._program.glue)
                 # Frees the activations of this microbatch.
                 self._program.segments.clear()
+                self._program.glue.exports.clear()
 
     def _plant(self, loss: Any, weight: float, is_last_stage: bool) -> None:
         """Backward starts at the loss, where it is."""
@@ -115,7 +131,7 @@ class Backward:
     def _return(self, record: Import) -> None:
         """Send the gradient of a received value to where it came from; local ones are fetched by their export."""
         source = record.source
-        if not isinstance(source, Remote) or (record.value, self._stage) not in self._remote_uses:
+        if source is None or (record.value, self._stage) not in self._remote_uses:
             return
         assert self._transport is not None
         gradient, record.grad = record.grad, None

@@ -12,6 +12,7 @@ into four kinds:
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -19,13 +20,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.trace.events import Value
 from smp_strategy.trace.oracle import TensorSpec
 
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["PlacedTensor"]
+__all__ = ["Memory", "PlacedTensor"]
 
 _METADATA: frozenset[Any] = frozenset(
     {
@@ -62,6 +64,12 @@ _READS: frozenset[Any] = frozenset(
         *(torch.equal, torch.allclose, torch.is_nonzero),
     }
 )
+
+
+def _setter(name: str) -> Any:
+    return getattr(Tensor, name).__set__
+
+
 _REFUSED: dict[Any, str] = {
     Tensor.backward: "Return the loss from the step and let the trainer call backward on it.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
@@ -70,7 +78,26 @@ _REFUSED: dict[Any, str] = {
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
     Tensor.resize_: "Make a new tensor instead.",
+    Tensor.set_: "Make a new tensor instead.",
+    _setter("data"): "Use an operation that returns a new tensor.",
+    _setter("grad"): "Gradients of activations stay on the stage that computes them.",
+    _setter("requires_grad"): "Create the tensor inside a module.",
+    torch.autograd.backward: "Return the loss from the step and let the trainer call backward on it.",
+    torch.autograd.grad: "Move the computation that needs gradients into an nn.Module that belongs to a unit.",
 }
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Memory:
+    """What a tensor shares with its views. A change through one of them reaches them all, where they really share."""
+
+    is_plain: bool = False
+    """Whether it is that of a tensor that exists on every stage."""
+    version: int = 0
+    """Number of changes in place."""
+    changed: tuple[Value, SegmentId, int] | None = None
+    """The last changed tensor, where that happened, and its :attr:`PlacedTensor.family`."""
 
 
 @final
@@ -83,6 +110,10 @@ class PlacedTensor(Tensor):
         spec: its metadata.
         origin: on stages that hold it, the segment in which it was made or received and the real tensor there.
         current: the segment that used it last and the real tensor that this segment works on.
+        born: the segment in which it was made or last changed.
+        memory: shared with its views and detached tensors.
+        version: the version of the memory that it stands for.
+        family: number that it has in common with its views (autograd's base), not with detached tensors.
     """
 
     program: "Program"
@@ -90,9 +121,13 @@ class PlacedTensor(Tensor):
     spec: TensorSpec
     origin: tuple[int, Tensor] | None
     current: tuple[int, Tensor] | None
+    born: SegmentId
+    memory: Memory
+    version: int
+    family: int
 
     @staticmethod
-    def __new__(cls, program: "Program", value: Value, spec: TensorSpec) -> "PlacedTensor":
+    def __new__(cls, program: "Program", value: Value, spec: TensorSpec, born: SegmentId) -> "PlacedTensor":
         made: PlacedTensor = Tensor._make_wrapper_subclass(
             cls,
             spec.size,
@@ -105,9 +140,25 @@ class PlacedTensor(Tensor):
         made.value = value
         made.spec = spec
         made.origin = made.current = None
+        made.born = born
+        made.memory, made.version, made.family = Memory(), 0, value.id
         return made
 
-    def changed_in_place(self, value: Value, spec: TensorSpec) -> None:
+    def share(self, other: Tensor, *, is_view: bool) -> None:
+        """Stand for the memory of ``other``, which this tensor is a view of or detached from."""
+        if not isinstance(other, PlacedTensor):
+            self.memory.is_plain = True
+            return
+        self.memory, self.version = other.memory, other.memory.version
+        if is_view:
+            self.family = other.family
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its memory was changed through another tensor."""
+        return self.version != self.memory.version
+
+    def changed_in_place(self, value: Value, spec: TensorSpec, where: SegmentId) -> None:
         """Become the tensor that an in-place operation left behind."""
         if spec.size != self.spec.size:
             raise UnsupportedError(
@@ -116,7 +167,16 @@ class PlacedTensor(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             self.requires_grad_(spec.requires_grad)
-        self.value, self.spec = value, spec
+        self.value, self.spec, self.born = value, spec, where
+        self.memory.version += 1
+        self.memory.changed = (value, where, self.family)
+        self.version = self.memory.version
+
+    def refresh(self, value: Value, spec: TensorSpec) -> None:
+        """Become the tensor that a change through another one left behind, on the stage where both share memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.requires_grad_(spec.requires_grad)
+        self.value, self.spec, self.version = value, spec, self.memory.version
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -126,6 +186,11 @@ class PlacedTensor(Tensor):
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
         """Graphs live inside the real tensors; the placed one is part of none."""
+        return
+
+    @property
+    def grad(self) -> None:  # type: ignore[override]
+        """Gradients of activations stay on the stage that computes them."""
         return
 
     @classmethod
@@ -156,7 +221,7 @@ class PlacedTensor(Tensor):
 
 def _name(func: Callable[..., Any]) -> str:
     name = getattr(func, "__name__", str(func))
-    if name == "__get__":  # a property of Tensor, such as `T` or `data`
+    if name in ("__get__", "__set__"):  # a property of Tensor, such as `T` or `data`
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
     return name
 

@@ -10,11 +10,12 @@ Each call of a unit, and each operation of the glue on placed tensors, passes th
 On every stage the program gets placed tensors back, and goes on.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
@@ -24,7 +25,8 @@ from smp_strategy.pipeline.routing import Move, Placement, Router
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.oracle import Callee, Made, Oracle, Prediction, Same, TensorSpec, ValueNeededError
+from smp_strategy.trace.oracle import Callee, Made, Oracle, Prediction, Same, TensorSpec, ValueNeededError, is_constant
+from smp_strategy.trace.tree import flatten
 
 __all__ = ["Program"]
 
@@ -45,6 +47,7 @@ class Program:
         transport: carries values between stages; ``None`` where there is only one.
         pause: hands control to the scheduler; called with the receives that the program waits for, or with none
             where it is about to compute while it was only meant to get ready.
+        expected: signatures of the events that the plan was made for; ``None`` where there is no plan.
     """
 
     def __init__(
@@ -57,13 +60,19 @@ class Program:
         oracle: Oracle,
         transport: Transport | None,
         pause: Callable[[Sequence[Receipt]], None],
+        expected: Sequence[object] | None = None,
     ) -> None:
         self.microbatch = microbatch
         self.record: list[tuple[Event, Placement]] = []
         self.segments = [Segment(0)]
         self.glue = Segment(-1)
         self.closed = False
-        self.inside_unit = False
+        # Whether it took another path than the plan was made for.
+        self.left_plan = False
+        self._expected = expected
+        # The unit that runs just now, for real or dry.
+        self.enclosing: nn.Module | None = None
+        self.is_predicting = False
         self._worked = False
         self._begun = False
         self._seed = seed
@@ -79,9 +88,25 @@ class Program:
         """Whether this is a real run (not a dry one)."""
         return self._stage >= 0
 
+    def end(self) -> None:
+        """The user's code is through."""
+        self.left_plan |= self._expected is not None and len(self.record) < len(self._expected)
+
+    def close(self) -> None:
+        """End of the step: tensors of this program can no longer be used, and nothing of it stays in memory."""
+        self.closed = True
+        self.segments.clear()
+        self.glue.exports.clear()
+        self._pause = _ended
+
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
         return self._router.home(tensor.value.id)
+
+    def check_current(self, tensor: PlacedTensor) -> None:
+        """Refuse a result whose memory was changed through a view on another stage."""
+        if tensor.is_stale:
+            self._refresh(tensor)
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
@@ -95,6 +120,7 @@ class Program:
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
+        self._refuse_inside_unit(name)
         try:
             return self._call("op", name, Callee(function, function), args, kwargs)
         except ValueNeededError:
@@ -109,9 +135,10 @@ class Program:
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let Python code see values: every stage gets them and computes ``function`` from them."""
+        self._refuse_inside_unit(name)
         if not self.computes_here:
             raise ValueNeededError(name)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, structure = flatten((args, kwargs))
         placement = self._place(Event("read", name, self._values(leaves), ()))
         self._exchange(placement, leaves)
         real = [self._real(leaf) for leaf in leaves]
@@ -119,11 +146,10 @@ class Program:
         return function(*args, **kwargs)
 
     def _call(self, kind: Any, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        given = [leaf.spec if isinstance(leaf, PlacedTensor) else leaf for leaf in leaves]
-        prediction = self._oracle.predict(callee, given, structure)
-        self._refuse_changed_plain_tensors(name, leaves, prediction)
+        leaves, structure = flatten((args, kwargs))
         inputs = self._values(leaves)
+        prediction = self._predict(callee, leaves, structure)
+        self._refuse_changed_plain_tensors(name, leaves, prediction)
         made = [output.spec for output in prediction.outputs if isinstance(output, Made)]
         made_values = [self._new_value(spec) for spec in made]
         changed_values = {position: self._new_value(spec) for position, spec in prediction.changed.items()}
@@ -139,32 +165,87 @@ class Program:
             )
         )
         self._exchange(placement, leaves)
-        results = [PlacedTensor(self, value, spec) for value, spec in zip(made_values, made, strict=True)]
+        (segment,) = placement.segments
+        results = [PlacedTensor(self, value, spec, segment) for value, spec in zip(made_values, made, strict=True)]
+        for result, alias in zip(results, prediction.aliases, strict=True):
+            if alias is not None:
+                source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
+                result.share(source, is_view=alias.is_view)
         real_inputs: list[Any] | None = None
         constants: Sequence[Any] = prediction.outputs
         if self._stage in placement.stages:
             real_inputs, constants = self._run(name, callee, prediction, leaves, structure, results)
         for position, value in changed_values.items():
-            leaves[position].changed_in_place(value, prediction.changed[position])
+            leaves[position].changed_in_place(value, prediction.changed[position], segment)
             here = None if real_inputs is None else (self.segments[-1].index, real_inputs[position])
             leaves[position].origin = leaves[position].current = here
         return _assemble(prediction, results, leaves, constants)
 
+    def _predict(self, callee: Callee, leaves: list[Any], structure: Any) -> Prediction:
+        given = [leaf.spec if isinstance(leaf, PlacedTensor) else leaf for leaf in leaves]
+        self.enclosing, self.is_predicting = callee.module, True
+        try:
+            return self._oracle.predict(callee, given, structure)
+        finally:
+            self.enclosing, self.is_predicting = None, False
+
+    def _refuse_inside_unit(self, name: str) -> None:
+        if self.enclosing is not None:
+            raise UnsupportedError(
+                f"`{name}` inside a unit ({type(self.enclosing).__name__}) meets a placed tensor, which came there in "
+                "an object or an attribute. Give it to the unit as an argument: bare, or in a tuple, list, dict or "
+                "dataclass."
+            )
+
     def _place(self, event: Event) -> Placement:
         placement = self._router.place(event)
+        if placement.moves and 2 * placement.moves[-1].number >= TAGS_PER_MICROBATCH:
+            raise UnsupportedError(
+                f"A microbatch moves more than {TAGS_PER_MICROBATCH // 2} tensors between stages. Move loops that "
+                "cross stages (text generation, say) out of the step."
+            )
+        position = len(self.record)
         self.record.append((event, placement))
+        if self._expected is not None and not self.left_plan:
+            self.left_plan = position >= len(self._expected) or event.signature != self._expected[position]
         return placement
 
     def _values(self, leaves: list[Any]) -> tuple[Value, ...]:
         placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
         for leaf in placed:
-            if leaf.program is not self:
+            if leaf.program is not self or self.closed:
                 raise UnsupportedError(
                     f"A tensor of microbatch {leaf.program.microbatch} is used "
                     + ("after its step ended" if leaf.program.closed else f"in microbatch {self.microbatch}")
                     + ". Return it from the step or log it, and use the result."
                 )
+            if leaf.is_stale:
+                self._refresh(leaf)
         return tuple(leaf.value for leaf in placed)
+
+    def _refresh(self, tensor: PlacedTensor) -> None:
+        """Follow a change that was made through a view: the memory has it already, other stages' copies do not."""
+        assert tensor.memory.changed is not None
+        changed, where, family = tensor.memory.changed
+        if where != tensor.born:
+            raise UnsupportedError(
+                f"A tensor of shape {list(tensor.spec.size)} shares its memory with one that was changed in place on "
+                f"stage {where.stage}, but stands itself on stage {tensor.born.stage} or was made earlier there, so "
+                "the change does not reach it. Use an operation that returns a new tensor."
+            )
+        spec = tensor.spec
+        if family == tensor.family:
+            spec = dataclasses.replace(spec, requires_grad=spec.requires_grad or changed.requires_grad)
+        value = self._new_value(spec)
+        inputs = (tensor.value, changed) if family == tensor.family else (tensor.value,)
+        placement = self._place(Event("op", "alias", inputs, (value,)))
+        assert not placement.moves, "views and their base are on one stage"
+        tensor.refresh(value, spec)
+        if where.stage == self._stage:
+            assert tensor.origin is not None
+            _compare("alias", spec, tensor.origin[1])
+        else:
+            tensor.origin = tensor.current = None
 
     def _new_value(self, spec: TensorSpec) -> Value:
         self._num_values += 1
@@ -172,10 +253,11 @@ class Program:
 
     def _refuse_changed_plain_tensors(self, name: str, leaves: list[Any], prediction: Prediction) -> None:
         for position in prediction.changed:
-            if not isinstance(leaves[position], PlacedTensor):
+            leaf = leaves[position]
+            if not isinstance(leaf, PlacedTensor) or leaf.memory.is_plain:
                 raise UnsupportedError(
                     f"`{name}` changes a tensor in place that exists on every stage (shape "
-                    f"{list(leaves[position].shape)}), but runs on one stage only. Use an operation that returns a "
+                    f"{list(leaf.shape)}), but runs on one stage only. Use an operation that returns a "
                     "new tensor, or move the code into an nn.Module that belongs to a unit."
                 )
 
@@ -245,7 +327,7 @@ class Program:
         self._worked = True
         real_inputs = [self._real(leaf) for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(real_inputs, structure)
-        self.inside_unit = callee.module is not None
+        self.enclosing = callee.module
         try:
             if prediction.random:
                 device = next((r.spec.device for r in results), torch.device("cpu"))
@@ -254,12 +336,13 @@ class Program:
             else:
                 output = callee.function(*args, **kwargs)
         finally:
-            self.inside_unit = False
-        flat = pytree.tree_leaves(output)
+            self.enclosing = None
+        flat, _ = flatten(output)
         real = [leaf for leaf, predicted in zip(flat, prediction.outputs, strict=False) if isinstance(predicted, Made)]
-        if len(flat) != len(prediction.outputs) or any(not isinstance(leaf, Tensor) for leaf in real):
+        agree = len(flat) == len(prediction.outputs) and all(map(_agrees, flat, prediction.outputs))
+        if not agree:
             raise UnsupportedError(
-                f"`{name}` returned {len(flat)} values where its dry run returned {len(prediction.outputs)}: what it "
+                f"`{name}` returned {_shown(flat)} where its dry run returned {_shown(prediction.outputs)}: what it "
                 "returns depends on tensor values or on the state of an object, so other stages cannot know it."
             )
         for result, tensor in zip(results, real, strict=True):
@@ -287,10 +370,28 @@ class Program:
         return tensor
 
     def _enter(self, export: Export) -> Tensor:
-        record = Import(export.value, export)
+        record = Import(export.value, None)
         export.uses.append(record)
         self.segments[-1].imports.append(record)
         return enter(export.tensor, record)
+
+
+def _ended(receipts: Sequence[Receipt]) -> None:
+    raise AssertionError("a program was resumed after its step")
+
+
+def _agrees(found: Any, predicted: Any) -> bool:
+    """Whether an output is of the kind that the other stages expect."""
+    if isinstance(predicted, Made):
+        return isinstance(found, Tensor)
+    if is_constant(predicted):
+        return type(found) is type(predicted) and (found == predicted or found != found)
+    return True
+
+
+def _shown(outputs: Sequence[Any]) -> str:
+    kinds = [repr(leaf) if is_constant(leaf) else "a tensor" for leaf in outputs]
+    return kinds[0] if len(kinds) == 1 else f"{len(kinds)} values ({', '.join(kinds)})"
 
 
 def _compare(name: str, spec: TensorSpec, tensor: Tensor) -> None:

@@ -5,6 +5,7 @@ microbatch runs forward and then backward in program order: slower, but the same
 deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,10 +27,15 @@ from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Callee, Oracle
+from smp_strategy.trace.tree import flatten
 
 __all__ = ["Runtime", "StepRun"]
 
 Step = Callable[[Any], Any]
+
+ALL_SEGMENTS = 1 << 30
+# How long a stage without a plan sleeps before it looks for messages again.
+POLL_SECONDS = 1e-4
 
 
 @final
@@ -81,15 +87,20 @@ class Runtime:
     def call_unit(self, name: str, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Stand-in for the ``forward`` of a unit."""
         program = self._program
-        if program is None or program.inside_unit:
-            if self._stage_of[name] != self._stage:
-                raise UnsupportedError(
-                    f"Unit `{name}` lives on stage {self._stage_of[name]} and was called "
-                    f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage}, where its "
-                    "weights are not. Call the model inside a training, validation, test or predict step."
-                )
-            return forward(*args, **kwargs)
-        return program.unit(name, Callee(name, forward, unit), args, kwargs)
+        enclosing = program.enclosing if program else None
+        if program is not None and enclosing is None:
+            return program.unit(name, Callee(name, forward, unit), args, kwargs)
+        if program is not None and enclosing is not None:
+            # The work of another unit: the weights are there if it holds this one, and a dry run needs none.
+            if program.is_predicting or any(part is unit for part in enclosing.modules()):
+                return forward(*args, **kwargs)
+        if self._stage_of[name] != self._stage:
+            raise UnsupportedError(
+                f"Unit `{name}` lives on stage {self._stage_of[name]} and was called "
+                f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage}, where its "
+                "weights are not. Call the model inside a training, validation, test or predict step."
+            )
+        return forward(*args, **kwargs)
 
     def run(
         self,
@@ -97,6 +108,7 @@ class Runtime:
         microbatches: Sequence[Any],
         *,
         plan: Plan | None,
+        trace: Trace | None = None,
         seed: int,
         loss_of: Callable[[Any], Tensor] | None = None,
         weights: Sequence[float] = (),
@@ -109,17 +121,20 @@ class Runtime:
             step: the user's code; it gets a microbatch.
             microbatches: what it gets.
             plan: order of work; ``None``: program order.
+            trace: what the plan was made for. A microbatch that takes another path makes its stage leave the plan.
             seed: where all random numbers of the step derive from.
             loss_of: picks the loss out of what ``step`` returns.
             weights: factor of each microbatch's loss.
         """
-        run = _Run(self, step, microbatches, seed, loss_of, weights)
+        run = _Run(self, step, microbatches, seed, loss_of, weights, trace.path if plan and trace else None)
         try:
             actions = plan.stages[self._stage] if plan else run.program_order()
             for position, action in enumerate(actions):
                 with record_function(str(action)):
                     run.do(action)
                 run.prepare(actions, position + 1)
+                if run.has_left_plan:
+                    break
             run.finish()
             if self._transport is not None:
                 self._transport.flush()
@@ -148,7 +163,7 @@ class Runtime:
             output = step(microbatch)
         finally:
             self._program = None
-            program.closed = True
+            program.close()
         loss = loss_of(output) if loss_of else None
         return _trace_of(program, loss)
 
@@ -169,8 +184,10 @@ class _Run:
         seed: int,
         loss_of: Callable[[Any], Tensor] | None,
         weights: Sequence[float],
+        expected: Sequence[object] | None,
     ) -> None:
         self._runtime = runtime
+        self._expected = expected
         self._loss_of = loss_of
         self._weights = weights
         self._waiting: dict[int, Sequence[Receipt]] = {}
@@ -198,13 +215,14 @@ class _Run:
             oracle=runtime._oracle,
             transport=runtime._transport,
             pause=pause,
+            expected=self._expected,
         )
         coroutine = Coroutine(lambda: step(microbatch), runtime._executor, seed=seed, device=runtime._device)
         return program, coroutine
 
     def program_order(self) -> list[Action]:
         """Each microbatch forward and backward, one after the other, all segments at once."""
-        last = 1 << 30
+        last = ALL_SEGMENTS
         kinds = "FB" if self._loss_of else "F"
         return [Action(kind, number, last) for number in range(len(self._programs)) for kind in kinds]  # type: ignore[arg-type]
 
@@ -213,9 +231,47 @@ class _Run:
         if action.kind == "F":
             self._forward(action.microbatch, action.segment)
         else:
-            # A step that took another path than its trace has segments that are not in the plan: do them now.
-            self._forward(action.microbatch, 1 << 30)
-            self._backwards[action.microbatch].run_from(action.segment)
+            self._forward(action.microbatch, ALL_SEGMENTS)
+            if not self.has_left_plan:
+                self._backwards[action.microbatch].run_from(action.segment)
+
+    @property
+    def has_left_plan(self) -> bool:
+        """Whether a microbatch is known to take another path than the plan was made for."""
+        return any(program.left_plan for program in self._programs)
+
+    def improvise(self) -> None:
+        """Do whatever can be done, until everything is: the plan is for another path, and could wait in a circle.
+
+        Stages notice at different times. One that still follows the plan waits only for what the plan's path makes
+        other stages do, and a stage that has left it does that as soon as it can: so there is always one that can go
+        on. Backwards stay in the order of the microbatches, which keeps the sums of gradients.
+        """
+        numbers = range(len(self._programs))
+        while not all(self._is_through(number) for number in numbers):
+            went_on = [self._advance(number) for number in numbers]
+            first = next((number for number in numbers if not self._is_through(number)), None)
+            if first is not None and first in self._backwards:
+                backward = self._backwards[first]
+                if self._have_arrived(backward.awaited()):
+                    backward.run_next()
+                    continue
+            if not any(went_on):
+                time.sleep(POLL_SECONDS)
+
+    def _is_through(self, number: int) -> bool:
+        done = self._coroutines[number].finished
+        return done and (self._loss_of is None or self._backwards[number].is_done)
+
+    def _advance(self, number: int) -> bool:
+        """Let a microbatch go on forward if it can."""
+        if self._coroutines[number].finished or not self._have_arrived(self._waiting.get(number, ())):
+            return False
+        self._resume(number)
+        return True
+
+    def _have_arrived(self, receipts: Sequence[Receipt]) -> bool:
+        return all(receipt.arrived(self._runtime._executor) for receipt in receipts)
 
     def prepare(self, actions: Sequence[Action], position: int) -> None:
         """Let the next microbatch run up to its first receive, so that the message travels while others compute."""
@@ -224,9 +280,12 @@ class _Run:
             self._resume(following.microbatch)
 
     def finish(self) -> None:
-        """Complete what the plan did not foresee."""
+        """Complete what no action asked for: segments off the plan, and backwards that no gradient passes through."""
         for number in range(len(self._programs)):
-            self._forward(number, 1 << 30)
+            self._forward(number, ALL_SEGMENTS)
+            if self.has_left_plan:
+                self.improvise()
+                return
             if self._loss_of is not None:
                 self._backwards[number].run_from(0)
 
@@ -234,21 +293,32 @@ class _Run:
         """Let go of programs that wait."""
         for coroutine in self._coroutines:
             coroutine.cancel()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the programs and untie them from this run, so that results are freed now and not by the collector."""
+        for program in self._programs:
+            program.close()
+        self._coroutines.clear()
+        self._backwards.clear()
+        self._losses.clear()
+        self._waiting.clear()
 
     def result(self) -> StepRun:
         """Make results real on every stage."""
         outputs = [coroutine.result for coroutine in self._coroutines]
-        real_outputs, real_losses = self._shared((outputs, [self._losses.get(n) for n in range(len(outputs))]))
         trace = _trace_of(self._programs[0], self._losses.get(0))
+        real_outputs, real_losses = self._shared((outputs, [self._losses.get(n) for n in range(len(outputs))]))
         losses = [loss for loss in real_losses if loss is not None]
-        for program in self._programs:
-            program.closed = True
+        self._let_go()
         return StepRun(real_outputs, losses, trace)
 
     def _forward(self, number: int, segment: int) -> None:
-        """Run the program of a microbatch until ``segment`` is done."""
+        """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
         coroutine, program = self._coroutines[number], self._programs[number]
         while not coroutine.finished and (number not in self._waiting or program.segments[-1].index <= segment):
+            if self._waiting.get(number) and self.has_left_plan:
+                return
             for receipt in self._waiting.get(number, ()):
                 receipt.wait()
             self._resume(number)
@@ -263,6 +333,7 @@ class _Run:
         finally:
             self._runtime._program = None
         if finished:
+            self._programs[number].end()
             self._waiting.pop(number, None)
             if self._loss_of is not None:
                 self._begin_backward(number)
@@ -281,8 +352,10 @@ class _Run:
 
     def _shared(self, tree: Any) -> Any:
         """``tree`` with every placed tensor replaced by its value, on all stages."""
-        leaves, structure = pytree.tree_flatten(tree)
+        leaves, structure = flatten(tree)
         placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+        for leaf in placed:
+            leaf.program.check_current(leaf)
         real: dict[int, Tensor] = {}
         for stage in range(self._runtime._num_stages):
             mine = list({id(p): p for p in placed if p.program.lives_on(p) == stage}.values())

@@ -50,7 +50,9 @@ class Import:
     """A value that entered a segment; its gradient is caught here."""
 
     value: int
-    source: "Remote | Export"
+    source: Remote | None
+    """Where it was received from; ``None`` for a value of this stage. No way back to the export: the two would form a
+    cycle, and activations would live until the garbage collector finds it."""
     grad: Tensor | None = None
 
 

@@ -58,9 +58,11 @@ class Trace:
     events: Sequence[Event]
     loss: int | None = None
     """Number of the loss value; ``None`` for a forward-only step or a loss that depends on no unit."""
+    path: tuple[tuple[object, ...], ...] = field(init=False, repr=False, compare=False)
+    """Signatures of the events."""
     signature: int = field(init=False)
     """Equal for microbatches that took the same path."""
 
     def __post_init__(self) -> None:
-        path = (*(event.signature for event in self.events), self.loss)
-        object.__setattr__(self, "signature", hash(path))
+        object.__setattr__(self, "path", tuple(event.signature for event in self.events))
+        object.__setattr__(self, "signature", hash((self.path, self.loss)))

@@ -30,7 +30,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Callee", "Made", "Oracle", "Prediction", "Same", "TensorSpec", "ValueNeededError"]
+from smp_strategy.trace.tree import flatten
+
+__all__ = ["Alias", "Callee", "Made", "Oracle", "Prediction", "Same", "TensorSpec", "ValueNeededError", "is_constant"]
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
@@ -91,6 +93,19 @@ class Same:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """An output shares its memory with another tensor of the call."""
+
+    leaf: int | None
+    """Position of an input, or ``None``: the output ``made``."""
+    made: int
+    """Number among the :class:`Made` outputs."""
+    is_view: bool
+    """Whether autograd knows of it (a detached tensor shares memory, too)."""
+
+
+@final
 @dataclass(frozen=True)
 class Prediction:
     """The result of a call, by metadata, and its costs."""
@@ -106,6 +121,8 @@ class Prediction:
     saved_bytes: int
     random: bool
     """Whether the call draws random numbers."""
+    aliases: tuple["Alias | None", ...] = ()
+    """For each :class:`Made` output: the tensor whose memory it shares, if any."""
 
 
 @final
@@ -183,15 +200,18 @@ class Oracle:
             except _NEEDS_VALUES as error:
                 raise ValueNeededError(str(error)) from error
             draws = meter.random or python_drew()
-        flat, out_structure = pytree.tree_flatten(result)
+        flat, out_structure = flatten(result)
         for stand_in in stand_ins.values():
             saved.pop(stand_in.untyped_storage()._cdata, None)
         outputs = tuple(_classify(leaf, fakes) for leaf in flat)
         changed = {i: TensorSpec.of(fakes[i]) for i, version in versions.items() if fakes[i]._version != version}
         made = [output.spec for output in outputs if isinstance(output, Made)]
+        aliases = _aliases(
+            [leaf for leaf, output in zip(flat, outputs, strict=True) if isinstance(output, Made)], fakes
+        )
         inputs = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         traffic = sum(spec.nbytes for spec in (*made, *inputs)) + sum(t.nbytes for t in parameters.values())
-        return Prediction(outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), draws)
+        return Prediction(outputs, out_structure, changed, meter.flops, traffic, sum(saved.values()), draws, aliases)
 
 
 class _Meter(TorchDispatchMode):
@@ -290,6 +310,26 @@ def _classify(leaf: Any, inputs: list[Any]) -> Made | Same | Any:
     return Made(TensorSpec.of(leaf)) if isinstance(leaf, Tensor) else leaf
 
 
+def _aliases(made: list[Tensor], inputs: list[Any]) -> tuple[Alias | None, ...]:
+    def memory(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    first: dict[int, tuple[int | None, int]] = {}
+    for position, leaf in enumerate(inputs):
+        if isinstance(leaf, Tensor):
+            first.setdefault(memory(leaf), (position, -1))
+    found: list[Alias | None] = []
+    for number, tensor in enumerate(made):
+        leaf, other = first.setdefault(memory(tensor), (None, number))
+        found.append(None if (leaf, other) == (None, number) else Alias(leaf, other, tensor._is_view()))
+    return tuple(found)
+
+
+def is_constant(leaf: Any) -> bool:
+    """Whether ``leaf`` is a plain value, which all stages must agree on."""
+    return isinstance(leaf, _IMMUTABLE)
+
+
 def _key(leaf: Any) -> object:
     """What of an argument the result's metadata can depend on."""
     if isinstance(leaf, slice):
@@ -312,8 +352,8 @@ def _frozen_rng() -> Iterator[Callable[[], bool]]:
     """Put all random streams back afterwards; yields whether Python's or numpy's have moved."""
 
     def python_streams() -> tuple[Any, ...]:
-        name, keys, *rest = np.random.get_state()
-        return random.getstate(), keys.tobytes(), rest  # type: ignore[union-attr]
+        state = np.random.get_state(legacy=False)
+        return random.getstate(), str(state["state"]["key"].tobytes()), state["state"]["pos"], state["has_gauss"]
 
     python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_streams()
     with torch.random.fork_rng(devices=[]):

@@ -85,9 +85,7 @@ def test_hugging_face_vit():
 def test_hugging_face_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2
-    )
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
     # The rotary table has constant buffers only: it is glue.
     assert names(LlamaForCausalLM(config)) == [
         "model.embed_tokens",

@@ -243,7 +243,8 @@ def test_hooks_of_a_unit_do_not_run():
 
 
 @pytest.mark.parametrize(
-    "function", [torch.nonzero, torch.unique, lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x * 2 if x.sum() > 0 else x]
+    "function",
+    [torch.nonzero, torch.unique, lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x * 2 if x.sum() > 0 else x],
 )
 def test_a_result_that_depends_on_values_cannot_be_predicted(function):
     with pytest.raises(ValueNeededError, match="."):

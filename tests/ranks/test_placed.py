@@ -1,0 +1,572 @@
+"""What a step may do with tensors that live on another stage."""
+
+import gc
+import random
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.errors import PeerFailedError, UnsupportedError
+from smp_strategy.pipeline.microbatch import split
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.testing import run_ranks
+
+from .steps import STEPS, UNITS, WIDTH, Block, Drawing, Net, batch, change_after_sending, draws, one_after_the_other
+
+MICROBATCHES = 2
+
+
+def engine_for(module: nn.Module, pp: int = 2, **options: Any) -> Engine:
+    engine = Engine(SMPConfig(pipeline_parallel_degree=pp, **{"microbatches": MICROBATCHES, **options}))
+    engine.attach(module)
+    return engine
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def train(step: Any, block: Any, pp: int, options: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    net = Net(step, block)
+    engine = engine_for(net, pp, **options)
+    for number in range(2):  # the second step runs under a plan in any case
+        net.zero_grad()
+        result = engine.train_step(net.loss, batch(number), loss_of=lambda loss: loss)
+        result.commit(torch.ones(()), reduce=True)
+    return result.loss.item(), gradients(net)
+
+
+def alone(step: Any, block: Any) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    net = Net(step, block)
+    total = 0.0
+    for part in split(batch(1), MICROBATCHES)[0]:
+        loss = net.loss(part) / MICROBATCHES
+        loss.backward()
+        total += loss.item()
+    return total, gradients(net)
+
+
+def assert_as_alone(expected: tuple[float, dict[str, Tensor]], results: list[Any]) -> None:
+    merged: dict[str, Tensor] = {}
+    for loss, found in results:
+        assert loss == pytest.approx(expected[0], rel=1e-6)
+        merged.update(found)
+    assert merged.keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(merged[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_tracing": True}], ids=["traced", "untraced"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_has_the_numbers_of_one_process(name, options):
+    assert_as_alone(alone(STEPS[name], Block), run_ranks(train, 2, STEPS[name], Block, 2, options))
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_may_take_and_return_any_nest(name):
+    assert_as_alone(alone(*UNITS[name]), run_ranks(train, 2, *UNITS[name], 2, {}))
+
+
+@pytest.mark.parametrize("block", [Block, Drawing], ids=["glue", "units"])
+def test_random_numbers_are_the_same_on_any_number_of_stages(block):
+    (expected,) = run_ranks(train, 1, draws, block, 1, {})
+    for pp in (2, 4):
+        assert_as_alone(expected, run_ranks(train, pp, draws, block, pp, {}))
+
+
+def refusal(body: Any, pp: int = 2, **options: Any) -> str:
+    """Message of the UnsupportedError that ``body(net, x)`` meets, the same on every rank that gets that far."""
+
+    def run() -> str:
+        torch.manual_seed(0)
+        net = Net(body)
+        engine = engine_for(net, pp, **options)
+        try:
+            engine.train_step(net.loss, batch(), loss_of=lambda loss: loss)
+        except UnsupportedError as error:
+            return str(error)
+        except PeerFailedError:
+            return ""
+        return "not refused"
+
+    messages = [message for message in run_ranks(run, pp, timeout=30) if message]
+    assert len(set(messages)) == 1, messages
+    return messages[0]
+
+
+def body_of(use: Any) -> Any:
+    def body(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        h = b(a(x))
+        use(net, h, x)
+        return d(c(h)).pow(2).mean()
+
+    return body
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "backward": (lambda net, h, x: h.sum().backward(), "`backward` of a placed tensor.*Return the loss"),
+    "grad": (lambda net, h, x: torch.autograd.grad(h.sum(), net.offset), "`grad` of a placed tensor"),
+    "hook": (lambda net, h, x: h.register_hook(print), "`register_hook`.*module hook"),
+    "data": (lambda net, h, x: setattr(h, "data", x), "`data` of a placed tensor"),
+    "plain in place": (lambda net, h, x: x.add_(h), "`add_` changes a tensor in place that exists on every stage"),
+    "plain item": (lambda net, h, x: x.__setitem__((slice(None), 0), h[:, 0]), "in place that exists on every stage"),
+    "resize": (lambda net, h, x: h.resize_(1), "`resize_`"),
+    "data-dependent shape": (lambda net, h, x: h[h > 0], "shape .* depends on tensor values .* needs a gradient"),
+    "changed weights": (
+        lambda net, h, x: torch.no_grad()(net.blocks[3].norm.weight.mul_)(0.5),
+        r"changes blocks.3.norm.weight in place",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_placed_is_refused_with_the_reason(name):
+    use, message = REFUSED[name]
+    found = refusal(body_of(use))
+    assert re.search(message, found, re.DOTALL), found
+
+
+def test_a_change_that_cannot_reach_a_view_on_another_stage_is_refused():
+    def step(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        h = b(a(x)) * 1
+        view = h.view(-1)
+        h += d(c(h))  # happens on the other stage
+        return h.pow(2).mean() + view.sum()
+
+    assert "shares its memory with one that was changed in place on stage 1" in refusal(step)
+
+
+def test_a_view_that_was_sent_before_its_base_changed_is_sent_again():
+    assert_as_alone(alone(change_after_sending, Block), run_ranks(train, 2, change_after_sending, Block, 2, {}))
+
+
+class Counting(Block):
+    """Returns another constant each time."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x), self.calls
+
+
+def test_a_unit_that_returns_other_constants_than_predicted_is_refused():
+    def step(net: Net, x: Tensor) -> Tensor:
+        total = 0
+        for block in net.blocks:
+            x, calls = block(x)
+            total += calls
+        return x.pow(2).mean() * total
+
+    with pytest.raises(RuntimeError, match=r"UnsupportedError: `blocks\.\d` returned .* where its dry run returned"):
+        run_ranks(train, 2, step, Counting, 2, {})
+
+
+class Hidden:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class TakesObject(Block):
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x.tensor)
+
+
+def test_a_placed_tensor_inside_of_an_object_is_refused_by_units():
+    def step(net: Net, x: Tensor) -> Tensor:
+        for block in net.blocks:
+            x = block(Hidden(x))
+        return x.pow(2).mean()
+
+    with pytest.raises(RuntimeError, match=r"UnsupportedError: .* inside a unit \(TakesObject\) meets a placed tensor"):
+        run_ranks(train, 2, step, TakesObject, 2, {})
+
+
+def answers() -> dict[str, Any]:
+    """What Python code sees of placed tensors."""
+    found: dict[str, Any] = {}
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        h = b(a(x))
+        found["metadata"] = [
+            *(tuple(h.shape), h.size(1), h.dim(), h.ndim, h.numel(), len(h), h.dtype, h.device, h.stride()),
+            *(h.is_contiguous(), h.t().is_contiguous(), h.is_floating_point(), h.requires_grad, h.is_leaf, h.layout),
+            *(h.is_cuda, h.element_size(), h.detach().requires_grad, isinstance(h, Tensor), torch.is_tensor(h)),
+            *(h.nbytes, h.grad, tuple(h.shape[:-1]), torch.is_floating_point(h), h.get_device(), h.is_meta),
+        ]
+        s = h.sum().detach()
+        found["values"] = [
+            *(s.item(), float(s), int(s), bool(s > 0), s.tolist(), f"{s:.3f}", str(s), repr(s), s in h),
+            *(s.numpy().tolist(), h.detach().argmax().item(), [0, 1, 2][h.argmax() % 3], torch.equal(h, h)),
+            *(torch.allclose(h, h), h.max().item(), h.nonzero().shape[0]),
+        ]
+        return d(c(h)).mean()
+
+    torch.manual_seed(0)
+    net = Net(step)
+    engine_for(net, 2, microbatches=1).train_step(net.loss, batch(), loss_of=lambda loss: loss)
+    return found
+
+
+def test_metadata_and_values_are_those_of_the_real_tensor_on_every_rank():
+    def plain() -> list[Any]:
+        torch.manual_seed(0)
+        net = Net(one_after_the_other)
+        h = net.blocks[1](net.blocks[0](batch()["x"]))
+        return [h, h.sum().detach()]
+
+    first, second = run_ranks(answers, 2)
+    h, s = plain()
+    assert first == second
+    assert first["values"][:6] == [s.item(), float(s), int(s), bool(s > 0), s.tolist(), f"{s:.3f}"]
+    assert first["values"][6] == str(s)
+    assert first["metadata"][:9] == [
+        *(tuple(h.shape), h.size(1), h.dim(), h.ndim, h.numel(), len(h), h.dtype, h.device, h.stride())
+    ]
+    assert first["metadata"][9:15] == [True, False, True, True, False, torch.strided]
+
+
+def use_after_the_step(use: Any) -> str:
+    kept: list[Tensor] = []
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        loss = one_after_the_other(net, x)
+        kept.append(loss)
+        return loss
+
+    torch.manual_seed(0)
+    net = Net(step)
+    engine_for(net).train_step(net.loss, batch(), loss_of=lambda loss: loss)
+    assert kept[-1].shape == ()
+    try:
+        use(kept[-1])
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("use", [lambda t: t.item(), lambda t: t + 1, lambda t: f"{t}", lambda t: t.detach()])
+def test_use_after_the_step_is_refused_at_once(use):
+    for message in run_ranks(use_after_the_step, 2, use, timeout=20):
+        assert "is used after its step ended. Return it from the step or log it" in message
+
+
+class UsersError(Exception):
+    pass
+
+
+def raise_in_step(rank: int | None) -> tuple[str, float]:
+    def step(net: Net, x: Tensor) -> Tensor:
+        loss = one_after_the_other(net, x)
+        if rank is None or rank == torch.distributed.get_rank():
+            raise UsersError("from the step")
+        return loss * loss.item()
+
+    torch.manual_seed(0)
+    net = Net(step)
+    start = time.monotonic()
+    try:
+        engine_for(net, skip_tracing=rank is not None).train_step(net.loss, batch(), loss_of=lambda loss: loss)
+    except (UsersError, PeerFailedError) as error:
+        return type(error).__name__, time.monotonic() - start
+    return "none", 0.0
+
+
+def test_an_exception_of_the_step_keeps_its_type():
+    assert [kind for kind, _ in run_ranks(raise_in_step, 2, None)] == ["UsersError", "UsersError"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_one_rank_ends_the_other_within_seconds(rank):
+    results = run_ranks(raise_in_step, 2, rank, timeout=30)
+    assert results[rank][0] == "UsersError"
+    assert results[1 - rank][0] == "PeerFailedError"
+    assert results[1 - rank][1] < 10
+
+
+def evaluate(pp: int) -> list[Any]:
+    def step(part: dict[str, Tensor]) -> Any:
+        h = part["x"]
+        for block in net.blocks:
+            h = block(h)
+        return {"h": h, "mean": h.mean(), "label": "text", "plain": part["x"].sum()}
+
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    engine = engine_for(net, pp)
+    with torch.no_grad():
+        outputs = [engine.eval_step(step, batch(number)) for number in range(2)]
+    return [output.outputs for output in outputs]
+
+
+def test_results_of_evaluation_are_real_and_the_same_on_every_rank():
+    (expected,) = run_ranks(evaluate, 1, 1)
+    for found in run_ranks(evaluate, 2, 2):
+        for ours, theirs in zip(found, expected, strict=True):
+            for one, other in zip(ours, theirs, strict=True):
+                assert one.keys() == other.keys()
+                assert type(one["h"]) is Tensor
+                assert torch.equal(one["h"], other["h"])
+                assert torch.equal(one["mean"], other["mean"])
+                assert one["label"] == "text"
+                assert torch.equal(one["plain"], other["plain"])
+
+
+def returns_a_dict() -> Any:
+    def step(part: dict[str, Tensor]) -> Any:
+        loss = one_after_the_other(net, part["x"])
+        return {"loss": loss, "log": {"twice": loss.detach() * 2}, "size": len(part["x"])}
+
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    result = engine_for(net).train_step(step, batch(), loss_of=lambda out: out["loss"])
+    return result.outputs, result.loss
+
+
+def test_a_step_may_return_a_dict():
+    results = run_ranks(returns_a_dict, 2)
+    for outputs, loss in results:
+        assert [out["size"] for out in outputs] == [2, 2]
+        assert all(torch.equal(out["log"]["twice"], out["loss"] * 2) for out in outputs)
+        assert loss.item() == pytest.approx(sum(out["loss"].item() for out in outputs) / 2)
+    assert all(torch.equal(results[0][0][i]["loss"], results[1][0][i]["loss"]) for i in range(2))
+
+
+PATHS = [[0, 1, 2, 3], [0, 2], [1, 3], [3, 2, 1, 0], [2, 3], [0], [0, 1, 2, 3, 0, 3], [2, 0, 3, 1]]
+
+
+def change_paths(pp: int, paths: list[list[int]], samples: list[int], mixed: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    state = {"path": paths[0], "calls": 0}
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        path = state["path"]
+        if mixed and x[0, 0] > 0:
+            path = path[::-1]
+        for index in path:
+            x = net.blocks[index](x)
+        return x.pow(2).mean()
+
+    net = Net(step)
+    engine = engine_for(net, pp, microbatches=4) if pp else None
+    for number, (path, size) in enumerate(zip(paths, samples, strict=True)):
+        state["path"] = path
+        if engine is None:
+            parts, sizes = split(batch(number, size), 4)
+            for part, count in zip(parts, sizes, strict=True):
+                (net.loss(part) * (count / sum(sizes))).backward()
+        else:
+            result = engine.train_step(net.loss, batch(number, size), loss_of=lambda loss: loss)
+            result.commit(torch.ones(()), reduce=number == len(paths) - 1)
+    return gradients(net)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["all", "some"])
+def test_the_path_may_change_between_steps_and_microbatches(mixed):
+    expected = change_paths(0, PATHS, [8] * len(PATHS), mixed)
+    merged: dict[str, Tensor] = {}
+    for found in run_ranks(change_paths, 2, 2, PATHS, [8] * len(PATHS), mixed, timeout=30):
+        merged.update(found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(merged[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_the_batch_size_may_change_between_steps():
+    sizes = [8, 3, 1, 10]
+    expected = change_paths(0, [[0, 1, 2, 3]] * 4, sizes, False)
+    merged: dict[str, Tensor] = {}
+    for found in run_ranks(change_paths, 2, 2, [[0, 1, 2, 3]] * 4, sizes, False, timeout=30):
+        merged.update(found)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(merged[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def pops_and_counts(pp: int) -> tuple[Any, ...]:
+    """A step that takes its batch apart and changes a buffer of the glue."""
+
+    def step(part: dict[str, Tensor]) -> Tensor:
+        x = part.pop("x")
+        x.mul_(2.0)
+        net.count += 1
+        return one_after_the_other(net, x)
+
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    given = batch()
+    result = engine_for(net, pp, microbatches=1).train_step(step, given, loss_of=lambda loss: loss)
+    return result.loss.item(), net.count.item()
+
+
+def test_the_dry_run_leaves_the_batch_and_the_buffers_of_the_glue_alone():
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    expected = one_after_the_other(net, batch()["x"] * 2).item()
+    assert run_ranks(pops_and_counts, 2, 2) == [(pytest.approx(expected, rel=1e-6), 1.0)] * 2
+
+
+def unfreezes() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    net.blocks[0].requires_grad_(False)
+    net.blocks[1].requires_grad_(False)
+    engine = engine_for(net)
+    for number in range(2):
+        result = engine.train_step(net.loss, batch(number), loss_of=lambda loss: loss)
+        net.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        net.requires_grad_(True)
+    return gradients(net)
+
+
+def test_frozen_blocks_may_be_unfrozen_between_steps():
+    _, expected = alone(one_after_the_other, Block)
+    merged: dict[str, Tensor] = {}
+    for found in run_ranks(unfreezes, 2):
+        merged.update(found)
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(merged[name], gradient) for name, gradient in expected.items())
+
+
+class Head(nn.Module):
+    """Calls a module that is also called on its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inner(x))
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.mid = Block()
+        self.head = Head(self.first)
+
+    def loss(self, part: dict[str, Tensor]) -> Tensor:
+        return self.head(self.mid(self.first(part["x"]))).pow(2).mean()
+
+
+def nested(pp: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Nested()
+    if pp:
+        result = engine_for(module, pp).train_step(module.loss, batch(), loss_of=lambda loss: loss)
+        result.commit(torch.ones(()), reduce=True)
+    else:
+        for part in split(batch(), MICROBATCHES)[0]:
+            (module.loss(part) / MICROBATCHES).backward()
+    return gradients(module)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+def test_a_unit_may_call_another_unit_that_it_holds(pp):
+    expected = nested(0)
+    merged: dict[str, Tensor] = {}
+    for found in run_ranks(nested, pp, pp):
+        merged.update(found)
+    assert merged.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(merged[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def copies_after_attach() -> tuple[float, float]:
+    import copy
+
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    engine = engine_for(net, 1)
+    engine.train_step(net.loss, batch(), loss_of=lambda loss: loss)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    return other.loss(batch()).item(), batch()["x"].pow(2).mean().item()
+
+
+def test_a_copy_of_the_model_computes_with_its_own_weights():
+    ((found, expected),) = run_ranks(copies_after_attach, 1)
+    assert found == pytest.approx(expected)
+
+
+def live_tensors(pp: int) -> tuple[list[int], list[int]]:
+    """Tensors that are alive after each step, with the garbage collector off."""
+
+    def step(part: dict[str, Tensor]) -> Any:
+        loss = STEPS["glue_parameter"](net, part["x"])
+        return {"loss": loss, "hidden": net.blocks[0](part["x"])}
+
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    engine = engine_for(net, pp)
+    gc.disable()
+    counts = []
+    for number in range(4):
+        engine.train_step(step, batch(number), loss_of=lambda out: out["loss"])
+        counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
+        counts.append(sum(type(thing) is PlacedTensor for thing in gc.get_objects()))
+    gc.enable()
+    return counts[::2], counts[1::2]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_nothing_of_a_step_stays_in_memory(pp):
+    for tensors, placed in run_ranks(live_tensors, pp, pp):
+        assert placed == [0] * 4
+        assert tensors[1:] == [tensors[1]] * 3
+
+
+def threads(_: int) -> int:
+    import threading
+
+    torch.manual_seed(0)
+    net = Net(one_after_the_other)
+    engine = engine_for(net)
+    for number in range(5):
+        engine.train_step(net.loss, batch(number), loss_of=lambda loss: loss)
+    during = threading.active_count()
+    engine.close()
+    time.sleep(0.2)
+    assert threading.active_count() == 1
+    return during
+
+
+def test_threads_are_reused_and_end_with_the_engine():
+    assert all(count <= 1 + MICROBATCHES for count in run_ranks(threads, 2, 0))
+
+
+def outside_streams() -> list[float]:
+    torch.manual_seed(0)
+    random.seed(0)
+    net = Net(draws)
+    engine = engine_for(net)
+    values = []
+    for number in range(3):
+        values += [torch.rand(()).item(), random.random()]
+        engine.train_step(net.loss, batch(number), loss_of=lambda loss: loss)
+    return values
+
+
+def test_random_streams_outside_of_the_step_do_not_notice_it():
+    first, second = run_ranks(outside_streams, 2)
+    torch.manual_seed(0)
+    Net(draws)
+    random.seed(0)
+    expected: list[float] = []
+    for _ in range(3):
+        expected += [torch.rand(()).item(), random.random()]
+    assert first == second == expected
