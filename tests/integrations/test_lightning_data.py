@@ -6,7 +6,7 @@ import random
 import numpy
 import pytest
 import torch
-from lightning_toy import NEWER, metrics_of, on_ranks, quiet, toy_data, toy_loader, toy_module, toy_trainer
+from lightning_toy import metrics_of, on_ranks, quiet, toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
 from smp_strategy.lightning.data import checksum

@@ -6,13 +6,14 @@ the same microbatches; clipping by the global norm is on.
 
 import pytest
 import torch
+from lightning_toy import on_ranks, quiet, toy_trainer
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, ViTConfig
+
 from gpt import GPT
 from gpt import LanguageModel as ByteModel
 from hf_gpt2 import LanguageModel as HuggingFaceModel
-from lightning_toy import on_ranks, quiet, toy_trainer
 from optimization import Recipe
-from torch.utils.data import DataLoader
-from transformers import GPT2Config, ViTConfig
 from vision import DigitsData, ImageClassifier
 
 STEPS, BATCH, MICROBATCHES = 20, 16, 8
