@@ -74,7 +74,7 @@ class SMPHooks(Host):
     tree: Tree
     """The Lightning tree that this class was made for."""
 
-    def __init__(  # noqa: PLR0913 (the host's signature)
+    def __init__(
         self,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,

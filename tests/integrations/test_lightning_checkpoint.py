@@ -13,9 +13,7 @@ def train(folder, smp, epochs, resume=None):
     trainer = toy_trainer(folder, smp=smp, max_epochs=epochs, enable_checkpointing=True, callbacks=[keep])
     trainer.fit(module, toy_loader(shuffle=False), toy_loader(shuffle=False), ckpt_path=resume)
     tested = trainer.test(module, toy_loader(shuffle=False), ckpt_path="best", verbose=False)
-    held = sum(
-        parameter.untyped_storage().nbytes() for parameter in module.parameters() if parameter.untyped_storage()
-    )
+    held = sum(parameter.untyped_storage().nbytes() for parameter in module.parameters() if parameter.untyped_storage())
     return metrics_of(trainer), tested, held
 
 

@@ -6,7 +6,7 @@ import random
 import numpy
 import pytest
 import torch
-from lightning_toy import NEWER, metrics_of, on_ranks, quiet, toy_data, toy_loader, toy_module, toy_trainer
+from lightning_toy import metrics_of, on_ranks, quiet, toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
 from smp_strategy.lightning.data import checksum
@@ -53,7 +53,9 @@ LOADERS = {
     "augmentation": lambda: toy_loader(dataset=Noisy()),
     "augmentation in workers": lambda: toy_loader(dataset=Noisy(), num_workers=1),
     "own generator": lambda: torch.utils.data.DataLoader(
-        toy_data(), batch_size=8, sampler=RandomSampler(toy_data(), generator=torch.Generator().manual_seed(os.getpid()))
+        toy_data(),
+        batch_size=8,
+        sampler=RandomSampler(toy_data(), generator=torch.Generator().manual_seed(os.getpid())),
     ),
 }
 
