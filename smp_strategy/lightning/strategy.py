@@ -17,6 +17,7 @@ model is partitioned inside the first step, on real shapes; until then it is who
 """
 
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.errors import ConfigError, PeerFailedError, SMPError
 from smp_strategy.failure import publish
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
@@ -49,6 +50,8 @@ __all__ = ["SMPHooks"]
 
 # Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
 CHECKPOINT_KEY = "smp_strategy"
+# The attribute of a module that refers to the engine that serves it.
+_ENGINE = "_smp_engine"
 
 
 class SMPHooks(Host):
@@ -98,7 +101,6 @@ class SMPHooks(Host):
         self.process_group_backend = process_group_backend
         self._timeout = timeout
         self._engine: Engine | None = None
-        self._attached: Any = None
         self._data_stream: DataStream | None = None
         self._may_reduce = True
 
@@ -181,17 +183,14 @@ class SMPHooks(Host):
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.tree.pytorch("trainer.states").TrainerFn.FITTING
-        if not self._is_partitioned(module):
+        if not _is_partitioned(module):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
         refuse_unsupported(trainer, module, self.optimizers)
         self.setup_precision_plugin()
-        if self._engine is None or self._attached is not module:
-            report = self.tree.pytorch("utilities.rank_zero").rank_zero_info
-            self._engine = Engine(self.config, report=report, device=self.root_device)
-            self._attached = module
+        self._engine = self._engine_for(module)
         self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
         self._data_stream = DataStream(self._engine.mesh)
 
@@ -200,8 +199,22 @@ class SMPHooks(Host):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _is_partitioned(self, module: Any) -> bool:
-        return self._engine is not None and self._attached is module and self._engine.partition is not None
+    def _engine_for(self, module: Any) -> Engine:
+        """The engine that has partitioned ``module``, maybe for an earlier Trainer, or a new one."""
+        if _is_partitioned(module):
+            engine = _engine_of(module)
+            assert engine is not None
+            if engine.config != self.config:
+                raise ConfigError(
+                    f"This {type(module).__name__} is partitioned already, under other options than this strategy has. "
+                    "Pass the same options, or build the module anew and load its weights from a checkpoint."
+                )
+            return engine
+        report = self.tree.pytorch("utilities.rank_zero").rank_zero_info
+        engine = Engine(self.config, report=report, device=self.root_device)
+        # Weak: the module must not keep the engine in a copy of itself.
+        object.__setattr__(module, _ENGINE, weakref.ref(engine))
+        return engine
 
     @property
     def precision_plugin(self) -> Any:
@@ -336,8 +349,8 @@ class SMPHooks(Host):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's share of the weights; before the first step that is all of them."""
         module = self.lightning_module
-        if self._is_partitioned(module):
-            self.engine.load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
+        if _is_partitioned(module):
+            self._engine_for(module).load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
         else:
             assert module is not None
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -379,3 +392,13 @@ def _unwrap(optimizer: Any) -> Optimizer:
     """The user's optimizer inside a LightningOptimizer."""
     unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return unwrapped
+
+
+def _engine_of(module: Any) -> Engine | None:
+    reference = vars(module).get(_ENGINE)
+    return None if reference is None else reference()
+
+
+def _is_partitioned(module: Any) -> bool:
+    engine = _engine_of(module)
+    return engine is not None and engine.partition is not None
