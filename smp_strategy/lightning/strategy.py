@@ -21,30 +21,24 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError, PeerFailedError, SMPError
 from smp_strategy.failure import publish
+from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.gradients import with_global_norm
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import run_eval_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
-else:
-    Host = object  # make_strategy() adds the base class of the tree in use
 
 __all__ = ["SMPHooks"]
 
@@ -54,7 +48,7 @@ CHECKPOINT_KEY = "smp_strategy"
 _ENGINE = "_smp_engine"
 
 
-class SMPHooks(Host):
+class SMPHooks(CommunicationHooks):
     """Train an unmodified LightningModule with its layers spread over pipeline ranks.
 
     Example::
@@ -73,9 +67,6 @@ class SMPHooks(Host):
     Raises:
         ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
     """
-
-    tree: Tree
-    """The Lightning tree that this class was made for."""
 
     def __init__(
         self,
@@ -126,7 +117,7 @@ class SMPHooks(Host):
 
     @property
     def mesh(self) -> ProcessMesh | None:
-        """The process mesh, or ``None`` before ``setup``."""
+        """Where the ranks stand, or ``None`` before ``setup``."""
         return None if self._engine is None else self._engine.mesh
 
     @property
@@ -285,51 +276,6 @@ class SMPHooks(Host):
         self._data_stream.check(batch)
         with self._data_stream.draws():
             return super().batch_to_device(batch, device, dataloader_idx)
-
-    # Communication between replicas, as a data-parallel user means it
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
-        group = self._group(group)
-        if group is None or not isinstance(tensor, Tensor):
-            return tensor
-        return self.tree.fabric("utilities.distributed")._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, or from ``group``; with one replica nothing is gathered, as in one process."""
-        group = self._group(group)
-        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over all ranks of the world."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == dist.get_world_size() if all else bool(votes)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from one rank to all."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
-
-    def _group(self, group: Any) -> Any:
-        """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""
-        if not dist.is_initialized():
-            return None
-        if group is not None and group is not dist.group.WORLD:
-            return group
-        if self.mesh is None:
-            return dist.group.WORLD
-        return self.mesh.dp_group if self.mesh.dp > 1 else None
 
     # Checkpoints: one ordinary Lightning file, whatever the layout that writes or reads it
 
