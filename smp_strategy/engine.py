@@ -39,7 +39,7 @@ from smp_strategy.pipeline.runtime import Runtime, Step, StepRun
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.transport import Transport
-from smp_strategy.report import render
+from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle, ValueNeededError
 from smp_strategy.units import Unit, choose_units
@@ -99,7 +99,7 @@ class Engine:
 
     Args:
         config: all options.
-        report: called once on every rank with the text that describes mesh, partition and schedule.
+        report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
         device: where this rank computes.
     """
 
@@ -131,6 +131,7 @@ class Engine:
         self._plans: dict[tuple[int, int], Plan] = {}
         self._seed = 0
         self._num_steps = 0
+        self._reported_schedule = False
 
     # Setting up
 
@@ -231,8 +232,9 @@ class Engine:
             transport=transport,
             device=self._device,
         )
-        if trace is not None:
+        if trace is not None and loss_of is not None:
             self._traces[kind] = trace
+        self._report(render_layout(self.mesh.shape, self.partition))
         if self.config.partition_file and self.mesh.rank == 0:
             self.partition.save(self.config.partition_file)
 
@@ -249,7 +251,8 @@ class Engine:
             device=self._device,
         )
         try:
-            with seeded(self._seed, self._device):
+            # With gradients also where the first step is a validation step: the partition weighs what training keeps.
+            with seeded(self._seed, self._device), torch.inference_mode(False), torch.enable_grad():
                 return self._runtime.survey(step, microbatch, loss_of)
         except ValueNeededError:
             return None
@@ -357,15 +360,15 @@ class Engine:
         key = (trace.signature, num_microbatches)
         if key not in self._plans:
             flow = route(trace, self.partition.stage_of, self.mesh.pp, event_times(trace.events))
-            first = not self._plans
             self._plans[key] = simulate(
                 flow,
                 num_microbatches,
                 policy=self.config.pipeline,
                 active_microbatches=self.config.max_active_microbatches(self.mesh.pp),
             )
-            if first:
-                self._report(render(self.mesh.shape, self.partition, self._plans[key]))
+            if kind == "train" and not self._reported_schedule:
+                self._report(render_schedule(self._plans[key]))
+                self._reported_schedule = True
         return self._plans[key]
 
     # Gradients

@@ -9,21 +9,29 @@ from smp_strategy.mesh import MeshShape
 from smp_strategy.partition.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 
-__all__ = ["render"]
+__all__ = ["render_layout", "render_schedule"]
 
 WIDTH = 110
 # A timetable of this many actions per stage still fits the width.
 MOST_ACTIONS = 40
 
 
-def render(shape: MeshShape, partition: Partition, plan: Plan) -> str:
-    """The three as plain text."""
+def render_layout(shape: MeshShape, partition: Partition) -> str:
+    """The mesh and the partition as plain text."""
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
     console.print(shape.draw(), highlight=False)
     console.print(_partition_table(partition))
-    console.print(_timetable(plan), highlight=False)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def render_schedule(plan: Plan) -> str:
+    """The timetable as plain text, one line per stage."""
+    lines = [f"Schedule of a training step (idle {plan.bubble:.0%})"]
+    for stage, actions in enumerate(plan.stages):
+        shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
+        lines.append(f"stage {stage}   {shown}")
+    return "\n".join(lines)
 
 
 def _partition_table(partition: Partition) -> Table:
@@ -60,14 +68,6 @@ def _abbreviate(names: list[str]) -> str:
         else:
             groups.append([name])
     return ", ".join(group[0] if len(group) == 1 else f"{group[0]} .. {group[-1]}" for group in groups)
-
-
-def _timetable(plan: Plan) -> str:
-    lines = [f"Schedule (bubble {plan.bubble:.0%})"]
-    for stage, actions in enumerate(plan.stages):
-        shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
-        lines.append(f"stage {stage}   {shown}")
-    return "\n".join(lines)
 
 
 def _bytes(count: int) -> str:

@@ -67,7 +67,3 @@ class Plan:
             if action is last[action.microbatch]:
                 alive.discard(action.microbatch)
         return peak
-
-    def table(self) -> str:
-        """One line per stage: its actions in order."""
-        return "\n".join(f"stage {stage}   " + " ".join(map(str, actions)) for stage, actions in enumerate(self.stages))
