@@ -178,3 +178,22 @@ def test_monitors_decide_alike_on_every_rank(tmp_path):
     assert expected[1] > 0
     for found in on_ranks(stop_early, 2, tmp_path / "two", SMP):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def two_trainers(folder, smp, later):
+    module = toy_module()
+    toy_trainer(folder, smp=smp, max_epochs=1, enable_checkpointing=True).fit(module, toy_loader())
+    [tested] = toy_trainer(folder, smp=later).test(module, toy_loader(shuffle=False), verbose=False)
+    return tested
+
+
+def test_a_second_trainer_goes_on_with_the_module(tmp_path):
+    with quiet():
+        expected = two_trainers(tmp_path / "one", None, None)
+    for found in on_ranks(two_trainers, 2, tmp_path / "two", SMP, SMP):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_second_trainer_with_another_layout_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="is partitioned already, under other options"):
+        on_ranks(two_trainers, 2, tmp_path, SMP, {**SMP, "pipeline_parallel_degree": 1})
