@@ -7,3 +7,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 torch.set_num_threads(1)
+
+from hypothesis import settings
+
+settings.register_profile("suite", max_examples=50, deadline=None)
+settings.load_profile("suite")

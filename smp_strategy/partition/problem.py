@@ -106,8 +106,13 @@ def problem_of(
             activations[event.name] += event.saved_bytes
     order = _execution_order(list(parameters), first_call)
     units = [UnitCost(name, parameters[name], activations[name], time[name]) for name in order]
-    cuts = [_crossing(trace.events, first_call.get(name, len(trace.events))) for name in order]
-    return Problem(units, num_stages, memory_weight, cuts)
+    cuts: list[int] = []
+    position = len(trace.events)
+    for name in reversed(order):
+        # A cut before a unit that is not called is crossed by what the next called one needs.
+        position = first_call.get(name, position)
+        cuts.append(_crossing(trace.events, position))
+    return Problem(units, num_stages, memory_weight, cuts[::-1])
 
 
 def _execution_order(names: Sequence[str], first_call: Mapping[str, int]) -> list[str]:

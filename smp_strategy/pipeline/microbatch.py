@@ -38,11 +38,12 @@ def split(batch: Any, num_microbatches: int) -> tuple[list[Any], tuple[int, ...]
         UnsupportedError: two tensors disagree on the number of samples.
     """
     if num_microbatches == 1:
-        return [batch], (max(_num_samples(batch) or 1, 1),)
+        return [batch], (max(_num_samples(batch, strict=False) or 1, 1),)
     num_samples = _num_samples(batch)
-    if num_samples is None:
+    if num_samples is None and not _cuts_itself(batch):
         return [batch], (1,)
-    sizes = sizes_of(num_samples, num_microbatches)
+    # How many samples an object holds that cuts itself is not known: its parts are taken to be equal.
+    sizes = (1,) * num_microbatches if num_samples is None else sizes_of(num_samples, num_microbatches)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     cut = [
         _cut(batch, slice(start, start + size), num_samples, (len(sizes), index))
@@ -97,8 +98,8 @@ def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
 
 
-def _num_samples(batch: Any) -> int | None:
-    """Samples in the batch; ``None`` if nothing in it can be cut."""
+def _num_samples(batch: Any, *, strict: bool = True) -> int | None:
+    """Samples in the batch, by the first tensor if not ``strict``; ``None`` if nothing in it can be cut."""
     dims: dict[int, Tensor] = {}
     lists: list[int] = []
 
@@ -110,7 +111,7 @@ def _num_samples(batch: Any) -> int | None:
         return leaf
 
     _walk(batch, visit)
-    if len(dims) > 1:
+    if len(dims) > 1 and strict:
         shapes = " and ".join(str(list(tensor.shape)) for tensor in dims.values())
         raise UnsupportedError(
             f"The batch holds tensors with different numbers of samples (dim 0 of shapes {shapes}), so it cannot be "
@@ -122,7 +123,13 @@ def _num_samples(batch: Any) -> int | None:
     return lists[0] if lists else None
 
 
-def _cut(batch: Any, part: slice, num_samples: int, position: tuple[int, int]) -> Any:
+def _cuts_itself(batch: Any) -> bool:
+    found: list[bool] = []
+    _walk(batch, lambda leaf: found.append(hasattr(leaf, "smp_slice")))
+    return any(found)
+
+
+def _cut(batch: Any, part: slice, num_samples: int | None, position: tuple[int, int]) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf[part] if leaf.ndim else leaf
@@ -156,7 +163,15 @@ def _rebuild_mapping(like: Any, items: dict[Any, Any]) -> Any:
     """A mapping of the type of ``like``, with its other attributes, but with ``items``."""
     if type(like) is dict:
         return items
+    before = {key: like[key] for key in items}
     rebuilt = copy.copy(like)
     for key, value in items.items():
         rebuilt[key] = value
+    if any(like[key] is not value for key, value in before.items()):
+        # The copy shares its memory with the original, which is the user's own batch.
+        for key, value in before.items():
+            like[key] = value
+        rebuilt = copy.deepcopy(like)
+        for key, value in items.items():
+            rebuilt[key] = value
     return rebuilt

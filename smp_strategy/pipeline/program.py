@@ -201,6 +201,7 @@ class Program:
         assert self._transport is not None
         assert tensor.origin is not None
         segment, real = tensor.origin
+        self._worked = True
         self._transport.send(real, tensor.spec, move.target.stage, self._tag(move))
         if real.requires_grad:
             export = self.segments[segment].export(tensor.value.id, real)

@@ -7,8 +7,8 @@ The rule, applied to the events of a microbatch in program order:
 * a read by Python code happens on every stage;
 * a value that a stage needs and does not hold is sent there by the stage that made it, once.
 
-A stage's part of a microbatch is cut into *segments*: a new one begins where the stage, having computed something,
-must wait for another stage. All stages apply the rule to the same events, so sends and receives match by
+A stage's part of a microbatch is cut into *segments*: a new one begins where the stage, having computed or sent
+something, must wait for another stage. All stages apply the rule to the same events, so sends and receives match by
 construction. The rule has no tensors in it: the runtime applies it while the program runs, the scheduler applies it
 to a trace before anything runs.
 """
@@ -75,7 +75,7 @@ class Router:
     def place(self, event: Event) -> Placement:
         """Decide where ``event`` runs and what has to move; the event's outputs then live there."""
         stages = self._stages(event)
-        moves = tuple(move for stage in stages for move in self._moves(event.inputs, stage))
+        moves = self._moves(event.inputs, stages)
         segments = tuple(SegmentId(stage, self._segment[stage]) for stage in stages)
         if event.kind != "read":
             (stage,) = stages
@@ -97,19 +97,23 @@ class Router:
         newest = max(event.inputs, key=lambda value: value.id)
         return (self._home[newest.id],)
 
-    def _moves(self, values: Iterable[Value], stage: int) -> list[Move]:
-        missing = [value for value in dict.fromkeys(values) if (value.id, stage) not in self._held]
-        if missing and self._worked[stage]:
-            self._segment[stage] += 1
-            self._worked[stage] = False
+    def _moves(self, values: Iterable[Value], stages: Iterable[int]) -> tuple[Move, ...]:
+        unique = dict.fromkeys(values)
+        missing = [(value, stage) for stage in stages for value in unique if (value.id, stage) not in self._held]
+        # A stage sends before it waits, and both in one segment would be no uninterrupted run.
+        sources = [SegmentId(home, self._segment[home]) for home in (self._home[value.id] for value, _ in missing)]
+        for source in sources:
+            self._worked[source.stage] = True
+        for stage in dict.fromkeys(stage for _, stage in missing):
+            if self._worked[stage]:
+                self._segment[stage] += 1
+                self._worked[stage] = False
         moves = []
-        for value in missing:
+        for (value, stage), source in zip(missing, sources, strict=True):
             self._held.add((value.id, stage))
-            home = self._home[value.id]
-            source = SegmentId(home, self._segment[home])
             moves.append(Move(value, self._num_moves, source, SegmentId(stage, self._segment[stage])))
             self._num_moves += 1
-        return moves
+        return tuple(moves)
 
 
 def gradient_uses(

@@ -59,6 +59,7 @@ def simulate(
         start, ((kind, segment), microbatch) = choice
         actions[segment.stage].append(Action(kind, microbatch, segment.number))
         times[segment.stage].append((start, clock.run(start, ((kind, segment), microbatch))))
+    assert clock.is_done, "the segments of the flow wait for each other"
     return Plan(tuple(map(tuple, actions)), tuple(map(tuple, times)))
 
 
@@ -93,6 +94,11 @@ class _Clock:
             return None
         start, _, task = min(choices)
         return start, task
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every action has run."""
+        return all(reached == self._num_microbatches for reached in self._reached.values())
 
     def run(self, start: float, task: Task) -> float:
         """Do ``task``; returns its end."""

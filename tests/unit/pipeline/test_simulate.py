@@ -1,0 +1,168 @@
+"""Timetables: known ones for chains of stages, and rules that hold for every program."""
+
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.trace.events import Trace
+
+from .flows import chain, execute, flow_of, programs
+
+policies = st.sampled_from(["simple", "interleaved"])
+caps = st.none() | st.integers(1, 5)
+
+
+def table(plan) -> str:
+    return "\n".join(" ".join(map(str, actions)) for actions in plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("stages", "policy", "active", "expected"),
+    [
+        ([0], "simple", None, "F0 F1 F2 F3 B0 B1 B2 B3"),
+        ([0], "interleaved", None, "F0 B0 F1 B1 F2 B2 F3 B3"),
+        (
+            [0, 1],
+            "simple",
+            None,
+            """
+            F0 F1 F2 F3 B0 B1 B2 B3
+            F0 F1 F2 F3 B0 B1 B2 B3""",
+        ),
+        (
+            [0, 1],
+            "interleaved",
+            None,
+            """
+            F0 F1 F2 F3 B0 B1 B2 B3
+            F0 B0 F1 B1 F2 B2 F3 B3""",
+        ),
+        (
+            [0, 1],
+            "interleaved",
+            1,
+            """
+            F0 B0 F1 B1 F2 B2 F3 B3
+            F0 B0 F1 B1 F2 B2 F3 B3""",
+        ),
+        (
+            [0, 1],
+            "interleaved",
+            2,
+            """
+            F0 F1 B0 F2 B1 F3 B2 B3
+            F0 B0 F1 B1 F2 B2 F3 B3""",
+        ),
+        (
+            [0, 1, 2, 3],
+            "simple",
+            None,
+            """
+            F0 F1 F2 F3 B0 B1 B2 B3
+            F0 F1 F2 F3 B0 B1 B2 B3
+            F0 F1 F2 F3 B0 B1 B2 B3
+            F0 F1 F2 F3 B0 B1 B2 B3""",
+        ),
+        (
+            [0, 1, 0, 1],
+            "interleaved",
+            2,
+            """
+            F0 F1 F0.1 F1.1 B0.1 B1.1 B0 B1 F2 F3 F2.1 F3.1 B2.1 B3.1 B2 B3
+            F0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1 F2 F3 F2.1 B2.1 F3.1 B3.1 B2 B3""",
+        ),
+    ],
+)
+def test_small_timetables_are_the_known_ones(stages, policy, active, expected):
+    plan = simulate(flow_of(*stages), 4, policy=policy, active_microbatches=active)
+    assert table(plan) == dedent(expected).strip()
+
+
+def test_one_forward_one_backward_on_four_stages():
+    plan = simulate(flow_of(0, 1, 2, 3), 6, active_microbatches=4)
+    assert table(plan).splitlines() == [
+        "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5",
+        "F0 F1 F2 F3 B0 B1 F4 B2 F5 B3 B4 B5",
+        "F0 F1 F2 F3 B0 B1 B2 F4 B3 F5 B4 B5",
+        "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5",
+    ]
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_with_as_many_in_flight_as_stages_memory_and_time_are_those_of_1f1b(num_stages):
+    plan = simulate(flow_of(*range(num_stages)), 8, active_microbatches=num_stages)
+    assert plan.peak_microbatches(0) == num_stages
+    assert plan.peak_microbatches(num_stages - 1) == 1
+    # The bubble of 1F1B and GPipe: p - 1 forwards and backwards in which a stage waits.
+    assert plan.makespan == pytest.approx((8 + num_stages - 1) * 3.0)
+
+
+def test_costs_move_the_order_and_the_times():
+    trace_flow = flow_of(0, 1)
+    plan = simulate(trace_flow, 1)
+    assert plan.times == (((0.0, 1.0), (4.0, 6.0)), ((1.0, 2.0), (2.0, 4.0)))
+    assert plan.bubble == pytest.approx(0.5)
+
+
+@given(programs(), st.integers(1, 5), policies, caps)
+def test_every_plan_runs_to_its_end_on_stages_that_block(program, num_microbatches, policy, cap):
+    trace, stage_of, num_stages = program
+    flow = route(trace, stage_of, num_stages, {})
+    plan = simulate(flow, num_microbatches, policy=policy, active_microbatches=cap)
+    execute(plan, trace, stage_of, num_microbatches)
+
+
+@given(programs(), st.integers(1, 4), policies, caps)
+def test_every_plan_does_each_pass_once_and_in_the_order_of_the_microbatches(program, num_microbatches, policy, cap):
+    trace, stage_of, num_stages = program
+    flow = route(trace, stage_of, num_stages, {})
+    plan = simulate(flow, num_microbatches, policy=policy, active_microbatches=cap)
+    for stage, actions in enumerate(plan.stages):
+        segments = {"F": [s for s in flow.forward_cost if s.stage == stage]}
+        segments["B"] = [s for s in segments["F"] if s in flow.backward_needs]
+        assert len(actions) == num_microbatches * (len(segments["F"]) + len(segments["B"]))
+        for kind in "FB":
+            for segment in segments[kind]:
+                order = [a.microbatch for a in actions if (a.kind, a.segment) == (kind, segment.number)]
+                assert order == list(range(num_microbatches))
+        for microbatch in range(num_microbatches):
+            mine = [a for a in actions if a.microbatch == microbatch]
+            assert [a.segment for a in mine if a.kind == "F"] == sorted(s.number for s in segments["F"])
+            # The runtime runs backward from the last segment down, so a plan must not ask for another order.
+            assert [a.segment for a in mine if a.kind == "B"] == sorted((s.number for s in segments["B"]), reverse=True)
+            assert [a.kind for a in mine] == sorted((a.kind for a in mine), reverse=True)
+
+
+@given(programs(), st.integers(1, 6), st.integers(1, 5))
+def test_no_stage_keeps_more_microbatches_than_are_active(program, num_microbatches, cap):
+    trace, stage_of, num_stages = program
+    plan = simulate(route(trace, stage_of, num_stages, {}), num_microbatches, active_microbatches=cap)
+    assert all(plan.peak_microbatches(stage) <= cap for stage in range(num_stages))
+
+
+@given(st.integers(1, 4), st.integers(1, 6), caps)
+def test_the_simple_policy_keeps_all_microbatches_whatever_the_cap(num_stages, num_microbatches, cap):
+    plan = simulate(flow_of(*range(num_stages)), num_microbatches, policy="simple", active_microbatches=cap)
+    assert all(plan.peak_microbatches(stage) == num_microbatches for stage in range(num_stages))
+
+
+@given(programs(), st.integers(1, 4), policies)
+def test_times_of_a_stage_do_not_overlap(program, num_microbatches, policy):
+    trace, stage_of, num_stages = program
+    plan = simulate(
+        route(trace, stage_of, num_stages, dict.fromkeys(range(20), 1.0)), num_microbatches, policy=policy
+    )
+    for spans in plan.times:
+        assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert plan.makespan == max((spans[-1][1] for spans in plan.times if spans), default=0.0)
+    assert 0.0 <= plan.bubble < 1.0
+
+
+def test_a_forward_only_step_has_no_backwards():
+    trace, stage_of = chain(0, 1)
+    plan = simulate(route(Trace(trace.events), stage_of, 2, {}), 3)
+    assert table(plan) == "F0 F1 F2\nF0 F1 F2"
