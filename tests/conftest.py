@@ -8,7 +8,7 @@ import torch
 
 torch.set_num_threads(1)
 
-from hypothesis import settings
+from hypothesis import settings  # noqa: E402
 
 settings.register_profile("suite", max_examples=50, deadline=None)
 settings.load_profile("suite")

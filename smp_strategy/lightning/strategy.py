@@ -35,6 +35,7 @@ from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
 from smp_strategy.lightning.gradients import with_global_norm
+from smp_strategy.lightning.hooks import GradientHooks
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import run_eval_step, run_training_step
@@ -93,6 +94,7 @@ class SMPHooks(CommunicationHooks):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._data_stream: DataStream | None = None
+        self._gradient_hooks: GradientHooks | None = None
         self._may_reduce = True
 
     def __repr__(self) -> str:
@@ -184,6 +186,9 @@ class SMPHooks(CommunicationHooks):
         self._engine = self._engine_for(module)
         self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
         self._data_stream = DataStream(self._engine.mesh)
+        if fitting:
+            self._gradient_hooks = GradientHooks(self._engine, module, self.tree)
+            self._gradient_hooks.install(trainer.callbacks)
 
     def model_to_device(self) -> None:
         """Move the whole model; the engine moves the parts once it is partitioned."""
@@ -328,6 +333,8 @@ class SMPHooks(CommunicationHooks):
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

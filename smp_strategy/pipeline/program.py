@@ -10,7 +10,7 @@ Each call of a unit, and each operation of the glue on placed tensors, passes th
 On every stage the program gets placed tensors back, and goes on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import torch
@@ -82,6 +82,20 @@ class Program:
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
         return self._router.home(tensor.value.id)
+
+    def bring(self, spec: TensorSpec, stages: Collection[int], tensor: Tensor | None) -> PlacedTensor:
+        """A placed tensor that exists already.
+
+        Args:
+            spec: its metadata.
+            stages: who holds it.
+            tensor: it, on these stages; ``None`` elsewhere.
+        """
+        placed = PlacedTensor(self, self._new_value(spec), spec)
+        self._router.settle(placed.value, stages)
+        if tensor is not None:
+            placed.origin = placed.current = (self.segments[-1].index, tensor)
+        return placed
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""

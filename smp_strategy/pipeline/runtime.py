@@ -152,6 +152,52 @@ class Runtime:
         loss = loss_of(output) if loss_of else None
         return _trace_of(program, loss)
 
+    def run_alone(self, code: Callable[[Program], Any], *, seed: int) -> Any:
+        """Run code of the glue once, on every stage, outside of the microbatches.
+
+        Args:
+            code: gets the program that routes its calls.
+            seed: where its random numbers derive from.
+
+        Returns:
+            What ``code`` returns, with real tensors on every stage.
+        """
+        program = Program(
+            microbatch=0,
+            seed=seed,
+            stage=self._stage,
+            router=Router(self._stage_of, self._num_stages),
+            oracle=self._oracle,
+            transport=self._transport,
+            pause=lambda receipts: None,
+        )
+        self._program = program
+        try:
+            result = self.make_real(code(program))
+            if self._transport is not None:
+                self._transport.flush()
+        finally:
+            self._program = None
+            program.closed = True
+        return result
+
+    def make_real(self, tree: Any) -> Any:
+        """``tree`` with every tensor detached and every placed tensor replaced by its value, on all stages."""
+        leaves, structure = pytree.tree_flatten(tree)
+        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+        real: dict[int, Tensor] = {}
+        for stage in range(self._num_stages):
+            mine = list({id(tensor): tensor for tensor in placed if tensor.program.lives_on(tensor) == stage}.values())
+            if not mine:
+                continue
+            values = [None if t.origin is None or stage != self._stage else t.origin[1] for t in mine]
+            if self._transport is None:
+                shared = [value.detach() for value in values if value is not None]
+            else:
+                shared = self._transport.share(values, [tensor.spec for tensor in mine], stage)
+            real.update(zip(map(id, mine), shared, strict=True))
+        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
+
     def close(self) -> None:
         """End the threads."""
         self._executor.shutdown(wait=False)
@@ -238,7 +284,9 @@ class _Run:
     def result(self) -> StepRun:
         """Make results real on every stage."""
         outputs = [coroutine.result for coroutine in self._coroutines]
-        real_outputs, real_losses = self._shared((outputs, [self._losses.get(n) for n in range(len(outputs))]))
+        real_outputs, real_losses = self._runtime.make_real(
+            (outputs, [self._losses.get(n) for n in range(len(outputs))])
+        )
         trace = _trace_of(self._programs[0], self._losses.get(0))
         losses = [loss for loss in real_losses if loss is not None]
         for program in self._programs:
@@ -278,23 +326,6 @@ class _Run:
             num_stages=self._runtime._num_stages,
             transport=self._runtime._transport,
         )
-
-    def _shared(self, tree: Any) -> Any:
-        """``tree`` with every placed tensor replaced by its value, on all stages."""
-        leaves, structure = pytree.tree_flatten(tree)
-        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
-        real: dict[int, Tensor] = {}
-        for stage in range(self._runtime._num_stages):
-            mine = list({id(p): p for p in placed if p.program.lives_on(p) == stage}.values())
-            if not mine:
-                continue
-            values = [None if p.origin is None or stage != self._runtime._stage else p.origin[1] for p in mine]
-            if self._runtime._transport is None:
-                shared = [value.detach() for value in values if value is not None]
-            else:
-                shared = self._runtime._transport.share(values, [p.spec for p in mine], stage)
-            real.update(zip(map(id, mine), shared, strict=True))
-        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
 
 
 def _real_of(leaf: Any, real: dict[int, Tensor]) -> Any:

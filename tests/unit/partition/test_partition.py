@@ -79,7 +79,10 @@ def test_without_a_trace_parameters_alone_decide():
 
 def test_the_memory_weight_decides_between_balanced_memory_and_balanced_time():
     slow = {"s": {0: 1}, "t": {1: 1}, "u": {2: 98}}
-    events = [Event("unit", name, (), (value(i, 1),), flops=flops) for i, (name, flops) in enumerate(zip("stu", (90, 5, 5)))]
+    events = [
+        Event("unit", name, (), (value(i, 1),), flops=flops)
+        for i, (name, flops) in enumerate(zip("stu", (90, 5, 5), strict=True))
+    ]
     by_time = problem_of(Trace(events), slow, num_stages=2, memory_weight=0.0)
     by_memory = problem_of(Trace(events), slow, num_stages=2, memory_weight=1.0)
     assert solve(by_time) == [0, 1]

@@ -153,9 +153,7 @@ def test_the_simple_policy_keeps_all_microbatches_whatever_the_cap(num_stages, n
 @given(programs(), st.integers(1, 4), policies)
 def test_times_of_a_stage_do_not_overlap(program, num_microbatches, policy):
     trace, stage_of, num_stages = program
-    plan = simulate(
-        route(trace, stage_of, num_stages, dict.fromkeys(range(20), 1.0)), num_microbatches, policy=policy
-    )
+    plan = simulate(route(trace, stage_of, num_stages, dict.fromkeys(range(20), 1.0)), num_microbatches, policy=policy)
     for spans in plan.times:
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
     assert plan.makespan == max((spans[-1][1] for spans in plan.times if spans), default=0.0)
