@@ -17,6 +17,7 @@ model is partitioned inside the first step, on real shapes; until then it is who
 """
 
 import traceback
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -186,6 +187,9 @@ class SMPHooks(CommunicationHooks):
         self._engine = self._engine_for(module)
         self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
         self._data_stream = DataStream(self._engine.mesh)
+        if self._engine.mesh.dp == 1:
+            # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
+            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         if fitting:
             self._gradient_hooks = GradientHooks(self._engine, module, self.tree)
             self._gradient_hooks.install(trainer.callbacks)
@@ -206,8 +210,9 @@ class SMPHooks(CommunicationHooks):
                     "Pass the same options, or build the module anew and load its weights from a checkpoint."
                 )
             return engine
-        report = self.tree.pytorch("utilities.rank_zero").rank_zero_info
-        engine = Engine(self.config, report=report, device=self.root_device)
+        tell = self.tree.pytorch("utilities.rank_zero").rank_zero_info
+        # A progress bar may stand on the current line.
+        engine = Engine(self.config, report=lambda text: tell(f"\n{text}"), device=self.root_device)
         # Weak: the module must not keep the engine in a copy of itself.
         object.__setattr__(module, _ENGINE, weakref.ref(engine))
         return engine
