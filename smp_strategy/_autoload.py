@@ -11,7 +11,7 @@ Three rules, each learned from a failure:
 2. Nothing may escape: an exception here would break ``import torch`` for the whole environment.
 3. Never touch a module that is still being imported.
 
-``SMP_AUTOLOAD=0`` switches the part that torch calls off.
+``SMP_AUTOLOAD=0`` switches it off. The name "smp" is then unknown to Lightning, and strategy objects work as before.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["autoload", "autoload_by_torch"]
+__all__ = ["autoload"]
 
 # The module that holds the registry, and the name of the tree that it belongs to.
 TREES: Final = {
@@ -33,14 +33,11 @@ TREES: Final = {
 }
 
 
-def autoload_by_torch() -> None:
-    """The entry point of the group ``torch.backends``."""
-    if os.environ.get("SMP_AUTOLOAD", "1") != "0":
-        autoload()
-
-
 def autoload() -> None:
     """Register "smp" with each Lightning tree that is imported, now or later. Never raises; repeating it is free."""
+    # Torch imports the package to get here, so importing it and being called by torch cannot be told apart.
+    if os.environ.get("SMP_AUTOLOAD", "1") == "0":
+        return
     with suppress(Exception):
         if not any(isinstance(finder, RegistryFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, RegistryFinder())

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from smp_strategy.checkpoint import full
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
+from smp_strategy.gradient_view import run_with_gradients
 from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
@@ -442,6 +443,24 @@ class Engine:
         local = [parameter for parameter in parameters if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
+
+    def with_gradients(self, hook: Callable[[], Any]) -> Any:
+        """Run the user's ``hook`` with the gradients of all stages in sight; collective over the ranks of a replica.
+
+        Returns:
+            What ``hook`` returns, with real tensors on every rank.
+        """
+        assert self._module is not None
+        assert self._runtime is not None
+        assert self._ownership is not None
+        return run_with_gradients(
+            hook,
+            list(self._module.parameters()),
+            runtime=self._runtime,
+            ownership=self._ownership,
+            mesh=self.mesh,
+            seed=derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, 1),
+        )
 
     # State
 

@@ -4,7 +4,8 @@
 other. So a strategy is made per tree, from one set of hooks; nothing here imports Lightning before a tree is named.
 
 Reading order: ``strategy`` (what Lightning calls, in one place), then what it delegates to: ``steps`` and ``logs``
-(microbatches behind one step), ``gradients``, ``data``, ``refusals``, ``launcher`` and ``environment``.
+(microbatches behind one step), ``gradients``, ``data``, ``communication``, ``refusals``, ``launcher`` with
+``command``, and ``environment``.
 """
 
 from typing import TYPE_CHECKING, Any

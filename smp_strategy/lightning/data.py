@@ -108,7 +108,7 @@ def following(loader: DataLoader[Any], stream: DataStream, tree: Tree, *, dp_ran
     stock = type(loader)
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     twin.__class__ = type(stock.__name__, (_FollowingLoader, stock), names)
-    twin.smp_stream = stream  # type: ignore[attr-defined]
+    twin.smp_stream = stream
     if twin.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         # Lightning would seed workers by global rank: each stage would augment in another way.
         seed_worker = tree.fabric("utilities.seed").pl_worker_init_function

@@ -19,7 +19,7 @@ from smp_strategy.lightning.factory import Tree
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment as Host
 else:
-    Host = object  # make_submitit_environment() adds the base class of the tree in use
+    Host = object  # submitit_environment() adds the base class of the tree in use
 
 __all__ = ["devices_of_launcher", "submitit_environment"]
 

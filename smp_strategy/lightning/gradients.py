@@ -40,7 +40,7 @@ class _Commit(torch.autograd.Function):
         return loss.detach().clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[None, None, None]:
         ctx.commit(grad_output)  # type: ignore[attr-defined]
         return None, None, None

@@ -17,41 +17,40 @@ model is partitioned inside the first step, on real shapes; until then it is who
 """
 
 import traceback
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.errors import ConfigError, PeerFailedError, SMPError
 from smp_strategy.failure import publish
+from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.gradients import with_global_norm
+from smp_strategy.lightning.hooks import GradientHooks
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import run_eval_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
-else:
-    Host = object  # make_strategy() adds the base class of the tree in use
-
 __all__ = ["SMPHooks"]
 
 # Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
 CHECKPOINT_KEY = "smp_strategy"
+# The attribute of a module that refers to the engine that serves it.
+_ENGINE = "_smp_engine"
 
 
-class SMPHooks(Host):
+class SMPHooks(CommunicationHooks):
     """Train an unmodified LightningModule with its layers spread over pipeline ranks.
 
     Example::
@@ -70,9 +69,6 @@ class SMPHooks(Host):
     Raises:
         ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
     """
-
-    tree: Tree
-    """The Lightning tree that this class was made for."""
 
     def __init__(
         self,
@@ -98,8 +94,8 @@ class SMPHooks(Host):
         self.process_group_backend = process_group_backend
         self._timeout = timeout
         self._engine: Engine | None = None
-        self._attached: Any = None
         self._data_stream: DataStream | None = None
+        self._gradient_hooks: GradientHooks | None = None
         self._may_reduce = True
 
     def __repr__(self) -> str:
@@ -124,7 +120,7 @@ class SMPHooks(Host):
 
     @property
     def mesh(self) -> ProcessMesh | None:
-        """The process mesh, or ``None`` before ``setup``."""
+        """Where the ranks stand, or ``None`` before ``setup``."""
         return None if self._engine is None else self._engine.mesh
 
     @property
@@ -181,27 +177,45 @@ class SMPHooks(Host):
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.tree.pytorch("trainer.states").TrainerFn.FITTING
-        if not self._is_partitioned(module):
+        if not _is_partitioned(module):
             self.model = self.precision_plugin.convert_module(module)
             self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
         refuse_unsupported(trainer, module, self.optimizers)
         self.setup_precision_plugin()
-        if self._engine is None or self._attached is not module:
-            report = self.tree.pytorch("utilities.rank_zero").rank_zero_info
-            self._engine = Engine(self.config, report=report, device=self.root_device)
-            self._attached = module
+        self._engine = self._engine_for(module)
         self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
         self._data_stream = DataStream(self._engine.mesh)
+        if self._engine.mesh.dp == 1:
+            # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
+            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
+        if fitting:
+            self._gradient_hooks = GradientHooks(self._engine, module, self.tree)
+            self._gradient_hooks.install(trainer.callbacks)
 
     def model_to_device(self) -> None:
         """Move the whole model; the engine moves the parts once it is partitioned."""
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _is_partitioned(self, module: Any) -> bool:
-        return self._engine is not None and self._attached is module and self._engine.partition is not None
+    def _engine_for(self, module: Any) -> Engine:
+        """The engine that has partitioned ``module``, maybe for an earlier Trainer, or a new one."""
+        if _is_partitioned(module):
+            engine = _engine_of(module)
+            assert engine is not None
+            if engine.config != self.config:
+                raise ConfigError(
+                    f"This {type(module).__name__} is partitioned already, under other options than this strategy has. "
+                    "Pass the same options, or build the module anew and load its weights from a checkpoint."
+                )
+            return engine
+        tell = self.tree.pytorch("utilities.rank_zero").rank_zero_info
+        # A progress bar may stand on the current line.
+        engine = Engine(self.config, report=lambda text: tell(f"\n{text}"), device=self.root_device)
+        # Weak: the module must not keep the engine in a copy of itself.
+        object.__setattr__(module, _ENGINE, weakref.ref(engine))
+        return engine
 
     @property
     def precision_plugin(self) -> Any:
@@ -273,51 +287,6 @@ class SMPHooks(Host):
         with self._data_stream.draws():
             return super().batch_to_device(batch, device, dataloader_idx)
 
-    # Communication between replicas, as a data-parallel user means it
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
-        group = self._group(group)
-        if group is None or not isinstance(tensor, Tensor):
-            return tensor
-        return self.tree.fabric("utilities.distributed")._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, or from ``group``; with one replica nothing is gathered, as in one process."""
-        group = self._group(group)
-        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over all ranks of the world."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        return int(votes) == dist.get_world_size() if all else bool(votes)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send an object from one rank to all."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks."""
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
-
-    def _group(self, group: Any) -> Any:
-        """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""
-        if not dist.is_initialized():
-            return None
-        if group is not None and group is not dist.group.WORLD:
-            return group
-        if self.mesh is None:
-            return dist.group.WORLD
-        return self.mesh.dp_group if self.mesh.dp > 1 else None
-
     # Checkpoints: one ordinary Lightning file, whatever the layout that writes or reads it
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -336,8 +305,8 @@ class SMPHooks(Host):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's share of the weights; before the first step that is all of them."""
         module = self.lightning_module
-        if self._is_partitioned(module):
-            self.engine.load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
+        if _is_partitioned(module):
+            self._engine_for(module).load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
         else:
             assert module is not None
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -369,6 +338,8 @@ class SMPHooks(Host):
         """
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        if self._gradient_hooks is not None:
+            self._gradient_hooks.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -379,3 +350,13 @@ def _unwrap(optimizer: Any) -> Optimizer:
     """The user's optimizer inside a LightningOptimizer."""
     unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return unwrapped
+
+
+def _engine_of(module: Any) -> Engine | None:
+    reference = vars(module).get(_ENGINE)
+    return None if reference is None else reference()
+
+
+def _is_partitioned(module: Any) -> bool:
+    engine = _engine_of(module)
+    return engine is not None and engine.partition is not None

@@ -11,7 +11,7 @@ On every stage the program gets placed tensors back, and goes on.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.rng import derive_seed, seeded
-from smp_strategy.pipeline.routing import Move, Placement, Router
+from smp_strategy.pipeline.routing import Move, Placement, Router, SegmentId
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.events import Event, Value
@@ -107,6 +107,20 @@ class Program:
         """Refuse a result whose memory was changed through a view on another stage."""
         if tensor.is_stale:
             self._refresh(tensor)
+
+    def bring(self, spec: TensorSpec, stages: Collection[int], tensor: Tensor | None) -> PlacedTensor:
+        """A placed tensor that exists already.
+
+        Args:
+            spec: its metadata.
+            stages: who holds it.
+            tensor: it, on these stages; ``None`` elsewhere.
+        """
+        placed = PlacedTensor(self, self._new_value(spec), spec, SegmentId(min(stages), 0))
+        self._router.settle(placed.value, stages)
+        if tensor is not None:
+            placed.origin = placed.current = (self.segments[-1].index, tensor)
+        return placed
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""

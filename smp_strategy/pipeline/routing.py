@@ -13,7 +13,7 @@ construction. The rule has no tensors in it: the runtime applies it while the pr
 to a trace before anything runs.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -84,6 +84,11 @@ class Router:
                 self._home[value.id] = stage
                 self._held.add((value.id, stage))
         return Placement(stages, segments, moves)
+
+    def settle(self, value: Value, stages: Collection[int]) -> None:
+        """Let ``value`` be at home on the first of ``stages`` and held by all of them, from before the program."""
+        self._home[value.id] = min(stages)
+        self._held.update((value.id, stage) for stage in stages)
 
     def home(self, value: int) -> int:
         """The stage that made ``value``."""

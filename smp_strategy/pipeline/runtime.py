@@ -87,13 +87,11 @@ class Runtime:
     def call_unit(self, name: str, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Stand-in for the ``forward`` of a unit."""
         program = self._program
-        enclosing = program.enclosing if program else None
-        if program is not None and enclosing is None:
+        if program is not None and program.enclosing is None:
             return program.unit(name, Callee(name, forward, unit), args, kwargs)
-        if program is not None and enclosing is not None:
-            # The work of another unit: the weights are there if it holds this one, and a dry run needs none.
-            if program.is_predicting or any(part is unit for part in enclosing.modules()):
-                return forward(*args, **kwargs)
+        # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
+        if program is not None and (program.is_predicting or _holds(program.enclosing, unit)):
+            return forward(*args, **kwargs)
         if self._stage_of[name] != self._stage:
             raise UnsupportedError(
                 f"Unit `{name}` lives on stage {self._stage_of[name]} and was called "
@@ -166,6 +164,54 @@ class Runtime:
             program.close()
         loss = loss_of(output) if loss_of else None
         return _trace_of(program, loss)
+
+    def run_alone(self, code: Callable[[Program], Any], *, seed: int) -> Any:
+        """Run code of the glue once, on every stage, outside of the microbatches.
+
+        Args:
+            code: gets the program that routes its calls.
+            seed: where its random numbers derive from.
+
+        Returns:
+            What ``code`` returns, with real tensors on every stage.
+        """
+        program = Program(
+            microbatch=0,
+            seed=seed,
+            stage=self._stage,
+            router=Router(self._stage_of, self._num_stages),
+            oracle=self._oracle,
+            transport=self._transport,
+            pause=lambda receipts: None,
+        )
+        self._program = program
+        try:
+            result = self.make_real(code(program))
+            if self._transport is not None:
+                self._transport.flush()
+        finally:
+            self._program = None
+            program.close()
+        return result
+
+    def make_real(self, tree: Any) -> Any:
+        """``tree`` with every tensor detached and every placed tensor replaced by its value, on all stages."""
+        leaves, structure = flatten(tree)
+        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+        for tensor in placed:
+            tensor.program.check_current(tensor)
+        real: dict[int, Tensor] = {}
+        for stage in range(self._num_stages):
+            mine = list({id(tensor): tensor for tensor in placed if tensor.program.lives_on(tensor) == stage}.values())
+            if not mine:
+                continue
+            values = [None if t.origin is None or stage != self._stage else t.origin[1] for t in mine]
+            if self._transport is None:
+                shared = [value.detach() for value in values if value is not None]
+            else:
+                shared = self._transport.share(values, [tensor.spec for tensor in mine], stage)
+            real.update(zip(map(id, mine), shared, strict=True))
+        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
 
     def close(self) -> None:
         """End the threads."""
@@ -308,7 +354,9 @@ class _Run:
         """Make results real on every stage."""
         outputs = [coroutine.result for coroutine in self._coroutines]
         trace = _trace_of(self._programs[0], self._losses.get(0))
-        real_outputs, real_losses = self._shared((outputs, [self._losses.get(n) for n in range(len(outputs))]))
+        real_outputs, real_losses = self._runtime.make_real(
+            (outputs, [self._losses.get(n) for n in range(len(outputs))])
+        )
         losses = [loss for loss in real_losses if loss is not None]
         self._let_go()
         return StepRun(real_outputs, losses, trace)
@@ -350,24 +398,9 @@ class _Run:
             transport=self._runtime._transport,
         )
 
-    def _shared(self, tree: Any) -> Any:
-        """``tree`` with every placed tensor replaced by its value, on all stages."""
-        leaves, structure = flatten(tree)
-        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
-        for leaf in placed:
-            leaf.program.check_current(leaf)
-        real: dict[int, Tensor] = {}
-        for stage in range(self._runtime._num_stages):
-            mine = list({id(p): p for p in placed if p.program.lives_on(p) == stage}.values())
-            if not mine:
-                continue
-            values = [None if p.origin is None or stage != self._runtime._stage else p.origin[1] for p in mine]
-            if self._runtime._transport is None:
-                shared = [value.detach() for value in values if value is not None]
-            else:
-                shared = self._runtime._transport.share(values, [p.spec for p in mine], stage)
-            real.update(zip(map(id, mine), shared, strict=True))
-        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
+
+def _holds(outer: nn.Module | None, inner: nn.Module) -> bool:
+    return outer is not None and any(part is inner for part in outer.modules())
 
 
 def _real_of(leaf: Any, real: dict[int, Tensor]) -> Any:

@@ -61,7 +61,7 @@ def test_a_pipeline_trains_to_the_weights_of_the_reference_and_says_what_it_did(
     assert losses[0] == pytest.approx(5.55, abs=0.1)
     assert losses[-1] < losses[0]
 
-    for part in ("replica 0", "Partition (", "Schedule (", "sampled from best.ckpt", "written to"):
+    for part in ("replica 0", "Partition (", "Schedule of a training step (", "sampled from best.ckpt", "written to"):
         assert told.count(part) == 1, part  # by rank 0 alone, and once
     for name in ("metrics.csv", "loss.png", "partition.json", "checkpoints/best.ckpt"):
         assert f"  {name}\n" in told

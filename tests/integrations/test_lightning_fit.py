@@ -178,3 +178,59 @@ def test_monitors_decide_alike_on_every_rank(tmp_path):
     assert expected[1] > 0
     for found in on_ranks(stop_early, 2, tmp_path / "two", SMP):
         assert found == pytest.approx(expected, rel=1e-4)
+
+
+def two_trainers(folder, smp, later):
+    module = toy_module()
+    toy_trainer(folder, smp=smp, max_epochs=1, enable_checkpointing=True).fit(module, toy_loader())
+    [tested] = toy_trainer(folder, smp=later).test(module, toy_loader(shuffle=False), verbose=False)
+    return tested
+
+
+def test_a_second_trainer_goes_on_with_the_module(tmp_path):
+    with quiet():
+        expected = two_trainers(tmp_path / "one", None, None)
+    for found in on_ranks(two_trainers, 2, tmp_path / "two", SMP, SMP):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_second_trainer_with_another_layout_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="is partitioned already, under other options"):
+        on_ranks(two_trainers, 2, tmp_path, SMP, {**SMP, "pipeline_parallel_degree": 1})
+
+
+def fit_with_gradient_hooks(folder, smp):
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.utilities import grad_norm
+
+    class LogNorms(Callback):
+        def on_after_backward(self, trainer, pl_module):
+            for name, parameter in pl_module.named_parameters():
+                pl_module.log(f"after/{name}", parameter.grad.abs().max())
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log_dict(grad_norm(self, norm_type=2))
+        norms = [p.grad.norm() for group in optimizer.param_groups for p in group["params"]]
+        if max(norm.item() for norm in norms) > 0.5:  # a branch on gradients of all stages
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.5)
+        first, last = list(self.parameters())[0], list(self.parameters())[-1]
+        last.grad.add_(first.grad.sum())  # from one stage to another
+
+    module = toy_module(on_before_optimizer_step=on_before_optimizer_step)
+    trainer = toy_trainer(folder, smp=smp, callbacks=[LogNorms()])
+    trainer.fit(module, toy_loader())
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return metrics_of(trainer), torch.load(folder / "end.ckpt", weights_only=True)["state_dict"]
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_hooks_see_log_and_change_the_gradients_of_all_stages(pp, tmp_path):
+    with quiet():
+        expected_metrics, expected = fit_with_gradient_hooks(tmp_path / "one", None)
+    smp = {"pipeline_parallel_degree": pp, "microbatches": 4}
+    for metrics, weights in on_ranks(fit_with_gradient_hooks, pp, tmp_path / "smp", smp):
+        assert len(metrics) > 10
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4)
+        for name, value in expected.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)

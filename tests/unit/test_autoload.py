@@ -43,37 +43,32 @@ def test_smp_is_registered_whichever_import_comes_first(tree, order):
     assert python(f"{code}\n{more}\nprint('smp' in strategies.StrategyRegistry, len(source) > 100)") == "True True"
 
 
-def autoload_as_torch_does(after: str, **environment: str) -> str:
-    code = f"""
-from smp_strategy import _autoload
-import sys
-sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _autoload.RegistryFinder)]
-_autoload.autoload_by_torch()
-{after}
+def test_it_can_be_switched_off():
+    count = """
+import sys, smp_strategy
+from smp_strategy._autoload import RegistryFinder
+print(sum(isinstance(finder, RegistryFinder) for finder in sys.meta_path))
 """
-    return python(code, **environment)
-
-
-def test_the_part_that_torch_calls_can_be_switched_off():
-    count = "print(sum(isinstance(finder, _autoload.RegistryFinder) for finder in sys.meta_path))"
-    assert autoload_as_torch_does(count) == "1"
-    assert autoload_as_torch_does(count, SMP_AUTOLOAD="0") == "0"
+    assert python(count) == "1"
+    assert python(count, SMP_AUTOLOAD="0") == "0"
 
 
 def test_a_failure_while_registering_does_not_reach_the_import():
     code = """
+from smp_strategy import _autoload
 def broken(module):
     raise RuntimeError("broken")
 _autoload.register = broken
 import lightning.pytorch.strategies
 print("imported")
 """
-    assert autoload_as_torch_does(code) == "imported"
+    assert python(code) == "imported"
 
 
 def test_a_module_that_is_still_being_imported_is_left_alone():
     code = """
-import types, importlib.machinery
+import sys, types, importlib.machinery
+from smp_strategy import _autoload
 half = types.ModuleType("lightning.pytorch.strategies")
 half.__spec__ = importlib.machinery.ModuleSpec("lightning.pytorch.strategies", None)
 half.__spec__._initializing = True
@@ -81,7 +76,7 @@ sys.modules["lightning.pytorch.strategies"] = half
 _autoload.autoload()
 print("survived")
 """
-    assert autoload_as_torch_does(code) == "survived"
+    assert python(code) == "survived"
 
 
 @pytest.mark.parametrize(

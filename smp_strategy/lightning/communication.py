@@ -1,0 +1,77 @@
+"""What ``reduce``, ``all_gather`` and their like mean under a pipeline.
+
+Users and Lightning itself call them as in data-parallel training: "my samples and those of the others". The ranks of
+one pipeline have the same samples, so values are exchanged between replicas only; counting each pipeline rank would
+weigh every sample ``pp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.lightning.factory import Tree
+from smp_strategy.mesh import ProcessMesh
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
+else:
+    Host = object  # make_strategy() adds the base class of the tree in use
+
+__all__ = ["CommunicationHooks"]
+
+
+class CommunicationHooks(Host):
+    """The strategy's hooks that exchange values. See the module's docstring."""
+
+    tree: Tree
+    """The Lightning tree that this class was made for."""
+
+    @property
+    def mesh(self) -> ProcessMesh | None:
+        """Where the ranks stand, or ``None`` before ``setup``."""
+        raise NotImplementedError
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
+        group = self._group(group)
+        if group is None or not isinstance(tensor, Tensor):
+            return tensor
+        return self.tree.fabric("utilities.distributed")._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the replicas, or from ``group``; with one replica nothing is gathered, as in one process."""
+        group = self._group(group)
+        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over all ranks of the world."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == dist.get_world_size() if all else bool(votes)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if dist.is_initialized():
+            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+
+    def _group(self, group: Any) -> Any:
+        """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""
+        if not dist.is_initialized():
+            return None
+        if group is not None and group is not dist.group.WORLD:
+            return group
+        if self.mesh is None:
+            return dist.group.WORLD
+        return self.mesh.dp_group if self.mesh.dp > 1 else None
