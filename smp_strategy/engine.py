@@ -12,11 +12,7 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
-import copy
-import functools
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -25,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.agreement import check_same_partition, start_alike
 from smp_strategy.checkpoint import full
 from smp_strategy.config import SMPConfig
-from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
+from smp_strategy.dry_run import dry_run
+from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.gradient_view import run_with_gradients
+from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
@@ -37,7 +36,7 @@ from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import event_times, problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.pipeline.rng import derive_seed, seeded
+from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.runtime import Runtime, Step, StepRun
 from smp_strategy.pipeline.schedule import Plan
@@ -45,7 +44,7 @@ from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.oracle import Oracle, ValueNeededError
+from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit, choose_units
 
 __all__ = ["Engine", "EvalStep", "TrainStep"]
@@ -128,7 +127,7 @@ class Engine:
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
         self._mesh: ProcessMesh | None = None
-        self._runtime: Runtime | None = None
+        self._calls = UnitCalls()
         self._ownership: Ownership | None = None
         self._stage_groups: dict[frozenset[int], dist.ProcessGroup] = {}
         self._traces: dict[str, Trace] = {}
@@ -162,9 +161,9 @@ class Engine:
         self._module = module
         self._mesh = ProcessMesh(shape, device_type=self._device.type)
         self._units = choose_units(module, shape.pp)
-        self._make_equal(module)
+        self._seed = start_alike(module)
         for unit in self._units:
-            self._intercept(unit)
+            self._calls.intercept(unit)
 
     def _choose_shape(self, module: nn.Module) -> MeshShape:
         world_size = dist.get_world_size()
@@ -184,37 +183,23 @@ class Engine:
         check_degree(degree, world_size, [unit.name for unit in choose_units(module, degree)])
         return MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
 
-    def _make_equal(self, module: nn.Module) -> None:
-        """Rank 0's initial values and seed, everywhere."""
-        seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64)
-        dist.broadcast(seed, 0)
-        self._seed = int(seed)
-        tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-        with torch.no_grad():
-            for tensor in tensors.values():
-                dist.broadcast(tensor.detach(), 0)
-
-    def _intercept(self, unit: Unit) -> None:
-        """Let calls of the unit go through the runtime, hooks of the unit outside of it."""
-        original = unit.module.forward
-
-        @functools.wraps(original)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module is not unit.module:
-                # A copy of the model (an average of weights, say) took this method along, and is no unit.
-                return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
-            if self._runtime is None:
-                return original(*args, **kwargs)
-            return self._runtime.call_unit(unit.name, module, original, args, kwargs)
-
-        unit.module.forward = types.MethodType(forward, unit.module)
-
     # The first step
 
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
         """Trace, partition, and let go of what belongs to other stages."""
         assert self._module is not None
-        trace = self._survey(step, microbatch, loss_of)
+        trace = None
+        if not self.config.skip_tracing:
+            trace = dry_run(
+                step,
+                microbatch,
+                loss_of,
+                module=self._module,
+                units=self._units,
+                calls=self._calls,
+                oracle=self._oracle,
+                device=self._device,
+            )
         parameters = {
             unit.name: {index_of: parameter.nbytes for index_of, parameter in self._numbered(unit)}
             for unit in self._units
@@ -226,12 +211,12 @@ class Engine:
             memory_weight=self.config.resolved_memory_weight,
         )
         self.partition = Partition.of(problem, solve(problem))
-        self._check_agreement(self.partition)
+        check_same_partition(self.partition)
         stage_of = self.partition.stage_of
         self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp)
         self._release()
         transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group) if self.mesh.pp > 1 else None
-        self._runtime = Runtime(
+        self._calls.runtime = Runtime(
             stage=self.mesh.stage,
             stage_of=stage_of,
             num_stages=self.mesh.pp,
@@ -245,72 +230,11 @@ class Engine:
         if self.config.partition_file and self.mesh.rank == 0:
             self.partition.save(self.config.partition_file)
 
-    def _survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace | None:
-        """The trace of a dry run; ``None`` where the step looks at values, which a dry run does not have."""
-        if self.config.skip_tracing:
-            return None
-        self._runtime = Runtime(
-            stage=-1,
-            stage_of={unit.name: 0 for unit in self._units},
-            num_stages=1,
-            oracle=self._oracle,
-            transport=None,
-            device=self._device,
-        )
-        try:
-            # With gradients also where the first step is a validation step: the partition weighs what training keeps.
-            with seeded(self._seed, self._device), torch.inference_mode(False), torch.enable_grad(), self._kept():
-                # The step may take its batch apart.
-                return self._runtime.survey(step, copy.deepcopy(microbatch), loss_of)
-        except ValueNeededError:
-            return None
-        finally:
-            self._runtime.close()
-            self._runtime = None
-
-    @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """Undo what a dry run does to buffers of the glue (counters, averages); refuse changes of units by the glue."""
-        assert self._module is not None
-        placed = {id(tensor): tensor for unit in self._units for tensor in unit.tensors}
-        versions = {key: tensor._version for key, tensor in placed.items()}
-        buffers = [
-            (owner, name, buffer, buffer.clone())
-            for owner in self._module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and id(buffer) not in placed
-        ]
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for owner, name, buffer, before in buffers:
-                    owner._buffers[name] = buffer
-                    buffer.copy_(before)
-        changed = {key for key, tensor in placed.items() if tensor._version != versions[key]}
-        named = [*self._module.named_parameters(), *self._module.named_buffers()]
-        names = [name for name, tensor in named if id(tensor) in changed]
-        if names:
-            raise UnsupportedError(
-                f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the "
-                "units that own them, but each stage has the weights of its own units only. Move this into a module."
-            )
-
     def _numbered(self, unit: Unit) -> list[tuple[int, nn.Parameter]]:
         """The unit's parameters with numbers that are the same on every rank."""
         assert self._module is not None
         numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
         return [(numbers[id(parameter)], parameter) for parameter in unit.module.parameters()]
-
-    def _check_agreement(self, partition: Partition) -> None:
-        digests: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, partition.digest)
-        differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if differing:
-            raise SMPError(
-                f"Ranks {differing} decided on another partition than rank 0: their models or first batches differ. "
-                "Build the same model and read the same data on every rank of a replica."
-            )
 
     def _release(self) -> None:
         assert self._ownership is not None
@@ -339,7 +263,7 @@ class Engine:
             loss_of: picks the loss out of what ``step`` returns.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
-        if self._runtime is None:
+        if self._calls.runtime is None:
             self._decide("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
         parameters = self._ownership.local_parameters(self.mesh.stage)
@@ -366,7 +290,7 @@ class Engine:
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
-        if self._runtime is None:
+        if self._calls.runtime is None:
             self._decide(kind, step, microbatches[0], None)
         run = self._run(kind, step, microbatches, None, ())
         return EvalStep(run.outputs, sizes)
@@ -379,11 +303,11 @@ class Engine:
         loss_of: Callable[[Any], Tensor] | None,
         weights: Sequence[float],
     ) -> StepRun:
-        assert self._runtime is not None
+        assert self._calls.runtime is not None
         plan = self._plan(kind, len(microbatches))
         self._num_steps += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
-        run = self._runtime.run(
+        run = self._calls.runtime.run(
             step,
             microbatches,
             plan=plan,
@@ -451,12 +375,12 @@ class Engine:
             What ``hook`` returns, with real tensors on every rank.
         """
         assert self._module is not None
-        assert self._runtime is not None
+        assert self._calls.runtime is not None
         assert self._ownership is not None
         return run_with_gradients(
             hook,
             list(self._module.parameters()),
-            runtime=self._runtime,
+            runtime=self._calls.runtime,
             ownership=self._ownership,
             mesh=self.mesh,
             seed=derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, 1),
@@ -492,5 +416,5 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's threads; the module stays as it is."""
-        if self._runtime is not None:
-            self._runtime.close()
+        if self._calls.runtime is not None:
+            self._calls.runtime.close()

@@ -1,0 +1,96 @@
+"""The step without its arithmetic: one pass over the user's code with units that only say what they would return.
+
+It tells the order of the units, the flow of values and what everything costs, before anything is placed anywhere. The
+code it runs is the user's, so it must leave no trace: it works on a copy of the batch, draws from random streams of
+its own, and buffers that the glue changes are put back.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.interception import UnitCalls
+from smp_strategy.pipeline.rng import seeded
+from smp_strategy.pipeline.runtime import Runtime, Step
+from smp_strategy.trace.events import Trace
+from smp_strategy.trace.oracle import Oracle, ValueNeededError
+from smp_strategy.units import Unit
+
+__all__ = ["dry_run"]
+
+
+def dry_run(
+    step: Step,
+    microbatch: Any,
+    loss_of: Callable[[Any], Tensor] | None,
+    *,
+    module: nn.Module,
+    units: Sequence[Unit],
+    calls: UnitCalls,
+    oracle: Oracle,
+    device: torch.device,
+) -> Trace | None:
+    """The trace of ``step``; ``None`` where the step looks at values, which a dry run does not have.
+
+    Args:
+        step: the user's code.
+        microbatch: what it gets.
+        loss_of: picks the loss out of what it returns; ``None`` for a forward-only step.
+        module: the whole module.
+        units: its units.
+        calls: where their calls arrive.
+        oracle: predicts results and keeps the predictions for later.
+        device: where the step will run.
+
+    Raises:
+        UnsupportedError: the glue changes tensors of units in place.
+    """
+    calls.runtime = Runtime(
+        stage=-1,
+        stage_of={unit.name: 0 for unit in units},
+        num_stages=1,
+        oracle=oracle,
+        transport=None,
+        device=device,
+    )
+    try:
+        # With gradients also where the first step is a validation step: the partition weighs what training keeps.
+        with seeded(0, device), torch.inference_mode(False), torch.enable_grad(), _untouched(module, units):
+            return calls.runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+    except ValueNeededError:
+        return None
+    finally:
+        calls.runtime.close()
+        calls.runtime = None
+
+
+@contextmanager
+def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
+    """Undo what happens to buffers of the glue (counters, averages); refuse changes of units by the glue."""
+    placed = {id(tensor): tensor for unit in units for tensor in unit.tensors}
+    versions = {key: tensor._version for key, tensor in placed.items()}
+    buffers = [
+        (owner, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and id(buffer) not in placed
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, before in buffers:
+                owner._buffers[name] = buffer
+                buffer.copy_(before)
+    changed = {key for key, tensor in placed.items() if tensor._version != versions[key]}
+    names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in changed]
+    if names:
+        raise UnsupportedError(
+            f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the units "
+            "that own them, but each stage has the weights of its own units only. Move this into a module."
+        )
