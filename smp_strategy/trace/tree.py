@@ -15,7 +15,7 @@ __all__ = ["flatten"]
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of ``tree`` and how to put them together again; a dataclass is registered when it is first met."""
     leaves, structure = pytree.tree_flatten(tree)
-    unknown = {type(leaf) for leaf in leaves if hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type)}
+    unknown = [kind for kind in {type(leaf) for leaf in leaves} if hasattr(kind, "__dataclass_fields__")]
     known = False
     for kind in unknown:
         if all(field.init for field in dataclasses.fields(kind)):

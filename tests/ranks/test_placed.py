@@ -517,6 +517,7 @@ def live_tensors(pp: int) -> tuple[list[int], list[int]]:
     counts = []
     for number in range(4):
         engine.train_step(step, batch(number), loss_of=lambda out: out["loss"])
+        time.sleep(0.1)  # the threads of the microbatches end a moment later
         counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
         counts.append(sum(type(thing) is PlacedTensor for thing in gc.get_objects()))
     gc.enable()
