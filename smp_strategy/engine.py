@@ -12,7 +12,7 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -48,6 +48,11 @@ from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit, choose_units
 
 __all__ = ["Engine", "EvalStep", "TrainStep"]
+
+# Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
+EVALUATION, HOOK = 1, 2
+# Batches of every size and path have a plan of their own; a step that never repeats one must not fill the memory.
+MOST_PLANS = 256
 
 
 @final
@@ -129,11 +134,12 @@ class Engine:
         self._mesh: ProcessMesh | None = None
         self._calls = UnitCalls()
         self._ownership: Ownership | None = None
-        self._stage_groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         self._seed = 0
         self._num_steps = 0
+        self._num_evaluations = 0
         self._reported_schedule = False
 
     # Setting up
@@ -244,13 +250,13 @@ class Engine:
         for optimizer in self._optimizers:
             for parameter in [parameter for parameter in optimizer.state if id(parameter) not in local]:
                 del optimizer.state[parameter]
-        for stages in ownership.shared():
+        for stages, parameters in ownership.shared().items():
             if mesh.stage not in stages:
                 continue
             ranks = [mesh.stage_ranks[stage] for stage in sorted(stages)]
             whole = len(ranks) == mesh.pp
             group = mesh.pp_group if whole else dist.new_group(ranks, use_local_synchronization=True)
-            self._stage_groups[stages] = group
+            self._shared.append((group, parameters))
 
     # Every step
 
@@ -270,9 +276,12 @@ class Engine:
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        weights = [size / sum(sizes) for size in sizes]
+        total = sum(sizes) or 1
+        weights = [size / total for size in sizes]
+        self._num_steps += 1
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
         try:
-            run = self._run("train", step, microbatches, loss_of, weights)
+            run = self._run("train", step, microbatches, seed=seed, loss_of=loss_of, weights=weights)
             gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -292,7 +301,9 @@ class Engine:
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
             self._decide(kind, step, microbatches[0], None)
-        run = self._run(kind, step, microbatches, None, ())
+        self._num_evaluations += 1
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
+        run = self._run(kind, step, microbatches, seed=seed)
         return EvalStep(run.outputs, sizes)
 
     def _run(
@@ -300,13 +311,13 @@ class Engine:
         kind: str,
         step: Step,
         microbatches: Sequence[Any],
-        loss_of: Callable[[Any], Tensor] | None,
-        weights: Sequence[float],
+        *,
+        seed: int,
+        loss_of: Callable[[Any], Tensor] | None = None,
+        weights: Sequence[float] = (),
     ) -> StepRun:
         assert self._calls.runtime is not None
         plan = self._plan(kind, len(microbatches))
-        self._num_steps += 1
-        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
         run = self._calls.runtime.run(
             step,
             microbatches,
@@ -327,6 +338,8 @@ class Engine:
             return None
         key = (trace.signature, num_microbatches)
         if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
             flow = route(trace, self.partition.stage_of, self.mesh.pp, event_times(trace.events))
             self._plans[key] = simulate(
                 flow,
@@ -343,12 +356,11 @@ class Engine:
 
     def _reduce_gradients(self) -> None:
         assert self._ownership is not None
-        for stages, parameters in self._ownership.shared().items():
-            if stages in self._stage_groups:
-                sum_gradients(parameters, self._stage_groups[stages])
+        for group, parameters in self._shared:
+            sum_gradients(parameters, group)
         average_gradients(self._ownership.local_parameters(self.mesh.stage), self.mesh.dp_group)
 
-    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
 
         Args:
@@ -358,8 +370,9 @@ class Engine:
         """
         assert self._ownership is not None
         ownership, stage = self._ownership, self.mesh.stage
+        parameters = list(parameters)
         norm = global_norm(
-            list(parameters),
+            parameters,
             lambda parameter: min(ownership.holders(parameter)) == stage,
             self.mesh.pp_group,
             norm_type,
@@ -383,7 +396,7 @@ class Engine:
             runtime=self._calls.runtime,
             ownership=self._ownership,
             mesh=self.mesh,
-            seed=derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, 1),
+            seed=derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK),
         )
 
     # State

@@ -34,11 +34,13 @@ def global_norm(
         for index, parameter in enumerate(parameters)
         if parameter.grad is not None and counts_here(parameter)
     ]
-    device = mine[0][1].device if mine else torch.device("cpu")
+    if not parameters:
+        return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
-    norms = torch.zeros(2, len(parameters), dtype=dtype, device=device)
+    norms = torch.zeros(2, len(parameters), dtype=dtype, device=parameters[0].device)
     for index, gradient in mine:
         norms[0, index] = torch.linalg.vector_norm(gradient, norm_type)
         norms[1, index] = 1.0
     dist.all_reduce(norms, group=group)
-    return torch.linalg.vector_norm(norms[0, norms[1] > 0], norm_type)
+    found = norms[0, norms[1] > 0]
+    return torch.linalg.vector_norm(found, norm_type) if len(found) else norms.new_zeros(())

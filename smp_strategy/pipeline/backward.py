@@ -124,6 +124,9 @@ class Backward:
             else:
                 receipt = self._receipts.pop(use, None)
                 part = receipt.wait() if receipt else None
+                if receipt is not None and self._transport is not None:
+                    # A gradient that is back means that the value has arrived.
+                    self._transport.confirm(use.stage, use.tag)
             if part is not None:
                 total = part if total is None else total + part
         return total

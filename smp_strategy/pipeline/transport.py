@@ -63,7 +63,7 @@ class Transport:
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self._ranks = stage_ranks
         self._group = group
-        self._sent: list[tuple[dist.Work, Tensor, int]] = []
+        self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
@@ -72,7 +72,7 @@ class Transport:
         with _peer(self._ranks[stage], "sending a tensor to"):
             work = dist.isend(_elements(message), self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
-        self._sent.append((work, message, self._ranks[stage]))
+        self._sent[stage, tag] = (work, message)
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
@@ -82,11 +82,15 @@ class Transport:
         assert work is not None
         return Receipt(buffer, work, self._ranks[stage])
 
+    def confirm(self, stage: int, tag: int) -> None:
+        """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived."""
+        work, _ = self._sent.pop((stage, tag))
+        _wait(work, self._ranks[stage], "the arrival of a tensor at")
+
     def flush(self) -> None:
-        """Block until everything sent has arrived, and let go of the copies."""
-        for work, _, rank in self._sent:
-            _wait(work, rank, "the arrival of a tensor at")
-        self._sent.clear()
+        """Confirm everything that was sent."""
+        for stage, tag in list(self._sent):
+            self.confirm(stage, tag)
 
     def share(self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int) -> list[Tensor]:
         """Give every stage the tensors that ``stage`` has; one message per dtype.

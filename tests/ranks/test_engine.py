@@ -1,0 +1,58 @@
+"""Odds and ends of steps: empty batches, evaluation in between, clipping without gradients."""
+
+import torch
+from torch import Tensor
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.testing import run_ranks
+from tests.parity.models import Text, batch_for
+
+
+def run_with_evaluation(evaluate: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = Text(dropout=0.5)
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
+    engine.attach(model)
+    losses = []
+    for step in range(3):
+        losses.append(engine.train_step(model.loss, batch_for("text", step, 4), loss_of=lambda loss: loss).loss.item())
+        if evaluate:
+            engine.eval_step(model.loss, batch_for("text", step, 4))
+    return losses
+
+
+def test_evaluation_does_not_change_the_random_numbers_of_training():
+    assert run_ranks(run_with_evaluation, 2, True) == run_ranks(run_with_evaluation, 2, False)
+
+
+def run_clip_without_gradients(norm_type: float) -> Tensor:
+    model = Text()
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
+    engine.attach(model)
+    engine.train_step(model.loss, batch_for("text", 0, 4), loss_of=lambda loss: loss)
+    empty = engine.clip_grad_norm_([], 1.0, norm_type)
+    return torch.stack([empty, engine.clip_grad_norm_(model.parameters(), 1.0, norm_type)])
+
+
+def test_the_norm_of_no_gradients_is_zero():
+    for norm_type in (2.0, float("inf")):
+        for found in run_ranks(run_clip_without_gradients, 2, norm_type):
+            assert found.tolist() == [0.0, 0.0]
+
+
+def run_empty_batch() -> list[Tensor | None]:
+    model = Text()
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
+    engine.attach(model)
+    result = engine.train_step(
+        lambda batch: model(batch["tokens"]).sum(), batch_for("text", 0, 0), loss_of=lambda loss: loss
+    )
+    result.commit(torch.ones(()), reduce=True)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_an_empty_batch_has_gradients_of_zero():
+    for gradients in run_ranks(run_empty_batch, 2):
+        assert gradients
+        assert not any(gradient.any() for gradient in gradients if gradient is not None)
