@@ -352,6 +352,20 @@ class Engine:
                 self._reported_schedule = True
         return self._plans[key]
 
+    def call_with_values(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
+    ) -> Any:
+        """Call ``function`` in a step, on every stage, with real tensors in the place of placed ones.
+
+        Args:
+            function: what needs values, a metric for instance.
+            args, kwargs: its arguments.
+            unknown: stands in for it in the dry run, where nothing has a value.
+        """
+        if self._calls.runtime is None:
+            return function(*args, **kwargs)
+        return self._calls.runtime.call_with_values(function, args, kwargs, unknown=unknown)
+
     # Gradients
 
     def _reduce_gradients(self) -> None:

@@ -38,6 +38,7 @@ from smp_strategy.lightning.environment import devices_of_launcher, submitit_env
 from smp_strategy.lightning.gradients import with_global_norm
 from smp_strategy.lightning.hooks import GradientHooks
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
+from smp_strategy.lightning.metrics import MetricUpdates
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import run_eval_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
@@ -96,6 +97,7 @@ class SMPHooks(CommunicationHooks):
         self._engine: Engine | None = None
         self._data_stream: DataStream | None = None
         self._gradient_hooks: GradientHooks | None = None
+        self._metric_updates: MetricUpdates | None = None
         self._may_reduce = True
 
     def __repr__(self) -> str:
@@ -190,6 +192,8 @@ class SMPHooks(CommunicationHooks):
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
+        self._metric_updates = MetricUpdates(self._engine, module)
+        self._metric_updates.install()
         if fitting:
             self._gradient_hooks = GradientHooks(self._engine, module, self.tree)
             self._gradient_hooks.install(trainer.callbacks)
@@ -340,6 +344,8 @@ class SMPHooks(CommunicationHooks):
         assert self.accelerator is not None
         if self._gradient_hooks is not None:
             self._gradient_hooks.remove()
+        if self._metric_updates is not None:
+            self._metric_updates.remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

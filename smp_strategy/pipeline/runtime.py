@@ -100,6 +100,17 @@ class Runtime:
             )
         return forward(*args, **kwargs)
 
+    def call_with_values(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
+    ) -> Any:
+        """See :meth:`smp_strategy.engine.Engine.call_with_values`."""
+        program = self._program
+        if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
+            return function(*args, **kwargs)
+        if not program.computes_here:
+            return unknown()
+        return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
+
     def run(
         self,
         step: Step,

@@ -1,0 +1,69 @@
+"""Metric objects see every sample, and count it once.
+
+A torchmetrics object keeps running sums on the module and is updated in the steps, with tensors that on most ranks of
+a pipeline are known by shape only. So while a run lasts, ``forward`` and ``update`` of each metric get real values, the
+same on every rank of a replica; the sums stay equal there, and ``compute`` adds them up over the replicas alone.
+
+The values travel to all stages: a metric of the logits costs as many bytes as the logits have.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from smp_strategy.engine import Engine
+
+__all__ = ["MetricUpdates"]
+
+
+class MetricUpdates:
+    """Stands in for the methods of a module's metrics that take tensors.
+
+    Args:
+        engine: knows where the values are.
+        module: the LightningModule.
+    """
+
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
+        self._engine = engine
+        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._before: list[tuple[Metric, str, Any]] = []
+
+    def install(self) -> None:
+        """Replace them on the instances."""
+        for metric in self._metrics:
+            self._replace(metric, "forward", self._with_values(metric.forward, _unknown))
+            self._replace(metric, "update", self._with_values(metric.update, lambda: None))
+            if metric.process_group is None:
+                self._replace(metric, "process_group", self._engine.mesh.dp_group)
+
+    def remove(self) -> None:
+        """Give the methods back."""
+        for metric, name, before in reversed(self._before):
+            if before is None:
+                del metric.__dict__[name]
+            else:
+                metric.__dict__[name] = before[0]
+        self._before.clear()
+
+    def _replace(self, metric: Metric, name: str, value: Any) -> None:
+        # Past Metric.__setattr__, which reserves some names.
+        own = metric.__dict__
+        self._before.append((metric, name, (own[name],) if name in own else None))
+        own[name] = value
+
+    def _with_values(self, method: Callable[..., Any], unknown: Callable[[], Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self._engine.call_with_values(method, args, kwargs, unknown=unknown)
+
+        return run
+
+
+def _unknown() -> Tensor:
+    """What a metric returns in the dry run, where nothing has a value."""
+    return torch.zeros(())
