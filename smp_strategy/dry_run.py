@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.interception import UnitCalls
 from smp_strategy.pipeline.rng import seeded
-from smp_strategy.pipeline.runtime import Runtime, Step
+from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.turns import Step
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle, ValueNeededError
 from smp_strategy.units import Unit
@@ -50,13 +52,9 @@ def dry_run(
     Raises:
         UnsupportedError: the glue changes tensors of units in place.
     """
+    stage_of = {unit.name: 0 for unit in units}
     calls.runtime = Runtime(
-        stage=-1,
-        stage_of={unit.name: 0 for unit in units},
-        num_stages=1,
-        oracle=oracle,
-        transport=None,
-        device=device,
+        Stage(number=-1, stage_of=stage_of, num_stages=1, oracle=oracle, transport=None, device=device)
     )
     try:
         # With gradients also where the first step is a validation step: the partition weighs what training keeps.

@@ -13,7 +13,7 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -38,10 +38,12 @@ from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.runtime import Runtime, Step, StepRun
+from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
@@ -222,14 +224,15 @@ class Engine:
         self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp)
         self._release()
         transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group) if self.mesh.pp > 1 else None
-        self._calls.runtime = Runtime(
-            stage=self.mesh.stage,
+        stage = Stage(
+            number=self.mesh.stage,
             stage_of=stage_of,
             num_stages=self.mesh.pp,
             oracle=self._oracle,
             transport=transport,
             device=self._device,
         )
+        self._calls.runtime = Runtime(stage)
         if trace is not None and loss_of is not None:
             self._traces[kind] = trace
         self._report(render_layout(self.mesh.shape, self.partition))
@@ -281,7 +284,7 @@ class Engine:
         self._num_steps += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
         try:
-            run = self._run("train", step, microbatches, seed=seed, loss_of=loss_of, weights=weights)
+            run = self._run("train", Job(step=step, seed=seed, loss_of=loss_of, weights=weights), microbatches)
             gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -303,30 +306,15 @@ class Engine:
             self._decide(kind, step, microbatches[0], None)
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
-        run = self._run(kind, step, microbatches, seed=seed)
+        run = self._run(kind, Job(step=step, seed=seed), microbatches)
         return EvalStep(run.outputs, sizes)
 
-    def _run(
-        self,
-        kind: str,
-        step: Step,
-        microbatches: Sequence[Any],
-        *,
-        seed: int,
-        loss_of: Callable[[Any], Tensor] | None = None,
-        weights: Sequence[float] = (),
-    ) -> StepRun:
+    def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
         plan = self._plan(kind, len(microbatches))
-        run = self._calls.runtime.run(
-            step,
-            microbatches,
-            plan=plan,
-            trace=self._traces.get(kind),
-            seed=seed,
-            loss_of=loss_of,
-            weights=weights,
-        )
+        if plan is not None:
+            job = replace(job, expected=self._traces[kind].path)
+        run = self._calls.runtime.run(job, microbatches, plan)
         # The step may take another path next time: the plan follows the latest trace.
         if kind not in self._traces or self._traces[kind].signature != run.trace.signature:
             self._traces[kind] = run.trace

@@ -1,0 +1,81 @@
+"""What every program on a stage has in common: where it runs, who predicts for it, and how values travel."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.routing import Router
+from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.trace.oracle import Oracle
+from smp_strategy.trace.tree import flatten
+
+__all__ = ["Stage"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a pipeline, as this rank sees it."""
+
+    number: int
+    """This rank's stage; -1 for a dry run, which computes nothing."""
+    stage_of: Mapping[str, int]
+    """Stage of each unit, by qualified name."""
+    num_stages: int
+    oracle: Oracle
+    """Predicts results of calls."""
+    transport: Transport | None
+    """Carries values between stages; ``None`` where there is only one."""
+    device: torch.device
+    """Where the units run."""
+
+    def program(
+        self,
+        *,
+        microbatch: int,
+        seed: int,
+        pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
+        expected: Sequence[object] | None = None,
+    ) -> Program:
+        """A new program on this stage; see :class:`~smp_strategy.pipeline.program.Program`."""
+        return Program(
+            microbatch=microbatch,
+            seed=seed,
+            stage=self.number,
+            router=Router(self.stage_of, self.num_stages),
+            oracle=self.oracle,
+            transport=self.transport,
+            pause=pause,
+            expected=expected,
+        )
+
+    def make_real(self, tree: Any) -> Any:
+        """``tree`` with every tensor detached and every placed tensor replaced by its value, on all stages."""
+        leaves, structure = flatten(tree)
+        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+        for tensor in placed:
+            tensor.program.check_current(tensor)
+        real: dict[int, Tensor] = {}
+        for stage in range(self.num_stages):
+            mine = list({id(tensor): tensor for tensor in placed if tensor.program.lives_on(tensor) == stage}.values())
+            if not mine:
+                continue
+            values = [None if t.origin is None or stage != self.number else t.origin[1] for t in mine]
+            if self.transport is None:
+                shared = [value.detach() for value in values if value is not None]
+            else:
+                shared = self.transport.share(values, [tensor.spec for tensor in mine], stage)
+            real.update(zip(map(id, mine), shared, strict=True))
+        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
+
+
+def _real_of(leaf: Any, real: dict[int, Tensor]) -> Any:
+    if isinstance(leaf, PlacedTensor):
+        return real[id(leaf)]
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,244 @@
+"""The microbatches of one step take turns on a stage.
+
+Each microbatch is a coroutine that runs until it must wait for another stage, and a backward that follows it. Here is
+what can be asked of them: go on with a segment, run a segment's backward, get ready early, finish. The plan decides
+the order; where a microbatch takes another path than the plan was made for, the stage improvises.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from smp_strategy.pipeline.backward import Backward
+from smp_strategy.pipeline.coroutine import Coroutine
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.rng import derive_seed
+from smp_strategy.pipeline.schedule import Action
+from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.transport import Receipt
+from smp_strategy.trace.events import Trace
+
+__all__ = ["Job", "Step", "StepRun", "Turns", "trace_of"]
+
+Step = Callable[[Any], Any]
+
+ALL_SEGMENTS = 1 << 30
+# How long a stage without a plan sleeps before it looks for messages again.
+POLL_SECONDS = 1e-4
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is done with every microbatch of a step."""
+
+    step: Step
+    """The user's code."""
+    seed: int
+    """Where all random numbers of the step derive from."""
+    loss_of: Callable[[Any], Tensor] | None = None
+    """Picks the loss out of what ``step`` returns; ``None``: forward only."""
+    weights: Sequence[float] = ()
+    """Factor of each microbatch's loss."""
+    expected: Sequence[object] | None = None
+    """Signatures of the events that the plan was made for; ``None`` where there is no plan."""
+
+
+@final
+@dataclass(frozen=True)
+class StepRun:
+    """What came out of a step."""
+
+    outputs: list[Any]
+    """The step's return values, one per microbatch, with real detached tensors on every stage."""
+    losses: list[Tensor]
+    """Loss of each microbatch, real and detached on every stage; empty for a forward-only step."""
+    trace: Trace
+    """Events of the first microbatch."""
+
+
+@final
+class Turns:
+    """The microbatches of one step.
+
+    Args:
+        stage: where this happens.
+        microbatches: what the step gets, one after the other.
+        job: what is done with each of them.
+        executor: gives every microbatch a thread.
+        enter: told whose turn it is, before a program runs, and ``None`` after it.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        microbatches: Sequence[Any],
+        job: Job,
+        *,
+        executor: Executor,
+        enter: Callable[[Program | None], None],
+    ) -> None:
+        self._stage = stage
+        self._job = job
+        self._executor = executor
+        self._enter = enter
+        self._waiting: dict[int, Sequence[Receipt]] = {}
+        self._programs: list[Program] = []
+        self._coroutines: list[Coroutine] = []
+        self._backwards: dict[int, Backward] = {}
+        self._losses: dict[int, Any] = {}
+        for number, microbatch in enumerate(microbatches):
+            program, coroutine = self._make(number, microbatch, derive_seed(job.seed, number))
+            self._programs.append(program)
+            self._coroutines.append(coroutine)
+
+    def _make(self, number: int, microbatch: Any, seed: int) -> tuple[Program, Coroutine]:
+        def pause(receipts: Sequence[Receipt]) -> None:
+            self._waiting[number] = receipts
+            coroutine.pause()
+
+        program = self._stage.program(microbatch=number, seed=seed, pause=pause, expected=self._job.expected)
+        step = self._job.step
+        coroutine = Coroutine(lambda: step(microbatch), self._executor, seed=seed, device=self._stage.device)
+        return program, coroutine
+
+    def program_order(self) -> list[Action]:
+        """Each microbatch forward and backward, one after the other, all segments at once."""
+        last = ALL_SEGMENTS
+        kinds = "FB" if self._job.loss_of else "F"
+        return [Action(kind, number, last) for number in range(len(self._programs)) for kind in kinds]  # type: ignore[arg-type]
+
+    def do(self, action: Action) -> None:
+        """Carry out one action."""
+        if action.kind == "F":
+            self._forward(action.microbatch, action.segment)
+        else:
+            self._forward(action.microbatch, ALL_SEGMENTS)
+            if not self.has_left_plan:
+                self._backwards[action.microbatch].run_from(action.segment)
+
+    @property
+    def has_left_plan(self) -> bool:
+        """Whether a microbatch is known to take another path than the plan was made for."""
+        return any(program.left_plan for program in self._programs)
+
+    def improvise(self) -> None:
+        """Do whatever can be done, until everything is: the plan is for another path, and could wait in a circle.
+
+        Stages notice at different times. One that still follows the plan waits only for what the plan's path makes
+        other stages do, and a stage that has left it does that as soon as it can: so there is always one that can go
+        on. Backwards stay in the order of the microbatches, which keeps the sums of gradients.
+        """
+        numbers = range(len(self._programs))
+        while not all(self._is_through(number) for number in numbers):
+            went_on = [self._advance(number) for number in numbers]
+            first = next((number for number in numbers if not self._is_through(number)), None)
+            if first is not None and first in self._backwards:
+                backward = self._backwards[first]
+                if self._have_arrived(backward.awaited()):
+                    backward.run_next()
+                    continue
+            if not any(went_on):
+                time.sleep(POLL_SECONDS)
+
+    def _is_through(self, number: int) -> bool:
+        done = self._coroutines[number].finished
+        return done and (self._job.loss_of is None or self._backwards[number].is_done)
+
+    def _advance(self, number: int) -> bool:
+        """Let a microbatch go on forward if it can."""
+        if self._coroutines[number].finished or not self._have_arrived(self._waiting.get(number, ())):
+            return False
+        self._resume(number)
+        return True
+
+    def _have_arrived(self, receipts: Sequence[Receipt]) -> bool:
+        return all(receipt.arrived(self._executor) for receipt in receipts)
+
+    def prepare(self, actions: Sequence[Action], position: int) -> None:
+        """Let the next microbatch run up to its first receive, so that the message travels while others compute."""
+        following = next((action for action in actions[position:] if action.kind == "F"), None)
+        if following is not None and following.microbatch not in self._waiting:
+            self._resume(following.microbatch)
+
+    def finish(self) -> None:
+        """Complete what no action asked for: segments off the plan, and backwards that no gradient passes through."""
+        for number in range(len(self._programs)):
+            self._forward(number, ALL_SEGMENTS)
+            if self.has_left_plan:
+                self.improvise()
+                return
+            if self._job.loss_of is not None:
+                self._backwards[number].run_from(0)
+
+    def cancel(self) -> None:
+        """Let go of programs that wait."""
+        for coroutine in self._coroutines:
+            coroutine.cancel()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the programs and untie them from this run, so that results are freed now and not by the collector."""
+        for program in self._programs:
+            program.close()
+        self._coroutines.clear()
+        self._backwards.clear()
+        self._losses.clear()
+        self._waiting.clear()
+
+    def result(self) -> StepRun:
+        """Make results real on every stage."""
+        outputs = [coroutine.result for coroutine in self._coroutines]
+        trace = trace_of(self._programs[0], self._losses.get(0))
+        real_outputs, real_losses = self._stage.make_real((outputs, [self._losses.get(n) for n in range(len(outputs))]))
+        losses = [loss for loss in real_losses if loss is not None]
+        self._let_go()
+        return StepRun(real_outputs, losses, trace)
+
+    def _forward(self, number: int, segment: int) -> None:
+        """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
+        coroutine, program = self._coroutines[number], self._programs[number]
+        while not coroutine.finished and (number not in self._waiting or program.segments[-1].index <= segment):
+            if self._waiting.get(number) and self.has_left_plan:
+                return
+            for receipt in self._waiting.get(number, ()):
+                receipt.wait()
+            self._resume(number)
+
+    def _resume(self, number: int) -> None:
+        coroutine = self._coroutines[number]
+        if coroutine.finished:
+            return
+        self._enter(self._programs[number])
+        try:
+            finished = coroutine.resume()
+        finally:
+            self._enter(None)
+        if finished:
+            self._programs[number].end()
+            self._waiting.pop(number, None)
+            if self._job.loss_of is not None:
+                self._begin_backward(number)
+
+    def _begin_backward(self, number: int) -> None:
+        assert self._job.loss_of is not None
+        loss = self._losses[number] = self._job.loss_of(self._coroutines[number].result)
+        self._backwards[number] = Backward(
+            self._programs[number],
+            loss,
+            self._job.weights[number],
+            stage=self._stage.number,
+            num_stages=self._stage.num_stages,
+            transport=self._stage.transport,
+        )
+
+
+def trace_of(program: Program, loss: Any) -> Trace:
+    """The record of a program whose loss is ``loss``."""
+    number = loss.value.id if isinstance(loss, PlacedTensor) else None
+    return Trace([event for event, _ in program.record], number)
