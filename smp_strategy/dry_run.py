@@ -2,9 +2,10 @@
 
 It tells the order of the units, the flow of values and what everything costs, before anything is placed anywhere. The
 code it runs is the user's, so it must leave no trace: it works on a copy of the batch, draws from random streams of
-its own, and buffers that the glue changes are put back.
+its own, and whatever it does to the module (counters, lists of losses, buffers of the glue) is undone.
 """
 
+import collections
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,22 +70,24 @@ def dry_run(
 
 @contextmanager
 def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
-    """Undo what happens to buffers of the glue (counters, averages); refuse changes of units by the glue."""
+    """Undo what the step does to the module: buffers of the glue, attributes, and the lists and dicts in attributes.
+
+    Raises:
+        UnsupportedError: the glue changes tensors of units in place.
+    """
     placed = {id(tensor): tensor for unit in units for tensor in unit.tensors}
     versions = {key: tensor._version for key, tensor in placed.items()}
-    buffers = [
-        (owner, name, buffer, buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and id(buffer) not in placed
-    ]
+    buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
+    attributes = [(vars(owner), _contents(vars(owner))) for owner in module.modules()]
     try:
         yield
     finally:
+        for holder, before in attributes:
+            _restore(holder, before)
         with torch.no_grad():
-            for owner, name, buffer, before in buffers:
-                owner._buffers[name] = buffer
-                buffer.copy_(before)
+            for buffer, value in buffers:
+                if id(buffer) not in placed:
+                    buffer.copy_(value)
     changed = {key for key, tensor in placed.items() if tensor._version != versions[key]}
     names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in changed]
     if names:
@@ -92,3 +95,23 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
             f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the units "
             "that own them, but each stage has the weights of its own units only. Move this into a module."
         )
+
+
+def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each attribute, and a copy of it where it is a container that can change."""
+    kinds = (list, dict, set, collections.deque)
+    return {name: (value, copy.copy(value) if isinstance(value, kinds) else None) for name, value in attributes.items()}
+
+
+def _restore(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
+    for name in attributes.keys() - before.keys():
+        del attributes[name]
+    for name, (value, contents) in before.items():
+        attributes[name] = value
+        if contents is None:
+            continue
+        value.clear()
+        if isinstance(value, list | collections.deque):
+            value.extend(contents)
+        else:
+            value.update(contents)

@@ -56,3 +56,36 @@ def test_an_empty_batch_has_gradients_of_zero():
     for gradients in run_ranks(run_empty_batch, 2):
         assert gradients
         assert not any(gradient.any() for gradient in gradients if gradient is not None)
+
+
+class Bookkeeper(Text):
+    """A module whose step leaves its marks everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.calls, self.losses, self.by_kind = 0, [], {"train": []}
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = self.loss(batch)
+        self.calls += 1
+        self.losses.append(loss.detach())
+        self.by_kind["last"] = loss.detach()
+        self.latest = loss.detach()
+        self.steps += 1
+        return loss
+
+
+def run_bookkeeper() -> tuple[int, int, float, list[str]]:
+    torch.manual_seed(0)
+    model = Bookkeeper()
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
+    engine.attach(model)
+    for step in range(3):
+        engine.train_step(model.step, batch_for("text", step, 4), loss_of=lambda loss: loss)
+    return model.calls, len(model.losses), model.steps.item(), sorted(model.by_kind)
+
+
+def test_the_dry_run_leaves_no_marks_on_the_module():
+    for found in run_ranks(run_bookkeeper, 2):
+        assert found == (6, 6, 6.0, ["last", "train"])
