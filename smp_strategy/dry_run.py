@@ -9,12 +9,14 @@ import collections
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
@@ -24,7 +26,18 @@ from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle, ValueNeededError
 from smp_strategy.units import Unit
 
-__all__ = ["dry_run"]
+__all__ = ["DryRun", "dry_run"]
+
+
+@final
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run has found out."""
+
+    trace: Trace | None
+    """The events; ``None`` where the step looks at values, which a dry run does not have."""
+    used_by_glue: tuple[nn.Parameter, ...]
+    """Parameters of units that code above the units computes with."""
 
 
 def dry_run(
@@ -37,8 +50,8 @@ def dry_run(
     calls: UnitCalls,
     oracle: Oracle,
     device: torch.device,
-) -> Trace | None:
-    """The trace of ``step``; ``None`` where the step looks at values, which a dry run does not have.
+) -> DryRun:
+    """Run ``step`` dry.
 
     Args:
         step: the user's code.
@@ -53,19 +66,21 @@ def dry_run(
     Raises:
         UnsupportedError: the glue changes tensors of units in place.
     """
+    uses = GlueUses(units)
     stage_of = {unit.name: 0 for unit in units}
     calls.runtime = Runtime(
         Stage(number=-1, stage_of=stage_of, num_stages=1, oracle=oracle, transport=None, device=device)
     )
     try:
         # With gradients also where the first step is a validation step: the partition weighs what training keeps.
-        with seeded(0, device), torch.inference_mode(False), torch.enable_grad(), _untouched(module, units):
-            return calls.runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+        with seeded(0, device), torch.inference_mode(False), torch.enable_grad(), _untouched(module, units), uses:
+            trace = calls.runtime.survey(step, copy.deepcopy(microbatch), loss_of)
     except ValueNeededError:
-        return None
+        trace = None
     finally:
         calls.runtime.close()
         calls.runtime = None
+    return DryRun(trace, tuple(uses.found.values()))
 
 
 @contextmanager

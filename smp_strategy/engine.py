@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from smp_strategy.agreement import check_same_partition, start_alike
 from smp_strategy.checkpoint import full
 from smp_strategy.config import SMPConfig
-from smp_strategy.dry_run import dry_run
+from smp_strategy.dry_run import DryRun, dry_run
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.gradient_view import run_with_gradients
 from smp_strategy.interception import UnitCalls
@@ -196,9 +196,9 @@ class Engine:
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
         """Trace, partition, and let go of what belongs to other stages."""
         assert self._module is not None
-        trace = None
+        found = DryRun(None, ())
         if not self.config.skip_tracing:
-            trace = dry_run(
+            found = dry_run(
                 step,
                 microbatch,
                 loss_of,
@@ -213,7 +213,7 @@ class Engine:
             for unit in self._units
         }
         problem = problem_of(
-            trace or Trace([]),
+            found.trace or Trace([]),
             parameters,
             num_stages=self.mesh.pp,
             memory_weight=self.config.resolved_memory_weight,
@@ -221,7 +221,7 @@ class Engine:
         self.partition = Partition.of(problem, solve(problem))
         check_same_partition(self.partition)
         stage_of = self.partition.stage_of
-        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp)
+        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=found.used_by_glue)
         self._release()
         transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group) if self.mesh.pp > 1 else None
         stage = Stage(
@@ -233,8 +233,8 @@ class Engine:
             device=self._device,
         )
         self._calls.runtime = Runtime(stage)
-        if trace is not None and loss_of is not None:
-            self._traces[kind] = trace
+        if found.trace is not None and loss_of is not None:
+            self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
         if self.config.partition_file and self.mesh.rank == 0:
             self.partition.save(self.config.partition_file)

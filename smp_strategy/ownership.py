@@ -5,11 +5,11 @@ their parameters keep name, shape, dtype, device and identity (optimizers and ho
 backed by a single NaN, so that an accidental use shows up as NaN and never as a plausible number. They get no gradient
 and so no optimizer state.
 
-A parameter can be held by several stages: one that two units share (tied weights) by the stages of both, one of the
-glue by all. The lowest of these stages counts it in norms and saves it.
+A parameter can be held by several stages: one that two units share (tied weights) by the stages of both, one that
+the glue has or computes with by all. The lowest of these stages counts it in norms and saves it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -29,15 +29,25 @@ class Ownership:
         units: its units.
         stage_of: stage of each unit, by name.
         num_stages: number of stages.
+        used_by_glue: parameters of units that code above the units computes with.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], stage_of: Mapping[str, int], num_stages: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        stage_of: Mapping[str, int],
+        num_stages: int,
+        *,
+        used_by_glue: Iterable[nn.Parameter] = (),
+    ) -> None:
         self._root = root
         everywhere = frozenset(range(num_stages))
         holders: dict[int, frozenset[int]] = {}
         for unit in units:
             for tensor in unit.tensors:
                 holders[id(tensor)] = holders.get(id(tensor), frozenset()) | {stage_of[unit.name]}
+        holders.update((id(parameter), everywhere) for parameter in used_by_glue)
         self._holders: dict[int, frozenset[int]] = holders
         self._everywhere = everywhere
         # Buffers may be replaced by assignment during training, parameters keep their identity.

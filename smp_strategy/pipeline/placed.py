@@ -27,9 +27,9 @@ from smp_strategy.trace.oracle import TensorSpec
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["Memory", "PlacedTensor"]
+__all__ = ["METADATA", "Memory", "PlacedTensor"]
 
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     {
         *(
             getattr(Tensor, name).__get__
@@ -198,7 +198,7 @@ class PlacedTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _REFUSED:

@@ -44,6 +44,20 @@ class Text(nn.Module):
         return F.cross_entropy(self(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
 
 
+class WeightsInTheGlue(Text):
+    """Its output layer is the embedding's weight, used by name, and its loss has an L2 term over all parameters."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens) + self.position
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.norm(hidden) @ self.embed.weight.T
+
+    def loss(self, batch: Any) -> Tensor:
+        penalty = sum(parameter.square().sum() for parameter in self.parameters())
+        return super().loss(batch) + 1e-3 * penalty
+
+
 class Skips(nn.Module):
     """Skip connections over all stages, a block used three times, and a branch on a value."""
 
@@ -139,6 +153,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "text": Text,
     "text, tied": lambda: Text(tied=True),
     "skips": Skips,
+    "weights in the glue": WeightsInTheGlue,
     "gpt2": gpt2,
     "gpt2, tied": lambda: gpt2(tied=True),
     "vit": vit,

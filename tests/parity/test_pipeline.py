@@ -66,6 +66,8 @@ def assert_same(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance
 
 # Where several stages add to the same gradient over several microbatches, the order of additions differs.
 TOLERANCE = {"text, tied": 1e-6, "gpt2, tied": 1e-6, "skips": 1e-6}
+# Where units and glue use the same weight, the glue's part of its gradient is added last, on any number of stages.
+TOLERANCE_ALWAYS = {"weights in the glue": 1e-6}
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -74,7 +76,8 @@ def test_weights_are_those_of_one_process(name, pp):
     expected, expected_losses = one_process(name, 4, samples=8)
     options = {"pipeline_parallel_degree": pp, "microbatches": 4}
     results = run_ranks(run_pipeline, pp, name, options, 8)
-    assert_same(expected, results[0][0], TOLERANCE.get(name, 0.0) if pp > 1 else 0.0)
+    tolerance = TOLERANCE_ALWAYS.get(name, TOLERANCE.get(name, 0.0) if pp > 1 else 0.0)
+    assert_same(expected, results[0][0], tolerance)
     for _, losses in results:
         assert losses == pytest.approx(expected_losses, rel=1e-6)
 
