@@ -25,7 +25,7 @@ from typing import final
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["Unit", "choose_units", "glue_parameters"]
+__all__ = ["Unit", "choose_units"]
 
 _INDIVISIBLE = (
     nn.TransformerEncoderLayer,
@@ -49,11 +49,6 @@ class Unit:
         """Parameters and buffers of the unit, each once."""
         return [*self.module.parameters(), *self.module.buffers()]
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of its parameters."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
-
 
 def choose_units(root: nn.Module, num_stages: int = 1) -> list[Unit]:
     """The units of ``root`` in order of registration.
@@ -71,12 +66,6 @@ def choose_units(root: nn.Module, num_stages: int = 1) -> list[Unit]:
         if not any(_has_blocks(unit.module, indivisible) for unit in units):
             return _without_doubles(_layers(root, indivisible))
     return units
-
-
-def glue_parameters(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Parameter]:
-    """Parameters of ``root`` that belong to no unit, by qualified name; they live on every stage."""
-    owned = {id(parameter) for unit in units for parameter in unit.module.parameters()}
-    return {name: parameter for name, parameter in root.named_parameters() if id(parameter) not in owned}
 
 
 def _visit(name: str, module: nn.Module, depth: int, indivisible: frozenset[str]) -> Iterator[Unit]:
