@@ -14,6 +14,7 @@ first, then ``zero_grad``, then ``backward``.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, final
 
 import torch
@@ -111,6 +112,7 @@ class Engine:
         config: all options.
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
         device: where this rank computes.
+        timeout: longest wait for another rank; ``None``: that of the backend.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class Engine:
         *,
         report: Callable[[str], None] = lambda text: None,
         device: torch.device | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.config = config
+        self._timeout = timeout
         self.partition: Partition | None = None
         self._report = report
         self._device = device or torch.device("cpu")
@@ -167,7 +171,7 @@ class Engine:
             raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
         shape = self._choose_shape(module)
         self._module = module
-        self._mesh = ProcessMesh(shape, device_type=self._device.type)
+        self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
         self._units = choose_units(module, shape.pp)
         self._seed = start_alike(module)
         for unit in self._units:
@@ -223,7 +227,9 @@ class Engine:
         stage_of = self.partition.stage_of
         self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=found.used_by_glue)
         self._release()
-        transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group) if self.mesh.pp > 1 else None
+        transport = None
+        if self.mesh.pp > 1:
+            transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
         stage = Stage(
             number=self.mesh.stage,
             stage_of=stage_of,
@@ -258,7 +264,9 @@ class Engine:
                 continue
             ranks = [mesh.stage_ranks[stage] for stage in sorted(stages)]
             whole = len(ranks) == mesh.pp
-            group = mesh.pp_group if whole else dist.new_group(ranks, use_local_synchronization=True)
+            group = (
+                mesh.pp_group if whole else dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+            )
             self._shared.append((group, parameters))
 
     # Every step

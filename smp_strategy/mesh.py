@@ -15,6 +15,7 @@ loggers and the progress bar are on global rank 0 with real values.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import final
 
 import torch
@@ -119,6 +120,11 @@ class ProcessMesh:
 
     The default process group must exist; construction is collective.
 
+    Args:
+        shape: degrees and rank order.
+        device_type: where the ranks compute.
+        timeout: of the groups' collectives; ``None``: the backend's.
+
     Attributes:
         shape: degrees and rank order.
         rank: global rank of this process.
@@ -128,7 +134,7 @@ class ProcessMesh:
         stage_ranks: global rank of each stage of this replica.
     """
 
-    def __init__(self, shape: MeshShape, *, device_type: str = "cpu") -> None:
+    def __init__(self, shape: MeshShape, *, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
         if shape.world_size != dist.get_world_size():
             raise ConfigError(
                 f"The mesh has {shape.world_size} ranks (pp {shape.pp} x dp {shape.dp} x tp {shape.tp}), "
@@ -147,6 +153,10 @@ class ProcessMesh:
         self.pp_rank, self.dp_rank = here["P"], here["D"]
         self.pp_group = self.device_mesh.get_group("pp")
         self.dp_group = self.device_mesh.get_group("dp_replicate")
+        if timeout is not None:
+            # DeviceMesh gives its groups the backend's default, not that of the default group.
+            for group in (self.pp_group, self.dp_group):
+                dist.distributed_c10d._set_pg_timeout(timeout, group)
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group("P", self.rank)))
 

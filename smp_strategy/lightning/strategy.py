@@ -216,7 +216,9 @@ class SMPHooks(CommunicationHooks):
             return engine
         tell = self.tree.pytorch("utilities.rank_zero").rank_zero_info
         # A progress bar may stand on the current line.
-        engine = Engine(self.config, report=lambda text: tell(f"\n{text}"), device=self.root_device)
+        engine = Engine(
+            self.config, report=lambda text: tell(f"\n{text}"), device=self.root_device, timeout=self._timeout
+        )
         # Weak: the module must not keep the engine in a copy of itself.
         object.__setattr__(module, _ENGINE, weakref.ref(engine))
         return engine

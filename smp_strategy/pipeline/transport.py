@@ -10,6 +10,7 @@ gloo matches messages of a pair of ranks by tag, so messages may overtake each o
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import final
 
 import torch
@@ -27,10 +28,11 @@ __all__ = ["Receipt", "Transport"]
 class Receipt:
     """A receive that is under way."""
 
-    def __init__(self, buffer: Tensor, work: dist.Work, source: int) -> None:
+    def __init__(self, buffer: Tensor, work: dist.Work, source: int, timeout: timedelta) -> None:
         self._buffer = buffer
         self._work: dist.Work | None = work
         self._source = source
+        self._timeout = timeout
         self._arrival: Future[Tensor] | None = None
 
     def arrived(self, executor: Executor) -> bool:
@@ -46,7 +48,7 @@ class Receipt:
     def wait(self) -> Tensor:
         """Block until the tensor is there; later calls return at once (gloo itself would wait for ever)."""
         if self._work is not None:
-            _wait(self._work, self._source, "a tensor from")
+            _wait(self._work, self._source, "a tensor from", self._timeout)
             self._work = None
         return self._buffer
 
@@ -58,10 +60,12 @@ class Transport:
     Args:
         stage_ranks: global rank of each stage.
         group: process group of the replica's stages.
+        timeout: longest wait for a message; ``None``: that of the group's backend.
     """
 
-    def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+    def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self._ranks = stage_ranks
+        self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self._group = group
         self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
 
@@ -80,12 +84,12 @@ class Transport:
         with _peer(self._ranks[stage], "waiting for a tensor from"):
             work = dist.irecv(_elements(buffer), self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
-        return Receipt(buffer, work, self._ranks[stage])
+        return Receipt(buffer, work, self._ranks[stage], self._timeout)
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived."""
         work, _ = self._sent.pop((stage, tag))
-        _wait(work, self._ranks[stage], "the arrival of a tensor at")
+        _wait(work, self._ranks[stage], "the arrival of a tensor at", self._timeout)
 
     def flush(self) -> None:
         """Confirm everything that was sent."""
@@ -128,9 +132,9 @@ def _elements(buffer: Tensor) -> Tensor:
     return buffer.as_strided((buffer.numel(),), (1,))
 
 
-def _wait(work: dist.Work, rank: int, what: str) -> None:
+def _wait(work: dist.Work, rank: int, what: str, timeout: timedelta) -> None:
     with _peer(rank, f"waiting for {what}"):
-        work.wait()
+        work.wait(timeout)
 
 
 @contextmanager

@@ -1,10 +1,17 @@
 """Odds and ends of steps: empty batches, evaluation in between, clipping without gradients."""
 
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.errors import PeerFailedError
 from smp_strategy.testing import run_ranks
 from tests.parity.models import Text, batch_for
 
@@ -89,3 +96,30 @@ def run_bookkeeper() -> tuple[int, int, float, list[str]]:
 def test_the_dry_run_leaves_no_marks_on_the_module():
     for found in run_ranks(run_bookkeeper, 2):
         assert found == (6, 6, 6.0, ["last", "train"])
+
+
+def run_with_a_stuck_rank(read_alone: bool) -> float:
+    model = Text()
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2), timeout=timedelta(seconds=2))
+    engine.attach(model)
+
+    def step(batch: dict[str, Tensor]) -> Tensor:
+        loss = model.loss(batch)
+        if read_alone and dist.get_rank() == 1 and number:
+            loss.item()  # the stage that has the value does not take part
+        return loss
+
+    started = time.monotonic()
+    for number in range(2):
+        if number and not read_alone and dist.get_rank() == 0:
+            time.sleep(5)
+            return 0.0
+        started = time.monotonic()
+        with pytest.raises(PeerFailedError) if number else nullcontext():
+            engine.train_step(step, batch_for("text", number, 4), loss_of=lambda loss: loss)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("read_alone", [False, True])
+def test_no_wait_for_another_rank_outlasts_the_timeout(read_alone):
+    assert max(run_ranks(run_with_a_stuck_rank, 2, read_alone, timeout=30)) < 10
