@@ -77,6 +77,8 @@ _REFUSED: dict[Any, str] = {
     Tensor.requires_grad_: "Create the tensor inside a module.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
+    Tensor.untyped_storage: "A placed tensor has memory on one stage only.",
+    Tensor.__reduce_ex__: "It cannot be pickled. Return it from the step and save what the step returned.",
     Tensor.resize_: "Make a new tensor instead.",
     Tensor.set_: "Make a new tensor instead.",
     _setter("data"): "Use an operation that returns a new tensor.",
@@ -192,6 +194,21 @@ class PlacedTensor(Tensor):
     def grad(self) -> None:  # type: ignore[override]
         """Gradients of activations stay on the stage that computes them."""
         return
+
+    def __copy__(self) -> Tensor:
+        return self._without_history().detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = made = self._without_history().clone()
+        return made
+
+    def _without_history(self) -> "PlacedTensor":
+        if self.spec.requires_grad:
+            raise RuntimeError(
+                "The `copy` module copies only tensors without a history, in PyTorch as here: use `detach` first, or "
+                "`clone`."
+            )
+        return self
 
     @classmethod
     def __torch_function__(
