@@ -25,6 +25,8 @@ from typing import final
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from smp_strategy.errors import ConfigError
+
 __all__ = ["Unit", "choose_units"]
 
 _INDIVISIBLE = (
@@ -33,6 +35,7 @@ _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.RNNBase,
 )
+_DISTRIBUTED = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
 @final
@@ -56,7 +59,11 @@ def choose_units(root: nn.Module, num_stages: int = 1) -> list[Unit]:
     Args:
         root: the whole module, e.g. a LightningModule.
         num_stages: number of stages that the units should fill; it decides how deep nested lists are opened.
+
+    Raises:
+        ConfigError: a module distributes itself.
     """
+    _refuse_wrappers(root)
     indivisible = _declared_indivisible(root)
     units: list[Unit] = []
     for depth in range(1, 8):
@@ -66,6 +73,16 @@ def choose_units(root: nn.Module, num_stages: int = 1) -> list[Unit]:
         if not any(_has_blocks(unit.module, indivisible) for unit in units):
             return _without_doubles(_layers(root, indivisible))
     return units
+
+
+def _refuse_wrappers(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _DISTRIBUTED]
+        if kinds:
+            raise ConfigError(
+                f"`{name or type(root).__name__}` is a {kinds[0]}, which distributes what the strategy distributes "
+                "already. Give the strategy the module inside of it."
+            )
 
 
 def _visit(name: str, module: nn.Module, depth: int, indivisible: frozenset[str]) -> Iterator[Unit]:
