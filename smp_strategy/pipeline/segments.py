@@ -93,6 +93,11 @@ class _Enter(torch.autograd.Function):
 
 def enter(tensor: Tensor, record: Import) -> Tensor:
     """``tensor``, without its history, as the start of a graph whose gradient ends up in ``record``."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
         return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-untyped-call]
+
+
+def start_of_gradient(tensor: Tensor) -> Tensor:
+    """``tensor`` in a graph that ends here: it requires a gradient, and nobody gets it."""
+    return enter(tensor, Import(-1, None))

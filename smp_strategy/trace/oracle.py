@@ -189,7 +189,9 @@ class Oracle:
             saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with _frozen_rng() as python_drew, self._mode:
+        # In-place changes are noticed by version counters, which tensors of inference mode do not have.
+        grad = torch.is_grad_enabled()
+        with _frozen_rng() as python_drew, torch.inference_mode(False), torch.set_grad_enabled(grad), self._mode:
             fakes = [_stand_in(leaf) for leaf in leaves]
             stand_ins = {name: _imitate(TensorSpec.of(tensor), leaf=True) for name, tensor in parameters.items()}
             versions = {i: fake._version for i, fake in enumerate(fakes) if isinstance(fake, Tensor)}
