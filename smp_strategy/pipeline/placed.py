@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.routing import SegmentId
+from smp_strategy.pipeline.segments import start_of_gradient
 from smp_strategy.trace.events import Value
 from smp_strategy.trace.oracle import TensorSpec
 
@@ -74,7 +75,6 @@ _REFUSED: dict[Any, str] = {
     Tensor.backward: "Return the loss from the step and let the trainer call backward on it.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
     Tensor.register_hook: "Register the hook on a tensor inside a module, or use a module hook.",
-    Tensor.requires_grad_: "Create the tensor inside a module.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
     Tensor.untyped_storage: "A placed tensor has memory on one stage only.",
@@ -174,6 +174,21 @@ class PlacedTensor(Tensor):
         self.memory.changed = (value, where, self.family)
         self.version = self.memory.version
 
+    def begin_gradient(self, requires_grad: bool = True) -> "PlacedTensor":
+        """``requires_grad_``: let gradients flow back to here, where what comes before needs none."""
+        if requires_grad == self.spec.requires_grad:
+            return self
+        if not requires_grad:
+            raise RuntimeError(
+                "`requires_grad_(False)` of a tensor that was computed, in PyTorch as here: use `detach`."
+            )
+        begun = self.program.operation("requires_grad_", start_of_gradient, (self,), {})
+        with torch._C.DisableTorchFunctionSubclass():
+            self.requires_grad_()
+        self.value, self.spec, self.born = begun.value, begun.spec, begun.born
+        self.origin, self.current = begun.origin, begun.current
+        return self
+
     def refresh(self, value: Value, spec: TensorSpec) -> None:
         """Become the tensor that a change through another one left behind, on the stage where both share memory."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -221,6 +236,8 @@ class PlacedTensor(Tensor):
         if func in _REFUSED:
             raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {_REFUSED[func]}")
         program = next(leaf.program for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor))
+        if func is Tensor.requires_grad_:
+            return args[0].begin_gradient(*args[1:], **kwargs)
         if func in _READS:
             return program.read(_name(func), func, args, kwargs)
         return program.operation(_name(func), func, args, kwargs)
@@ -231,8 +248,9 @@ class PlacedTensor(Tensor):
     ) -> Any:
         raise UnsupportedError(
             f"A placed tensor reached `{func}`{_where()} by a way that cannot be routed between stages (a C++ "
-            "extension, a custom autograd Function, or torch.tensor(...) of a tensor in code above the units). Move "
-            "this code into an nn.Module that holds the parameters it works on, so that it runs inside a unit."
+            "extension, a custom autograd Function, torch.vmap, or torch.tensor(...) of a tensor in code above the "
+            "units). Move this code into an nn.Module that holds the parameters it works on, so that it runs inside a "
+            "unit."
         )
 
 

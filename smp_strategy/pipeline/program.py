@@ -22,7 +22,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.routing import Move, Placement, Router, SegmentId
-from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
+from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter, start_of_gradient
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.events import Event, Value
 from smp_strategy.trace.oracle import Callee, Made, Oracle, Prediction, Same, TensorSpec, ValueNeededError, is_constant
@@ -160,6 +160,11 @@ class Program:
         return function(*args, **kwargs)
 
     def _call(self, kind: Any, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                f"`{name}` is called under a transform of torch.func (grad, vmap ...) in code above the units. Move "
+                "the transform into an nn.Module that belongs to a unit."
+            )
         leaves, structure = flatten((args, kwargs))
         inputs = self._values(leaves)
         prediction = self._predict(callee, leaves, structure)
@@ -353,13 +358,18 @@ class Program:
             self.enclosing = None
         flat, _ = flatten(output)
         real = [leaf for leaf, predicted in zip(flat, prediction.outputs, strict=False) if isinstance(predicted, Made)]
-        agree = len(flat) == len(prediction.outputs) and all(map(_agrees, flat, prediction.outputs))
+        agree = len(flat) == len(prediction.outputs) and all(
+            _agrees(leaf, predicted, real_inputs) for leaf, predicted in zip(flat, prediction.outputs, strict=True)
+        )
         if not agree:
             raise UnsupportedError(
                 f"`{name}` returned {_shown(flat)} where its dry run returned {_shown(prediction.outputs)}: what it "
                 "returns depends on tensor values or on the state of an object, so other stages cannot know it."
             )
         for result, tensor in zip(results, real, strict=True):
+            if result.spec.requires_grad and not tensor.requires_grad:
+                # A path without weights, as in a block that skips itself by chance: the gradient ends here.
+                tensor = start_of_gradient(tensor)
             _compare(name, result.spec, tensor)
             result.origin = result.current = (self.segments[-1].index, tensor)
         return real_inputs, flat
@@ -394,18 +404,26 @@ def _ended(receipts: Sequence[Receipt]) -> None:
     raise AssertionError("a program was resumed after its step")
 
 
-def _agrees(found: Any, predicted: Any) -> bool:
+def _agrees(found: Any, predicted: Any, inputs: Sequence[Any]) -> bool:
     """Whether an output is of the kind that the other stages expect."""
     if isinstance(predicted, Made):
         return isinstance(found, Tensor)
+    if isinstance(predicted, Same):
+        return found is inputs[predicted.leaf]
     if is_constant(predicted):
         return type(found) is type(predicted) and (found == predicted or found != found)
     return True
 
 
 def _shown(outputs: Sequence[Any]) -> str:
-    kinds = [repr(leaf) if is_constant(leaf) else "a tensor" for leaf in outputs]
+    kinds = [_kind(leaf) for leaf in outputs]
     return kinds[0] if len(kinds) == 1 else f"{len(kinds)} values ({', '.join(kinds)})"
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Same):
+        return "one of its arguments"
+    return repr(leaf) if is_constant(leaf) else "a tensor" if isinstance(leaf, Tensor | Made) else type(leaf).__name__
 
 
 def _compare(name: str, spec: TensorSpec, tensor: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smp_strategy.trace.oracle import TensorSpec
 
-__all__ = ["Export", "Import", "Remote", "Segment", "enter"]
+__all__ = ["Export", "Import", "Remote", "Segment", "enter", "start_of_gradient"]
 
 
 @final

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compare import GLUE, REUSED, SAMPLES, USES, Case, check, mean_square
+from .compare import GLUE, LAYOUT, REUSED, SAMPLES, USES, Case, check, mean_square
 
 VOCABULARY = 16
 WIDTH = 8
@@ -416,7 +416,7 @@ CASES = {
     "encoder-decoder with one embedding": Case(EncoderDecoder, USES),
     "nn.Transformer": Case(WholeTransformer),
     "class token": Case(ClassToken, GLUE),
-    "recurrent": Case(Recurrent),
+    "recurrent": Case(Recurrent, LAYOUT),
     "mixture of experts with capacity": Case(lambda: MixtureOfExperts(capacity=True)),
     "two towers": Case(Clip),
     "vector quantization": Case(VQ),

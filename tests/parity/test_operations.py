@@ -95,12 +95,6 @@ def spectra(net: Any, x: Tensor) -> Tensor:
     return mean_square(d(rotated)) + waves.abs().mean() + waves.conj().real.mean()
 
 
-def functional_transforms(net: Any, x: Tensor) -> Tensor:
-    a, b, c, d = net.blocks
-    h = b(a(x))
-    return mean_square(d(c(torch.vmap(lambda row: row / (1 + row.abs().sum()))(h))))
-
-
 # Types
 
 
