@@ -5,7 +5,6 @@ code it runs is the user's, so it must leave no trace: it works on a copy of the
 its own, and whatever it does to the module (counters, lists of losses, buffers of the glue) is undone.
 """
 
-import collections
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Step
+from smp_strategy.trace.effects import attributes_put_back
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle, ValueNeededError
 from smp_strategy.units import Unit
@@ -93,12 +93,10 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     placed = {id(tensor): tensor for unit in units for tensor in unit.tensors}
     versions = {key: tensor._version for key, tensor in placed.items()}
     buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
-    attributes = [(vars(owner), _contents(vars(owner))) for owner in module.modules()]
     try:
-        yield
+        with attributes_put_back(module):
+            yield
     finally:
-        for holder, before in attributes:
-            _restore(holder, before)
         with torch.no_grad():
             for buffer, value in buffers:
                 if id(buffer) not in placed:
@@ -110,23 +108,3 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
             f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the units "
             "that own them, but each stage has the weights of its own units only. Move this into a module."
         )
-
-
-def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of it where it is a container that can change."""
-    kinds = (list, dict, set, collections.deque)
-    return {name: (value, copy.copy(value) if isinstance(value, kinds) else None) for name, value in attributes.items()}
-
-
-def _restore(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-    for name, (value, contents) in before.items():
-        attributes[name] = value
-        if contents is None:
-            continue
-        value.clear()
-        if isinstance(value, list | collections.deque):
-            value.extend(contents)
-        else:
-            value.update(contents)

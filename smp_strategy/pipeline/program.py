@@ -24,8 +24,20 @@ from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.routing import Move, Placement, Router, SegmentId
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter, start_of_gradient
 from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.trace.effects import apply, contents_of_object, put_back
 from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.oracle import Callee, Made, Oracle, Prediction, Same, TensorSpec, ValueNeededError, is_constant
+from smp_strategy.trace.oracle import (
+    Callee,
+    Made,
+    Oracle,
+    Prediction,
+    Same,
+    TensorSpec,
+    ValueNeededError,
+    is_constant,
+    is_left_behind,
+    is_object,
+)
 from smp_strategy.trace.tree import flatten
 
 __all__ = ["Program"]
@@ -82,6 +94,8 @@ class Program:
         self._transport = transport
         self._pause = pause
         self._num_values = 0
+        # Containers in objects that a dry run lent to units, with what was in them.
+        self._lent: list[tuple[Any, Any]] = []
 
     @property
     def computes_here(self) -> bool:
@@ -95,6 +109,8 @@ class Program:
     def close(self) -> None:
         """End of the step: tensors of this program can no longer be used, and nothing of it stays in memory."""
         self.closed = True
+        put_back(self._lent[::-1])
+        self._lent.clear()
         self.segments.clear()
         self.glue.exports.clear()
         self._pause = _ended
@@ -123,14 +139,16 @@ class Program:
         return placed
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        """Call a unit."""
+        """Call a unit, whose function is :func:`~smp_strategy.trace.effects.watched`."""
         try:
-            return self._call("unit", name, callee, args, kwargs)
+            result, changes = self._call("unit", name, callee, args, kwargs)
         except ValueNeededError as error:
             raise UnsupportedError(
                 f"The shapes that unit `{name}` returns depend on tensor values ({error}), so the other stages "
                 "cannot know them."
             ) from error
+        apply(changes, (args, kwargs))
+        return result
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
@@ -204,7 +222,9 @@ class Program:
         given = [leaf.spec if isinstance(leaf, PlacedTensor) else leaf for leaf in leaves]
         self.enclosing, self.is_predicting = callee.module, True
         try:
-            return self._oracle.predict(callee, given, structure)
+            if not self.computes_here and callee.module is not None:
+                self._lent += [found for leaf in given if is_object(leaf) for found in contents_of_object(leaf)]
+            return self._oracle.predict(callee, given, structure, leave_marks=not self.computes_here)
         finally:
             self.enclosing, self.is_predicting = None, False
 
@@ -230,6 +250,12 @@ class Program:
         return placement
 
     def _values(self, leaves: list[Any]) -> tuple[Value, ...]:
+        if any(map(is_left_behind, leaves)):
+            raise UnsupportedError(
+                "Code above the units uses a tensor that a unit did not return, but left in an attribute of itself, in "
+                "an object that it was given, or in a variable around it (by a hook on one of its parts, say). Other "
+                "stages do not have it: return it from the unit's forward."
+            )
         placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
         for leaf in placed:
             if leaf.program is not self or self.closed:

@@ -18,6 +18,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Job, Step, StepRun, Turns, trace_of
+from smp_strategy.trace.effects import watched
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Callee
 from smp_strategy.trace.tree import flatten
@@ -43,7 +44,7 @@ class Runtime:
         """Stand-in for the ``forward`` of a unit."""
         program = self._program
         if program is not None and program.enclosing is None:
-            return program.unit(name, Callee(name, forward, unit), args, kwargs)
+            return program.unit(name, Callee(name, watched(forward), unit), args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
         if program is not None and (program.is_predicting or _holds(program.enclosing, unit)):
             return forward(*args, **kwargs)

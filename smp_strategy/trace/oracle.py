@@ -12,7 +12,7 @@ random numbers.
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -30,9 +31,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.trace.effects import attributes_put_back
 from smp_strategy.trace.tree import flatten
 
-__all__ = ["Alias", "Callee", "Made", "Oracle", "Prediction", "Same", "TensorSpec", "ValueNeededError", "is_constant"]
+__all__ = [
+    *("Alias", "Callee", "Made", "Oracle", "Prediction", "Same", "TensorSpec", "ValueNeededError"),
+    *("is_constant", "is_left_behind", "is_object"),
+]
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type(...))
@@ -151,13 +157,17 @@ class Oracle:
         self._known: dict[object, Prediction] = {}
         self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
 
-    def predict(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> Prediction:
+    def predict(
+        self, callee: Callee, leaves: Sequence[Any], structure: Any, *, leave_marks: bool = False
+    ) -> Prediction:
         """Predict ``callee(*args, **kwargs)`` for flattened arguments.
 
         Args:
             callee: what is called.
             leaves: flattened arguments; a tensor may be given by its :class:`TensorSpec`.
             structure: pytree spec of ``(args, kwargs)``.
+            leave_marks: let a dry run write to objects among the arguments and set attributes with a gradient, so that
+                it shows who uses them next. The caller puts all of this back.
 
         Raises:
             ValueNeededError: the result depends on values.
@@ -168,7 +178,7 @@ class Oracle:
         if prediction is None:
             if len(self._known) >= MOST_PREDICTIONS:
                 self._known.clear()
-            prediction = self._known[key] = self._dry_run(callee, specs, structure)
+            prediction = self._known[key] = self._dry_run(callee, specs, structure, leave_marks)
         return prediction
 
     def _switches(self, callee: Callee) -> tuple[object, ...]:
@@ -180,8 +190,8 @@ class Oracle:
         modules, parameters = self._parts[callee.key]
         return tuple([part.training for part in modules]), tuple([part.requires_grad for part in parameters])
 
-    def _dry_run(self, callee: Callee, leaves: list[Any], structure: Any) -> Prediction:
-        meter = _Meter()
+    def _dry_run(self, callee: Callee, leaves: list[Any], structure: Any, leave_marks: bool) -> Prediction:
+        meter = _Meter(callee)
         parameters = _tensors_of(callee.module)
         saved: dict[int, int] = {}
 
@@ -192,12 +202,16 @@ class Oracle:
         # In-place changes are noticed by version counters, which tensors of inference mode do not have.
         grad = torch.is_grad_enabled()
         with _frozen_rng() as python_drew, torch.inference_mode(False), torch.set_grad_enabled(grad), self._mode:
-            fakes = [_stand_in(leaf) for leaf in leaves]
+            fakes = [leaf if leave_marks and is_object(leaf) else _stand_in(leaf) for leaf in leaves]
             stand_ins = {name: _imitate(TensorSpec.of(tensor), leaf=True) for name, tensor in parameters.items()}
             versions = {i: fake._version for i, fake in enumerate(fakes) if isinstance(fake, Tensor)}
             args, kwargs = pytree.tree_unflatten(fakes, structure)
             try:
-                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), meter:
+                with (
+                    torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+                    _attributes_of(callee.module, leave_marks),
+                    meter,
+                ):
                     result = _call(callee, stand_ins, args, kwargs)
             except _NEEDS_VALUES as error:
                 raise ValueNeededError(str(error)) from error
@@ -219,20 +233,36 @@ class Oracle:
 
 
 class _Meter(TorchDispatchMode):
-    """Counts FLOPs by PyTorch's own formulas and notices random operations."""
+    """Counts FLOPs by PyTorch's own formulas, notices random operations and what another unit has left behind."""
 
-    def __init__(self) -> None:
+    def __init__(self, callee: Callee) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._callee = callee
         self.flops = 0
         self.random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._callee.module is not None:
+            self._refuse_foreign(args, kwargs)
         result = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, FakeTensor):
+                tensor.made_by = self._callee.key  # type: ignore[attr-defined]
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         return result
+
+    def _refuse_foreign(self, args: Any, kwargs: Any) -> None:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            maker = getattr(tensor, "made_by", self._callee.key)
+            if maker != self._callee.key:
+                raise UnsupportedError(
+                    f"Unit `{self._callee.key}` uses a tensor that unit `{maker}` put into an object (a cache, say), "
+                    "but the two may live on different stages. Return the tensor and give it as an argument, or use a "
+                    "list or dict among the arguments."
+                )
 
 
 class _Fresh(torch.autograd.Function):
@@ -265,10 +295,28 @@ def _stand_in(leaf: Any) -> Any:
     """What the dry run gets instead of an argument: nothing that it does to it may reach the original."""
     if isinstance(leaf, TensorSpec):
         return _imitate(leaf)
-    if isinstance(leaf, (*_IMMUTABLE, slice, nn.Module, type)) or callable(leaf):
+    if not is_object(leaf):
         return leaf
     with _CopyAsFake():
         return copy.deepcopy(leaf)
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether an argument is something with a state of its own that is no tensor and no module."""
+    return not isinstance(leaf, (TensorSpec, Tensor, *_IMMUTABLE, slice, nn.Module, type)) and not callable(leaf)
+
+
+def is_left_behind(leaf: Any) -> bool:
+    """Whether ``leaf`` is a fake tensor of a dry run that should have gone with it."""
+    return isinstance(leaf, FakeTensor)
+
+
+def _attributes_of(module: nn.Module | None, leave_marks: bool) -> AbstractContextManager[None]:
+    if module is None:
+        return nullcontext()
+    return attributes_put_back(
+        module, leave=lambda value: leave_marks and is_left_behind(value) and value.requires_grad
+    )
 
 
 class _CopyAsFake(TorchFunctionMode):

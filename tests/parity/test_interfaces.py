@@ -151,12 +151,63 @@ def local_cache(net: Any, x: Tensor) -> Tensor:
     return mean_square(x)
 
 
-def growing_cache(net: Any, x: Tensor) -> Tensor:
-    """All blocks write to one object, and read what the others wrote."""
-    cache = Cache()
+class Slots(Cache):
+    """One for all blocks, with a place for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: dict[int, Cache] = {}
+
+    def update(self, key: Tensor) -> Tensor:
+        return self.slots.setdefault(len(self.slots), Cache()).update(key)
+
+
+def cache_with_slots(net: Any, x: Tensor) -> Tensor:
+    cache = Slots()
     for block in net.blocks:
         x = block(x, cache)
-    return mean_square(x) + mean_square(torch.stack(cache.keys))
+    return mean_square(x)
+
+
+class Appending(Block):
+    """Adds what it has found to what it is given."""
+
+    def forward(self, x: Tensor, found: Any) -> Tensor:
+        x = super().forward(x)
+        if isinstance(found, Report):
+            found.parts.append(x.square().mean())
+            found.hidden = found.hidden + x
+        elif isinstance(found, dict):
+            found["total"] = found.get("total", 0.0) + x.abs().mean()
+            found.setdefault("all", []).append(x)
+        else:
+            found.append(x.square().mean())
+        return x
+
+
+def to_a_list(net: Any, x: Tensor) -> Tensor:
+    found: list[Tensor] = []
+    for block in net.blocks:
+        x = block(x, found)
+    assert len(found) == 4
+    return mean_square(x) + torch.stack(found).mean()
+
+
+def to_a_dict(net: Any, x: Tensor) -> Tensor:
+    found: dict[str, Any] = {"all": []}
+    known = found["all"]
+    for block in net.blocks:
+        x = block(x, found)
+    assert found["all"] is not None
+    assert len(known) == 4
+    return mean_square(x) + found["total"] + mean_square(found["all"][2])
+
+
+def to_a_dataclass(net: Any, x: Tensor) -> Tensor:
+    found = Report(x)
+    for block in net.blocks:
+        x = block(x, found)
+    return mean_square(found.hidden) + sum(found.parts)
 
 
 # How units are used
@@ -222,6 +273,10 @@ STEPS = {
     "integers": Case(lambda: Blocks(integer_results, Integers)),
     "complex numbers": Case(lambda: Blocks(complex_results, Frequencies)),
     "a cache for each": Case(lambda: Blocks(local_cache, Caching)),
+    "one cache with slots": Case(lambda: Blocks(cache_with_slots, Caching)),
+    "appended to a list": Case(lambda: Blocks(to_a_list, Appending), USES),
+    "put into a dict": Case(lambda: Blocks(to_a_dict, Appending), USES),
+    "put into a dataclass": Case(lambda: Blocks(to_a_dataclass, Appending), USES),
     "other methods": Case(lambda: Blocks(other_methods, Methods), GLUE),
     "parts of units": Case(lambda: Blocks(parts_of_units)),
     "units and parts": Case(lambda: Blocks(units_and_parts), GLUE),
@@ -229,8 +284,6 @@ STEPS = {
     "backwards and again": Case(lambda: Blocks(backwards_and_again), REUSED),
     "functional_call": Case(lambda: Blocks(functional_call), GLUE),
 }
-# Tensors that units put into an object for each other.
-WAITING = {"one cache for all": Case(lambda: Blocks(growing_cache, Caching), USES)}
 
 
 @pytest.mark.parametrize("pp", [2, 4])
@@ -286,6 +339,34 @@ class Lazy(nn.Module):
     batch = staticmethod(Blocks.batch)
 
 
+class Tabled(Block):
+    """Keeps a table for the next call, as rotary embeddings do, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: Tensor | None = None
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(len(x))
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.arange(len(x)).float()[:, None] / 8
+        return super().forward(x * self.table[: len(x)])
+
+
+class OfAnySize(Blocks):
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        samples = int(torch.randint(3, 10, (), generator=generator))
+        return {"x": torch.randn(samples, WIDTH, generator=generator)}
+
+
+def in_order(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return mean_square(x)
+
+
 class InParts(nn.Module):
     """Containers with a ``forward`` of their own, three levels deep, some units in plain lists."""
 
@@ -309,6 +390,7 @@ CONTAINERS = {
     "chosen by the batch": Case(Routed, GLUE),
     "lazy modules": Case(Lazy),
     "nested containers": Case(InParts),
+    "tables that units keep": Case(lambda: OfAnySize(in_order, Tabled)),
 }
 
 

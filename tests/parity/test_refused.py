@@ -53,6 +53,55 @@ def parallel() -> nn.Module:
     return net
 
 
+class Keeping(Block):
+    """Puts a loss of its own into an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.loss = mean_square(x)
+        return x
+
+
+def reads_attributes(net: Any, x: Tensor) -> Tensor:
+    return in_order(net, x) + sum(block.loss for block in net.blocks)
+
+
+def hooked() -> nn.Module:
+    found: list[Tensor] = []
+
+    def step(net: Any, x: Tensor) -> Tensor:
+        found.clear()
+        return in_order(net, x) + sum(found)
+
+    net = Blocks(step)
+    net.blocks[1].mlp.register_forward_hook(lambda module, args, output: found.append(mean_square(output)))
+    return net
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class Caching(Block):
+    reads: bool = True
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.keys.append(super().forward(x))
+        return torch.stack(cache.keys).mean(0) if self.reads else cache.keys[-1]
+
+
+class Writing(Caching):
+    reads = False
+
+
+def one_cache(net: Any, x: Tensor) -> Tensor:
+    cache = Cache()
+    for block in net.blocks:
+        x = block(x, cache)
+    return mean_square(x) + sum(map(mean_square, cache.keys))
+
+
 def gradient_penalty(net: Any, h: Tensor) -> None:
     torch.autograd.grad(net.blocks[3](h).sum(), h, create_graph=True)
 
@@ -70,6 +119,13 @@ CASES: dict[str, tuple[Case, str]] = {
     "gradient penalty in the glue": (with_middle(gradient_penalty), "`grad` of a placed tensor.*nn.Module"),
     "torch.func.grad": (with_middle(functional_gradient), "under a transform of torch.func"),
     "vmap": (with_middle(lambda net, h: torch.vmap(lambda row: row.abs())(h)), "cannot be routed.*torch.vmap"),
+    "loss in an attribute of a unit": (Case(lambda: Blocks(reads_attributes, Keeping)), "left in an attribute"),
+    "feature from inside of a unit": (Case(hooked), "by a hook on one of its parts"),
+    "cache that all units read": (
+        Case(lambda: Blocks(one_cache, Caching)),
+        r"`blocks\.1` uses a tensor that unit `blocks\.0` put into an object",
+    ),
+    "cache that the glue reads": (Case(lambda: Blocks(one_cache, Writing)), "in an object that it was given"),
     "returns its input or something new": (
         Case(alternating),
         r"`blocks\.1` returned a tensor where its dry run returned one of its arguments",
