@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import blame
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Receipt", "Transport"]
 
