@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Job, Step, StepRun, Turns, trace_of
-from smp_strategy.trace.effects import watched
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.oracle import Callee
+from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.tree import flatten
 
 __all__ = ["Runtime"]
@@ -40,21 +40,22 @@ class Runtime:
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
         self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
 
-    def call_unit(self, name: str, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Stand-in for the ``forward`` of a unit."""
+    def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
+        """Stand-in for the ``forward`` of a unit, whose key is its name."""
+        name = str(unit.key)
         program = self._program
         if program is not None and program.enclosing is None:
-            return program.unit(name, Callee(name, watched(forward), unit), args, kwargs)
+            return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
-        if program is not None and (program.is_predicting or _holds(program.enclosing, unit)):
-            return forward(*args, **kwargs)
+        if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
+            return unit.function(*args, **kwargs)
         if self._stage.stage_of[name] != self._stage.number:
             raise UnsupportedError(
                 f"Unit `{name}` lives on stage {self._stage.stage_of[name]} and was called "
                 f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage.number}, where its "
                 "weights are not. Call the model inside a training, validation, test or predict step."
             )
-        return forward(*args, **kwargs)
+        return unit.runs(*args, **kwargs)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
@@ -63,7 +64,7 @@ class Runtime:
         program = self._program
         if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
             return function(*args, **kwargs)
-        if not program.computes_here:
+        if program.is_survey:
             return unknown()
         return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
 
@@ -78,16 +79,17 @@ class Runtime:
             plan: order of work; ``None``: program order. A microbatch that takes another path than the plan was made
                 for makes its stage leave the plan.
         """
-        turns = Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter)
+        turns = Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter, active=self._active)
         try:
-            actions = plan.stages[self._stage.number] if plan else turns.program_order()
-            for position, action in enumerate(actions):
-                with record_function(str(action)):
-                    turns.do(action)
-                turns.prepare(actions, position + 1)
-                if turns.has_left_plan:
-                    break
-            turns.finish()
+            with watched_entrances():
+                actions = plan.stages[self._stage.number] if plan else turns.program_order()
+                for position, action in enumerate(actions):
+                    with record_function(str(action)):
+                        turns.do(action)
+                    turns.prepare(actions, position + 1)
+                    if turns.has_left_plan:
+                        break
+                turns.finish()
             self._flush()
         except BaseException:
             turns.cancel()
@@ -95,15 +97,17 @@ class Runtime:
         return turns.result()
 
     def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
-        """Run ``step`` without computing anything and return its trace.
+        """Run ``step`` to look at it and return its trace.
 
         Raises:
-            ValueNeededError: the step reads a value, or makes a shape that depends on one.
+            ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on
+                one.
         """
-        program = self._stage.program(microbatch=0, seed=0)
+        program = self._stage.program(microbatch=0, seed=0, active=self._active)
         self._program = program
         try:
-            output = step(microbatch)
+            with watched_entrances():
+                output = step(microbatch)
         finally:
             self._program = None
             program.close()
@@ -120,18 +124,27 @@ class Runtime:
         Returns:
             What ``code`` returns, with real tensors on every stage.
         """
-        program = self._stage.program(microbatch=0, seed=seed)
+        program = self._stage.program(microbatch=0, seed=seed, active=self._active)
         self._program = program
         try:
-            result = self._stage.make_real(code(program))
+            with watched_entrances():
+                result = self._stage.make_real(code(program))
             self._flush()
         finally:
             self._program = None
             program.close()
         return result
 
+    @property
+    def is_inside_unit(self) -> bool:
+        """Whether the code that runs just now is that of a unit."""
+        return self._program is not None and self._program.enclosing is not None
+
     def _enter(self, program: Program | None) -> None:
         self._program = program
+
+    def _active(self) -> Program | None:
+        return self._program
 
     def _flush(self) -> None:
         if self._stage.transport is not None:
@@ -142,5 +155,5 @@ class Runtime:
         self._executor.shutdown(wait=False)
 
 
-def _holds(outer: nn.Module | None, inner: nn.Module) -> bool:
+def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:
     return outer is not None and any(part is inner for part in outer.modules())

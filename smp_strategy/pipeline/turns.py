@@ -72,6 +72,7 @@ class Turns:
         job: what is done with each of them.
         executor: gives every microbatch a thread.
         enter: told whose turn it is, before a program runs, and ``None`` after it.
+        active: tells that again.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class Turns:
         *,
         executor: Executor,
         enter: Callable[[Program | None], None],
+        active: Callable[[], Program | None],
     ) -> None:
         self._stage = stage
         self._job = job
         self._executor = executor
         self._enter = enter
+        self._active = active
         self._waiting: dict[int, Sequence[Receipt]] = {}
         self._programs: list[Program] = []
         self._coroutines: list[Coroutine] = []
@@ -102,7 +105,9 @@ class Turns:
             self._waiting[number] = receipts
             coroutine.pause()
 
-        program = self._stage.program(microbatch=number, seed=seed, pause=pause, expected=self._job.expected)
+        program = self._stage.program(
+            microbatch=number, seed=seed, pause=pause, expected=self._job.expected, active=self._active
+        )
         step = self._job.step
         coroutine = Coroutine(lambda: step(microbatch), self._executor, seed=seed, device=self._stage.device)
         return program, coroutine
@@ -203,7 +208,7 @@ class Turns:
     def _forward(self, number: int, segment: int) -> None:
         """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
         coroutine, program = self._coroutines[number], self._programs[number]
-        while not coroutine.finished and (number not in self._waiting or program.segments[-1].index <= segment):
+        while not coroutine.finished and (number not in self._waiting or program.graph.current <= segment):
             if self._waiting.get(number) and self.has_left_plan:
                 return
             for receipt in self._waiting.get(number, ()):
