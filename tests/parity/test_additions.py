@@ -262,9 +262,6 @@ CASES = {
     "checkpoint inside of units, reentrant": recompute_in_units(True),
     "autograd.Function in units": Case(lambda: Blocks(in_order, Quantized)),
     "straight-through": Case(lambda: Blocks(straight_through), USES),
-}
-# An autograd.Function in the glue, one of them inside of `checkpoint` or of a module's backward hook.
-WAITING = {
     "gradient reversal": Case(lambda: Blocks(own_function(Reverse))),
     "rounding": Case(lambda: Blocks(own_function(Round))),
     "checkpoint of units": Case(lambda: Blocks(recompute_units)),

@@ -422,13 +422,11 @@ CASES = {
     "vector quantization": Case(VQ),
     "nn.Sequential": Case(Plain),
     "list of features": Case(Pyramid),
-    "tree": Case(lambda: Tree(3), USES),
-}
-# Units that look at values.
-WAITING = {
+    # Units that look at values:
     "mixture of experts": Case(lambda: MixtureOfExperts(capacity=False)),
     "packed sequences": Case(lambda: Recurrent(packed=True)),
     "cumulative batch statistics": Case(lambda: Plain(momentum=None)),
+    "tree": Case(lambda: Tree(3), USES),
 }
 
 

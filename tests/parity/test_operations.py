@@ -259,12 +259,9 @@ STEPS = steps_of(
     ]
 ) | {
     **steps_of([indexing, scattering, products, spectra, scalars, iteration, like, losses], differs=USES),
-    **steps_of([distributions, checked_distribution], differs=USES),
+    **steps_of([distributions, checked_distribution, checked_loss], differs=USES),
     **steps_of([in_place], differs=GLUE),
 }
-
-# Operations that look at values, and then return a tensor with a gradient.
-WAITING = steps_of([checked_loss])
 
 
 @pytest.mark.parametrize("pp", [2, 4])
