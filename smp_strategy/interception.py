@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from smp_strategy.pipeline.backward_hooks import hide_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.units import Unit
@@ -46,6 +47,7 @@ class UnitCalls:
             return self.runtime.call_unit(self._callees[unit.name], args, kwargs)
 
         unit.module.forward = types.MethodType(forward, unit.module)
+        hide_backward_hooks(unit.module)
 
     def compile(self, name: str) -> None:
         """Let the unit ``name`` run through ``torch.compile`` from now on."""

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint as torch_checkpoint
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.trace.tree import flatten
 
@@ -53,6 +55,11 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
     program = _program_of((args, kwargs))
     if program is None:
         return original(function, *args, **kwargs)
+    if function is BackwardHookFunction:
+        raise UnsupportedError(
+            "A backward hook is registered on a module above the units, whose input and output are on several stages. "
+            "Register it on the modules inside (blocks, layers), or on a tensor."
+        )
     if function is not torch_checkpoint.CheckpointFunction:
         return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
     run, _preserve_rng_state, *inputs = args

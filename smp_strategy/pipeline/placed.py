@@ -73,7 +73,6 @@ def _setter(name: str) -> Any:
 _REFUSED: dict[Any, str] = {
     Tensor.backward: "Return the loss from the step and let the trainer call backward on it.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
-    Tensor.register_hook: "Register the hook on a tensor inside a module, or use a module hook.",
     Tensor.requires_grad_: "Create the tensor inside a module.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
@@ -219,6 +218,8 @@ class PlacedTensor(Tensor):
         if func in _REFUSED:
             raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {_REFUSED[func]}")
         program = _program_of(args, kwargs)
+        if func is Tensor.register_hook:
+            return program.hook_gradient(*args, **kwargs)
         if func in _READS:
             return program.read(_name(func), func, args, kwargs)
         return program.operation(_name(func), func, args, kwargs)

@@ -13,6 +13,7 @@ the call first and describes the result to the others, who wait for that.
 
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.backward_hooks import with_backward_hooks
 from smp_strategy.pipeline.local_graph import MOST_MOVES, LocalGraph
 from smp_strategy.pipeline.outcome import MESSAGE, check_tensor, decode, encode, made_tensors
 from smp_strategy.pipeline.placed import PlacedTensor
@@ -198,6 +201,12 @@ class Program:
         args, kwargs = unflatten_call([self.graph.real(leaf) for leaf in leaves], structure)
         return function(*args, **kwargs)
 
+    def hook_gradient(self, tensor: PlacedTensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Call ``hook`` with the gradient of ``tensor`` on the stage that made it."""
+        if tensor.origin is None or self.lives_on(tensor) != self._stage:
+            return RemovableHandle(OrderedDict())
+        return tensor.origin[1].register_hook(hook)
+
     # Calls
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
@@ -293,6 +302,8 @@ class Program:
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
         function = call.callee.runs
+        if call.callee.module is not None:
+            function = with_backward_hooks(call.callee.module, function)
         if self._recompute and call.kind == "unit" and torch.is_grad_enabled():
             function = functools.partial(checkpoint, function, use_reentrant=False)
         seed = derive_seed(self._seed, len(self.record)) if random else 0

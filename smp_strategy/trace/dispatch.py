@@ -34,7 +34,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         try:
-            result = func(*args, **kwargs)
+            result = _grouped_mm(*args, **kwargs) if func is _aten._grouped_mm.default else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if self._assumed is None:
                 raise
@@ -45,6 +45,15 @@ class Meter(TorchDispatchMode):
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         return result
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The shape of what torch's kernel returns. Its own dry run refuses float32, which the kernel itself accepts."""
+    if a.ndim == b.ndim == 2:  # groups along the dim that is summed over
+        assert offs is not None
+        return a.new_empty((len(offs), a.size(0), b.size(1)), dtype=out_dtype or a.dtype)
+    groups = (a.size(0),) if a.ndim == b.ndim == 3 else ()
+    return a.new_empty((*groups, a.size(-2), b.size(-1)), dtype=out_dtype or a.dtype)
 
 
 def _assume(func: Any, args: Any, number: int) -> Any:

@@ -11,7 +11,9 @@ random numbers. Where the code reads a value, the run is repeated under several 
 """
 
 import dataclasses
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -83,6 +85,10 @@ class Oracle:
         return tuple([part.training for part in parts[0]]), tuple([part.requires_grad for part in parts[1]])
 
     def _find(self, callee: Callee, specs: list[Any], structure: Any) -> Prediction | Unpredictable:
+        with _quiet():
+            return self._attempt(callee, specs, structure)
+
+    def _attempt(self, callee: Callee, specs: list[Any], structure: Any) -> Prediction | Unpredictable:
         try:
             return self._dry_run(callee, specs, structure)
         except SMPError:
@@ -123,6 +129,17 @@ class Oracle:
         traffic += sum(output.spec.nbytes for output in prediction.outputs if isinstance(output, Made))
         traffic += sum(tensor.nbytes for tensor in tensors.values())
         return dataclasses.replace(prediction, traffic=traffic)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs an error where a call does not run on fake tensors, which here is an answer like any other."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _key(leaf: Any) -> object:

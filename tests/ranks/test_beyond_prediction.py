@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.testing import run_ranks
 
 from .steps import Block, Net, batch, one_after_the_other
@@ -209,3 +210,67 @@ def test_tensors_that_are_kept_can_be_used_in_the_next_step_and_after_the_last(p
     results = run_ranks(run_on_ranks, pp, pp)
     assert all(found[:-1] == expected[:-1] for found in results)
     assert sum(found[-1] for found in results) == pytest.approx(expected[-1])
+
+
+def gradients_seen(pp: int | None) -> list[Any]:
+    """What hooks on gradients see, in the order in which they see it."""
+    seen: list[Any] = []
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        h = b(a(x)) * 1
+        h.register_hook(lambda grad: seen.append(("h", grad.clone())))
+        h.register_hook(lambda grad: grad * 2)
+        late = c(h)
+        late.register_hook(lambda grad: seen.append(("late", grad.clone())))
+        return d(late + h).pow(2).mean() + late.sum()
+
+    torch.manual_seed(0)
+    net = Net(step)
+    for name in ("blocks.1", "blocks.2", "blocks.2.mlp"):
+
+        def see(module: nn.Module, given: Any, received: Any, name: str = name) -> Any:
+            seen.append((name, type(module).__name__, given[0].clone(), received[0].clone()))
+            return (given[0] * 0.5,) if name == "blocks.2" else None
+
+        net.get_submodule(name).register_full_backward_hook(see)
+    net.blocks[3].register_full_backward_pre_hook(lambda module, received: (received[0] * 3,))
+    if pp is None:
+        net.loss(batch()).backward()
+    else:
+        engine = engine_for(net, pp, microbatches=1)
+        engine.train_step(net.loss, batch(), loss_of=lambda loss: loss).commit(torch.ones(()), reduce=True)
+    return [seen, {name: p.grad for name, p in net.named_parameters() if p.grad is not None}]
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_hooks_on_gradients_run_where_the_gradients_are(pp):
+    expected, gradients = gradients_seen(None)
+    seen: dict[str, Any] = {}
+    for found, found_gradients in run_ranks(gradients_seen, pp, pp):
+        assert not seen.keys() & {name for name, *_ in found}
+        seen.update((name, rest) for name, *rest in found)
+        for name, gradient in found_gradients.items():
+            assert torch.equal(gradient, gradients[name]), name
+    assert seen.keys() == {name for name, *_ in expected}
+    for name, *rest in expected:
+        assert all(
+            torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(rest, seen[name], strict=True)
+        )
+
+
+def hook_on_a_container() -> str:
+    net = Net(one_after_the_other)
+    outer = nn.ModuleDict({"net": net})
+    net.forward = lambda x: one_after_the_other(net, x)
+    net.register_full_backward_hook(lambda module, given, received: None)
+    try:
+        engine_for(outer, 2).train_step(lambda part: net(part["x"] * 1), batch(), loss_of=lambda loss: loss)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_backward_hook_on_a_container_is_refused():
+    for message in run_ranks(hook_on_a_container, 2):
+        assert "backward hook is registered on a module above the units" in message
