@@ -81,7 +81,7 @@ class Runtime:
         """
         turns = Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter, active=self._active)
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
                 for position, action in enumerate(actions):
                     with record_function(str(action)):
@@ -106,7 +106,7 @@ class Runtime:
         program = self._stage.program(microbatch=0, seed=0, active=self._active)
         self._program = program
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 output = step(microbatch)
         finally:
             self._program = None
@@ -127,7 +127,7 @@ class Runtime:
         program = self._stage.program(microbatch=0, seed=seed, active=self._active)
         self._program = program
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 result = self._stage.make_real(code(program))
             self._flush()
         finally:
