@@ -13,6 +13,7 @@ the call first and describes the result to the others, who wait for that.
 
 import dataclasses
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -128,6 +129,7 @@ class Program:
         self._share = surroundings.share
         self._router = router
         self._num_values = 0
+        self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         # Tensors of programs that have ended, and what stands for them here.
         self._kept: dict[int, tuple[PlacedTensor, PlacedTensor]] = {}
 
@@ -315,12 +317,22 @@ class Program:
             self.enclosing = None
 
     def _predict(self, call: _Call) -> Prediction | Unpredictable:
-        given = [leaf.spec if isinstance(leaf, PlacedTensor) else leaf for leaf in call.leaves]
+        given = [self._spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
             return self._oracle.predict(call.callee, given, call.structure)
         finally:
             self.enclosing, self.is_predicting = None, False
+
+    def _spec_of(self, tensor: Tensor) -> TensorSpec:
+        if isinstance(tensor, PlacedTensor):
+            return tensor.spec
+        # A mask or a rotary table goes to every block.
+        known = self._specs.get(id(tensor))
+        same = known is not None and known[0]() is tensor and known[1].size == tensor.shape
+        if known is None or not same or known[1].requires_grad != tensor.requires_grad:
+            known = self._specs[id(tensor)] = (weakref.ref(tensor), TensorSpec.of(tensor))
+        return known[1]
 
     def _refuse_inside_unit(self, name: str) -> None:
         if self.enclosing is not None:
@@ -465,6 +477,8 @@ def _refuse_survey(program: Program) -> None:
 
 
 def _assemble(prediction: Prediction, results: list[PlacedTensor], leaves: list[Any], constants: Sequence[Any]) -> Any:
+    if prediction.is_bare and results:
+        return results[0]
     fresh = iter(results)
     flat = []
     for output, constant in zip(prediction.outputs, constants, strict=True):

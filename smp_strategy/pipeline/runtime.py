@@ -5,8 +5,9 @@ microbatch runs forward and then backward in program order: slower, but the same
 deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -104,13 +105,9 @@ class Runtime:
                 one.
         """
         program = self._stage.program(microbatch=0, seed=0, active=self._active)
-        self._program = program
-        try:
-            with watched_entrances():
-                output = step(microbatch)
-        finally:
-            self._program = None
-            program.close()
+        with self.entered(program):
+            output = step(microbatch)
+        program.close()
         loss = loss_of(output) if loss_of else None
         return trace_of(program, loss)
 
@@ -125,15 +122,24 @@ class Runtime:
             What ``code`` returns, with real tensors on every stage.
         """
         program = self._stage.program(microbatch=0, seed=seed, active=self._active)
+        with self.entered(program):
+            result = self._stage.make_real(code(program))
+        self._flush()
+        program.close()
+        return result
+
+    @contextmanager
+    def entered(self, program: Program) -> Iterator[None]:
+        """Calls of units in here are calls of ``program``."""
         self._program = program
         try:
             with watched_entrances():
-                result = self._stage.make_real(code(program))
-            self._flush()
+                yield
+        except BaseException:
+            program.close()
+            raise
         finally:
             self._program = None
-            program.close()
-        return result
 
     @property
     def is_inside_unit(self) -> bool:
