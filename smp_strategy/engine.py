@@ -37,6 +37,7 @@ from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import event_times, problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.microbatch import split
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.runtime import Runtime
@@ -138,6 +139,7 @@ class Engine:
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
         self._mesh: ProcessMesh | None = None
+        self._keep_shared: Sequence[nn.Module] = ()
         self._calls = UnitCalls()
         self._ownership: Ownership | None = None
         self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
@@ -157,14 +159,23 @@ class Engine:
             raise SMPError("The process mesh does not exist before a module is attached to the engine.")
         return self._mesh
 
-    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    def attach(
+        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
+    ) -> None:
         """Take on ``module``; collective. Calling it again with the same module only exchanges the optimizers.
+
+        Args:
+            module: what is trained.
+            optimizers: what trains it.
+            keep_shared: modules in it whose attributes add up over microbatches (metrics), see
+                :mod:`smp_strategy.pipeline.private_state`.
 
         Raises:
             ConfigError: the degrees do not fit the number of ranks or of units.
             SMPError: the engine already serves another module.
         """
         self._optimizers = optimizers
+        self._keep_shared = keep_shared
         if self._module is module:
             return
         if self._module is not None:
@@ -238,7 +249,7 @@ class Engine:
             transport=transport,
             device=self._device,
         )
-        self._calls.runtime = Runtime(stage)
+        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units()))
         if found.trace is not None and loss_of is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
@@ -250,6 +261,12 @@ class Engine:
         assert self._module is not None
         numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
         return [(numbers[id(parameter)], parameter) for parameter in unit.module.parameters()]
+
+    def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        assert self._module is not None
+        units = [unit.module for unit in self._units]
+        inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, self._keep_shared))
+        return [module for module in self._module.modules() if id(module) not in inside], units
 
     def _release(self) -> None:
         assert self._ownership is not None

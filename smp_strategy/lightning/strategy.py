@@ -38,7 +38,7 @@ from smp_strategy.lightning.environment import devices_of_launcher, submitit_env
 from smp_strategy.lightning.gradients import with_global_norm
 from smp_strategy.lightning.hooks import GradientHooks
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
-from smp_strategy.lightning.metrics import MetricUpdates
+from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import run_eval_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
@@ -187,7 +187,9 @@ class SMPHooks(CommunicationHooks):
         refuse_unsupported(trainer, module, self.optimizers)
         self.setup_precision_plugin()
         self._engine = self._engine_for(module)
-        self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
+        self._engine.attach(
+            module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
+        )
         self._data_stream = DataStream(self._engine.mesh)
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
@@ -31,10 +32,12 @@ class Runtime:
 
     Args:
         stage: this rank's stage.
+        private: keeps microbatches apart; ``None`` for a dry run.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, private: PrivateState | None = None) -> None:
         self._stage = stage
+        self._private = private
         self._program: Program | None = None
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
         self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
@@ -77,7 +80,7 @@ class Runtime:
             plan: order of work; ``None``: program order. A microbatch that takes another path than the plan was made
                 for makes its stage leave the plan.
         """
-        turns = Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter)
+        turns = self._turns(job, microbatches)
         try:
             actions = plan.stages[self._stage.number] if plan else turns.program_order()
             for position, action in enumerate(actions):
@@ -92,6 +95,12 @@ class Runtime:
             turns.cancel()
             raise
         return turns.result()
+
+    def _turns(self, job: Job, microbatches: Sequence[Any]) -> Turns:
+        private = self._private if len(microbatches) > 1 else None
+        if private is not None:
+            private.begin()
+        return Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter, private=private)
 
     def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
         """Run ``step`` without computing anything and return its trace.

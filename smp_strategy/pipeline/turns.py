@@ -16,6 +16,7 @@ from torch import Tensor
 from smp_strategy.pipeline.backward import Backward
 from smp_strategy.pipeline.coroutine import Coroutine
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Action
@@ -72,6 +73,7 @@ class Turns:
         job: what is done with each of them.
         executor: gives every microbatch a thread.
         enter: told whose turn it is, before a program runs, and ``None`` after it.
+        private: keeps what the microbatches leave in shared objects apart; ``None`` where there is one microbatch.
     """
 
     def __init__(
@@ -82,11 +84,13 @@ class Turns:
         *,
         executor: Executor,
         enter: Callable[[Program | None], None],
+        private: PrivateState | None,
     ) -> None:
         self._stage = stage
         self._job = job
         self._executor = executor
         self._enter = enter
+        self._private = private
         self._waiting: dict[int, Sequence[Receipt]] = {}
         self._programs: list[Program] = []
         self._coroutines: list[Coroutine] = []
@@ -184,6 +188,8 @@ class Turns:
 
     def _let_go(self) -> None:
         """Close the programs and untie them from this run, so that results are freed now and not by the collector."""
+        if self._private is not None:
+            self._private.end()
         for program in self._programs:
             program.close()
         self._coroutines.clear()
@@ -215,9 +221,13 @@ class Turns:
         if coroutine.finished:
             return
         self._enter(self._programs[number])
+        if self._private is not None:
+            self._private.enter(number)
         try:
             finished = coroutine.resume()
         finally:
+            if self._private is not None:
+                self._private.leave(number)
             self._enter(None)
         if finished:
             self._programs[number].end()
