@@ -93,12 +93,15 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     placed = {id(tensor): tensor for unit in units for tensor in unit.tensors}
     versions = {key: tensor._version for key, tensor in placed.items()}
     buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
+    switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     attributes = [(vars(owner), _contents(vars(owner))) for owner in module.modules()]
     try:
         yield
     finally:
         for holder, before in attributes:
             _restore(holder, before)
+        for parameter, requires_grad in switches:
+            parameter.requires_grad_(requires_grad)
         with torch.no_grad():
             for buffer, value in buffers:
                 if id(buffer) not in placed:

@@ -71,7 +71,7 @@ def _setter(name: str) -> Any:
 
 
 _REFUSED: dict[Any, str] = {
-    Tensor.backward: "Return the loss from the step and let the trainer call backward on it.",
+    Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
     Tensor.register_hook: "Register the hook on a tensor inside a module, or use a module hook.",
     Tensor.requires_grad_: "Create the tensor inside a module.",
