@@ -107,10 +107,13 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
     buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
+    switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     with attributes_restored(module.modules()), redirect_stdout(io.StringIO()):
         try:
             yield
         finally:
+            for parameter, requires_grad in switches:
+                parameter.requires_grad_(requires_grad)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -70,7 +70,7 @@ def _setter(name: str) -> Any:
 
 
 _REFUSED: dict[Any, str] = {
-    Tensor.backward: "Return the loss from the step and let the trainer call backward on it.",
+    Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
     Tensor.requires_grad_: "Create the tensor inside a module.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",

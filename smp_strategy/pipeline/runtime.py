@@ -16,10 +16,11 @@ from torch.profiler import record_function
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.turns import Job, Step, StepRun, Turns, trace_of
+from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.tree import flatten
@@ -33,11 +34,14 @@ class Runtime:
 
     Args:
         stage: this rank's stage.
+        private: keeps microbatches apart; ``None`` for a dry run.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, private: PrivateState | None = None) -> None:
         self._stage = stage
+        self._private = private
         self._program: Program | None = None
+        self._meeting: Turns | None = None
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
         self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
 
@@ -80,7 +84,7 @@ class Runtime:
             plan: order of work; ``None``: program order. A microbatch that takes another path than the plan was made
                 for makes its stage leave the plan.
         """
-        turns = Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter, active=self._active)
+        turns = self._turns(job, microbatches)
         try:
             with watched_entrances():
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
@@ -96,6 +100,68 @@ class Runtime:
             turns.cancel()
             raise
         return turns.result()
+
+    def run_with_barriers(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
+        """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
+        turns = self._meeting = self._turns(job, microbatches)
+        try:
+            with watched_entrances():
+                while turns.meet():
+                    pass
+            self._flush()
+        except BaseException:
+            turns.cancel()
+            raise
+        finally:
+            self._meeting = None
+        return turns.result()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a program runs: the caller is code of a step, or of a hook that sees gradients."""
+        return self._program is not None
+
+    def once(self, barrier: Barrier, *, also_dry: bool) -> Any:
+        """Called in a step: do something once for the batch, when all microbatches are there.
+
+        Args:
+            barrier: what, and with which values.
+            also_dry: do it in a dry run, too, where nothing else is done.
+        """
+        program = self._program
+        assert program is not None
+        if program.is_survey:
+            return barrier.act([barrier.value]) if also_dry else None
+        if self._meeting is None:
+            raise UnsupportedError(
+                f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
+                "in a training step under manual optimization."
+            )
+        return self._meeting.stop_at(barrier, program)
+
+    def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
+        """At a barrier: see :meth:`~smp_strategy.pipeline.turns.Turns.backward`."""
+        assert self._meeting is not None
+        self._meeting.backward(losses, factor, retain_graph=retain_graph)
+        self._flush()
+
+    def make_real(self, tree: Any) -> Any:
+        """See :meth:`~smp_strategy.pipeline.stage.Stage.make_real`."""
+        return self._stage.make_real(tree)
+
+    def _turns(self, job: Job, microbatches: Sequence[Any]) -> Turns:
+        private = self._private if len(microbatches) > 1 else None
+        if private is not None:
+            private.begin()
+        return Turns(
+            self._stage,
+            microbatches,
+            job,
+            executor=self._executor,
+            enter=self._enter,
+            active=self._active,
+            private=private,
+        )
 
     def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
         """Run ``step`` to look at it and return its trace.
