@@ -36,7 +36,9 @@ from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.routing import Placement, Router, SegmentId
 from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.trace.dispatch import Meter
+from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
+from smp_strategy.trace.fake import refuse_left_behind
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import (
     Callee,
@@ -132,6 +134,8 @@ class Program:
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         # Tensors of programs that have ended, and what stands for them here.
         self._kept: dict[int, tuple[PlacedTensor, PlacedTensor]] = {}
+        # Containers in objects that a dry run lends to units, with what was in them.
+        self._lent: list[tuple[Any, Any]] = []
 
     @property
     def computes_here(self) -> bool:
@@ -147,6 +151,8 @@ class Program:
         self.closed = True
         self.graph.close()
         self._kept.clear()
+        put_back(self._lent[::-1])
+        self._lent.clear()
 
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
@@ -181,7 +187,8 @@ class Program:
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
-        return self._call("unit", name, callee, args, kwargs)
+        result = self._call("unit", name, callee, args, kwargs)
+        return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
@@ -212,6 +219,11 @@ class Program:
     # Calls
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                f"`{name}` is called under a transform of torch.func (grad, vmap ...) in code above the units. Move "
+                "the transform into an nn.Module that belongs to a unit."
+            )
         leaves, structure = flatten_call(args, kwargs)
         placed = self._placed(leaves)
         if kind == "op" and not placed:
@@ -289,7 +301,7 @@ class Program:
                 source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
                 result.share(source, is_view=alias.is_view)
         if ran is not None:
-            constants, tensors = made_tensors(call.name, prediction, ran.output)
+            constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
             for result, tensor in zip(results, tensors, strict=True):
                 real = cut_off(tensor) if self.is_survey else tensor
                 result.origin = result.current = (self.graph.current, real)
@@ -308,6 +320,8 @@ class Program:
             function = with_backward_hooks(call.callee.module, function)
         if self._recompute and call.kind == "unit" and torch.is_grad_enabled():
             function = functools.partial(checkpoint, function, use_reentrant=False)
+        if call.kind == "unit":
+            function = watched(function)
         seed = derive_seed(self._seed, len(self.record)) if random else 0
         self.enclosing = call.callee.module
         try:
@@ -320,7 +334,9 @@ class Program:
         given = [self._spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
-            return self._oracle.predict(call.callee, given, call.structure)
+            if not self.computes_here and call.kind == "unit":
+                self._lent += contents_of_objects(given)
+            return self._oracle.predict(call.callee, given, call.structure, leave_marks=not self.computes_here)
         finally:
             self.enclosing, self.is_predicting = None, False
 
@@ -386,6 +402,7 @@ class Program:
         found = []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, PlacedTensor):
+                refuse_left_behind(leaf)
                 continue
             if leaf.program is not self:
                 if leaf.known is not None:

@@ -86,7 +86,7 @@ class Runtime:
         """
         turns = self._turns(job, microbatches)
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
                 for position, action in enumerate(actions):
                     with record_function(str(action)):
@@ -105,7 +105,7 @@ class Runtime:
         """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
         turns = self._meeting = self._turns(job, microbatches)
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 while turns.meet():
                     pass
             self._flush()
@@ -199,7 +199,7 @@ class Runtime:
         """Calls of units in here are calls of ``program``."""
         self._program = program
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 yield
         except BaseException:
             program.close()
