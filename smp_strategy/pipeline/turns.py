@@ -150,7 +150,7 @@ class Turns:
     @property
     def has_left_plan(self) -> bool:
         """Whether a microbatch is known to take another path than the plan was made for."""
-        return any(program.left_plan for program in self._programs)
+        return any(program.record.left_plan for program in self._programs)
 
     def improvise(self) -> None:
         """Do whatever can be done, until everything is: the plan is for another path, and could wait in a circle.
@@ -283,7 +283,7 @@ class Turns:
                 self._private.leave(number)
             self._enter(None)
         if finished:
-            self._programs[number].end()
+            self._programs[number].record.end()
             self._waiting.pop(number, None)
             if self._job.loss_of is not None:
                 self._begin_backward(number)
@@ -320,4 +320,4 @@ def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:
 def trace_of(program: Program, loss: Any) -> Trace:
     """The record of a program whose loss is ``loss``."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
-    return Trace([event for event, _ in program.record], number)
+    return Trace([event for event, _ in program.record.events], number)
