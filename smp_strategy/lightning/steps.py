@@ -19,7 +19,7 @@ from smp_strategy.pipeline.microbatch import merge
 if TYPE_CHECKING:
     from smp_strategy.engine import Engine
 
-__all__ = ["run_eval_step", "run_training_step"]
+__all__ = ["Context", "run_eval_step", "run_manual_step", "run_training_step"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -46,6 +46,15 @@ def run_training_step(
         return loss
     extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
     return {"loss": loss, **merge(extras, result.sizes)}
+
+
+def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:
+    """Run ``module.training_step`` under manual optimization; returns the merged outputs."""
+    recorder = LogRecorder(module)
+    step = _microbatch_step(module.training_step, recorder, args[1:], context)
+    with recorder.installed(), _process_wide(context):
+        result = engine.manual_step(step, args[0])
+    return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
 
 
 def run_eval_step(engine: "Engine", module: Any, name: str, args: Sequence[Any], *, context: Context) -> Any:

@@ -16,9 +16,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Export", "Import", "Remote", "Segment", "enter"]
+__all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "enter"]
 
 
 @final
@@ -96,3 +96,8 @@ def enter(tensor: Tensor, record: Import) -> Tensor:
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
         return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-untyped-call]
+
+
+def cut_off(tensor: Tensor) -> Tensor:
+    """``tensor`` without its history, which is freed, but in a graph as before."""
+    return enter(tensor, Import(-1, None)) if tensor.requires_grad else tensor

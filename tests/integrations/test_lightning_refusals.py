@@ -21,10 +21,6 @@ def refused(folder, options, callback, overrides):
     return None
 
 
-def manual(self):
-    return False
-
-
 def lbfgs(self):
     return torch.optim.LBFGS(self.parameters())
 
@@ -40,7 +36,6 @@ def returns_none(self, batch, batch_idx):
 @pytest.mark.parametrize(
     ("options", "callback", "overrides", "match"),
     [
-        ({}, None, {"automatic_optimization": property(manual)}, "manual optimization"),
         ({}, None, {"configure_optimizers": lbfgs}, "LBFGS"),
         ({}, None, {"training_step": takes_an_iterator}, "dataloader_iter"),
         ({"precision": "16-true"}, None, {}, "16-true"),
