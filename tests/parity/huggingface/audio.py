@@ -24,7 +24,11 @@ AUDIO: list[Architecture] = [
         "audio",
         waveform_class,
         {
-            "Data2VecAudioForSequenceClassification": {**_SMALL, "conv_pos_kernel_size": 5, "num_conv_pos_embeddings": 2},
+            "Data2VecAudioForSequenceClassification": {
+                **_SMALL,
+                "conv_pos_kernel_size": 5,
+                "num_conv_pos_embeddings": 2,
+            },
             "HubertForSequenceClassification": _SMALL,
             "SEWForSequenceClassification": {**_SMALL, "feat_extract_norm": "layer"},
             "SEWDForSequenceClassification": {**_SMALL, "feat_extract_norm": "layer"},

@@ -21,7 +21,11 @@ VISION: list[Architecture] = [
             "Dinov2ForImageClassification": {},
             "Dinov2WithRegistersForImageClassification": {},
             "DonutSwinForImageClassification": {"patch_size": 1},
-            "EfficientNetForImageClassification": {"width_coefficient": 0.1, "depth_coefficient": 0.3, "hidden_dim": 128},
+            "EfficientNetForImageClassification": {
+                "width_coefficient": 0.1,
+                "depth_coefficient": 0.3,
+                "hidden_dim": 128,
+            },
             "FocalNetForImageClassification": {"patch_size": 2},
             "HGNetV2ForImageClassification": {
                 "stem_channels": [3, 4, 8],
