@@ -80,8 +80,8 @@ def dry_run(
             device=device,
             is_survey=True,
         )
-        runtime = calls.runtime = Runtime(stage)
         uses = GlueUses(units, lambda: runtime.is_inside_unit)  # noqa: B023
+        runtime = calls.runtime = Runtime(stage, told=uses.note)
         # With gradients also where the first step is a validation step: the partition weighs what training keeps.
         gradients = torch.enable_grad()
         try:

@@ -35,11 +35,19 @@ class Runtime:
     Args:
         stage: this rank's stage.
         private: keeps microbatches apart; ``None`` for a dry run.
+        told: told what the glue gives to units.
     """
 
-    def __init__(self, stage: Stage, private: PrivateState | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        private: PrivateState | None = None,
+        *,
+        told: Callable[[Any], None] = lambda arguments: None,
+    ) -> None:
         self._stage = stage
         self._private = private
+        self._told = told
         self._program: Program | None = None
         self._meeting: Turns | None = None
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
@@ -50,6 +58,7 @@ class Runtime:
         name = str(unit.key)
         program = self._program
         if program is not None and program.enclosing is None:
+            self._told((args, kwargs))
             return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
         if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
