@@ -150,7 +150,7 @@ class Runtime:
             private.begin()
         return Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter, private=private)
 
-    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
+    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
         """Run ``step`` without computing anything and return its trace.
 
         Raises:
