@@ -80,8 +80,9 @@ class TrainStep:
     """What the step returned for each microbatch, with real detached tensors."""
     sizes: tuple[int, ...]
     """Samples in each microbatch."""
-    loss: Tensor
-    """Mean over the samples of the batch; a scalar, the same on every rank of a replica."""
+    loss: Tensor | None
+    """Mean over the samples of the batch, to which skipped microbatches add nothing; a scalar, the same on every rank
+    of a replica. ``None``: all were skipped."""
     _gradients: dict[nn.Parameter, Tensor]
     _reduction: Reduction
 
@@ -217,7 +218,7 @@ class Engine:
 
     # The first step
 
-    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
+    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace, partition, and let go of what belongs to other stages."""
         assert self._module is not None
         found = DryRun(None, ())
@@ -262,7 +263,7 @@ class Engine:
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
-        if found.trace is not None and loss_of is not None:
+        if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
         if self.config.partition_file and self.mesh.rank == 0:
@@ -309,13 +310,13 @@ class Engine:
 
     # Every step
 
-    def train_step(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor]) -> TrainStep:
+    def train_step(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> TrainStep:
         """Forward and backward of a batch.
 
         Args:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
-            loss_of: picks the loss out of what ``step`` returns.
+            loss_of: picks the loss out of what ``step`` returns; ``None`` skips a microbatch.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
@@ -333,11 +334,17 @@ class Engine:
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-        losses = torch.stack([loss.reshape(()) for loss in run.losses])
-        loss = (losses * losses.new_tensor(job.weights)).sum()
+        weighted = [
+            loss.reshape(()) * loss.new_tensor(weight)
+            for loss, weight in zip(run.losses, job.weights, strict=True)
+            if loss is not None
+        ]
+        loss = torch.stack(weighted).sum() if weighted else None
         return TrainStep(run.outputs, sizes, loss, gradients, self._reduction)
 
-    def _training_job(self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor] | None = None) -> Job:
+    def _training_job(
+        self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
+    ) -> Job:
         total = sum(sizes) or 1
         self._num_steps += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
@@ -378,6 +385,8 @@ class Engine:
         if plan is not None:
             job = replace(job, expected=self._traces[kind].path)
         run = self._calls.runtime.run(job, microbatches, plan)
+        if job.loss_of is not None and not any(loss is not None for loss in run.losses):
+            return run  # the batch was skipped
         # The step may take another path next time: the plan follows the latest trace.
         if kind not in self._traces or self._traces[kind].signature != run.trace.signature:
             self._traces[kind] = run.trace

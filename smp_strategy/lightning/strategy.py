@@ -35,7 +35,7 @@ from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.lightning.gradients import with_global_norm
+from smp_strategy.lightning.gradients import evaluated_once, with_global_norm
 from smp_strategy.lightning.hooks import GradientHooks
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
@@ -263,6 +263,10 @@ class SMPHooks(CommunicationHooks):
         if self._manual is None or not self.engine.manual.is_in_step:
             return plain(closure_loss, optimizer, *args, **kwargs)
         return self._manual.backward(plain, closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """One step of ``optimizer``, which may evaluate the loss once."""
+        return super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of all microbatches."""

@@ -172,7 +172,7 @@ class Runtime:
             private=private,
         )
 
-    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
+    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
         """Run ``step`` to look at it and return its trace.
 
         Raises:
