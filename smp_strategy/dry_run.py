@@ -45,7 +45,7 @@ class DryRun:
 def dry_run(
     step: Step,
     microbatch: Any,
-    loss_of: Callable[[Any], Tensor] | None,
+    loss_of: Callable[[Any], Tensor | None] | None,
     *,
     module: nn.Module,
     units: Sequence[Unit],
@@ -80,8 +80,8 @@ def dry_run(
             device=device,
             is_survey=True,
         )
-        runtime = calls.runtime = Runtime(stage)
         uses = GlueUses(units, lambda: runtime.is_inside_unit)  # noqa: B023
+        runtime = calls.runtime = Runtime(stage, told=uses.note)
         # With gradients also where the first step is a validation step: the partition weighs what training keeps.
         gradients = torch.enable_grad()
         try:
@@ -107,10 +107,13 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
     buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
+    switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     with attributes_restored(module.modules()), redirect_stdout(io.StringIO()):
         try:
             yield
         finally:
+            for parameter, requires_grad in switches:
+                parameter.requires_grad_(requires_grad)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -29,14 +29,16 @@ from smp_strategy.dry_run import DryRun, dry_run
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.gradient_view import run_with_gradients
 from smp_strategy.interception import UnitCalls
+from smp_strategy.manual import ManualSteps
 from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
-from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
+from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import event_times, problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.microbatch import split
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.runtime import Runtime
@@ -61,7 +63,7 @@ MOST_PLANS = 256
 @final
 @dataclass(frozen=True)
 class EvalStep:
-    """Results of a forward-only step, the same on every rank of a replica."""
+    """Results of a step that hands over no gradients, the same on every rank of a replica."""
 
     outputs: list[Any]
     """What the step returned for each microbatch, with real detached tensors."""
@@ -78,10 +80,11 @@ class TrainStep:
     """What the step returned for each microbatch, with real detached tensors."""
     sizes: tuple[int, ...]
     """Samples in each microbatch."""
-    loss: Tensor
-    """Mean over the samples of the batch; a scalar, the same on every rank of a replica."""
+    loss: Tensor | None
+    """Mean over the samples of the batch, to which skipped microbatches add nothing; a scalar, the same on every rank
+    of a replica. ``None``: all were skipped."""
     _gradients: dict[nn.Parameter, Tensor]
-    _reduce: Callable[[], None]
+    _reduction: Reduction
 
     def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
         """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
@@ -92,6 +95,7 @@ class TrainStep:
                 the replicas. Collective over the ranks.
         """
         factor = grad_output.item()
+        self._reduction.begin_backward()
         for parameter, gradient in self._gradients.items():
             if factor != 1.0:
                 gradient.mul_(factor)
@@ -101,7 +105,7 @@ class TrainStep:
                 parameter.grad.add_(gradient)
         self._gradients.clear()
         if reduce:
-            self._reduce()
+            self._reduction.reduce()
 
 
 @final
@@ -113,6 +117,9 @@ class Engine:
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
         device: where this rank computes.
         timeout: longest wait for another rank; ``None``: that of the backend.
+
+    Attributes:
+        manual: what the code of a :meth:`manual_step` can ask for.
     """
 
     def __init__(
@@ -138,9 +145,11 @@ class Engine:
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
         self._mesh: ProcessMesh | None = None
+        self._keep_shared: Sequence[nn.Module] = ()
         self._calls = UnitCalls()
+        self.manual = ManualSteps(self._calls)
         self._ownership: Ownership | None = None
-        self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        self._reduction: Reduction | None = None
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         self._seed = 0
@@ -157,14 +166,23 @@ class Engine:
             raise SMPError("The process mesh does not exist before a module is attached to the engine.")
         return self._mesh
 
-    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    def attach(
+        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
+    ) -> None:
         """Take on ``module``; collective. Calling it again with the same module only exchanges the optimizers.
+
+        Args:
+            module: what is trained.
+            optimizers: what trains it.
+            keep_shared: modules in it whose attributes add up over microbatches (metrics), see
+                :mod:`smp_strategy.pipeline.private_state`.
 
         Raises:
             ConfigError: the degrees do not fit the number of ranks or of units.
             SMPError: the engine already serves another module.
         """
         self._optimizers = optimizers
+        self._keep_shared = keep_shared
         if self._module is module:
             return
         if self._module is not None:
@@ -200,7 +218,7 @@ class Engine:
 
     # The first step
 
-    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
+    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace, partition, and let go of what belongs to other stages."""
         assert self._module is not None
         found = DryRun(None, ())
@@ -241,11 +259,11 @@ class Engine:
             transport=transport,
             device=self._device,
         )
-        self._calls.runtime = Runtime(stage)
+        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units()))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
-        if found.trace is not None and loss_of is not None:
+        if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
         if self.config.partition_file and self.mesh.rank == 0:
@@ -257,6 +275,12 @@ class Engine:
         numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
         return [(numbers[id(parameter)], parameter) for parameter in unit.module.parameters()]
 
+    def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        assert self._module is not None
+        units = [unit.module for unit in self._units]
+        inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, self._keep_shared))
+        return [module for module in self._module.modules() if id(module) not in inside], units
+
     def _release(self) -> None:
         assert self._ownership is not None
         mesh, ownership = self.mesh, self._ownership
@@ -265,6 +289,7 @@ class Engine:
         for optimizer in self._optimizers:
             for parameter in [parameter for parameter in optimizer.state if id(parameter) not in local]:
                 del optimizer.state[parameter]
+        shared = []
         for stages, parameters in ownership.shared().items():
             if mesh.stage not in stages:
                 continue
@@ -273,39 +298,57 @@ class Engine:
             group = (
                 mesh.pp_group if whole else dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             )
-            self._shared.append((group, parameters))
+            shared.append((group, parameters))
+        local_parameters = ownership.local_parameters(mesh.stage)
+        self._reduction = Reduction(local_parameters, shared, self._counts_here, mesh.dp_group)
+        self.manual.begin(local_parameters, self._reduction)
+
+    def _counts_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this stage is the first that holds ``parameter``."""
+        assert self._ownership is not None
+        return min(self._ownership.holders(parameter)) == self.mesh.stage
 
     # Every step
 
-    def train_step(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor]) -> TrainStep:
+    def train_step(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> TrainStep:
         """Forward and backward of a batch.
 
         Args:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
-            loss_of: picks the loss out of what ``step`` returns.
+            loss_of: picks the loss out of what ``step`` returns; ``None`` skips a microbatch.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
             self._decide("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
+        assert self._reduction is not None
         parameters = self._ownership.local_parameters(self.mesh.stage)
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        total = sum(sizes) or 1
-        weights = [size / total for size in sizes]
-        self._num_steps += 1
-        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
+        job = self._training_job(step, sizes, loss_of)
         try:
-            run = self._run("train", Job(step=step, seed=seed, loss_of=loss_of, weights=weights), microbatches)
+            run = self._run("train", job, microbatches)
             gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
-        losses = torch.stack([loss.reshape(()) for loss in run.losses])
-        loss = (losses * losses.new_tensor(weights)).sum()
-        return TrainStep(run.outputs, sizes, loss, gradients, self._reduce_gradients)
+        weighted = [
+            loss.reshape(()) * loss.new_tensor(weight)
+            for loss, weight in zip(run.losses, job.weights, strict=True)
+            if loss is not None
+        ]
+        loss = torch.stack(weighted).sum() if weighted else None
+        return TrainStep(run.outputs, sizes, loss, gradients, self._reduction)
+
+    def _training_job(
+        self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
+    ) -> Job:
+        total = sum(sizes) or 1
+        self._num_steps += 1
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
+        return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
 
     def eval_step(self, step: Step, batch: Any, *, kind: str = "eval") -> EvalStep:
         """Forward of a batch.
@@ -323,12 +366,27 @@ class Engine:
         run = self._run(kind, Job(step=step, seed=seed), microbatches)
         return EvalStep(run.outputs, sizes)
 
+    def manual_step(self, step: Step, batch: Any) -> EvalStep:
+        """A step that runs its backward and its optimizers itself, through :attr:`manual`.
+
+        Args:
+            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
+            batch: cut along dim 0 into microbatches.
+        """
+        microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
+        if self._calls.runtime is None:
+            self._decide("manual", step, microbatches[0], None)
+        run = self.manual.run(self._training_job(step, sizes), microbatches)
+        return EvalStep(run.outputs, sizes)
+
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
         plan = self._plan(kind, len(microbatches))
         if plan is not None:
             job = replace(job, expected=self._traces[kind].path)
         run = self._calls.runtime.run(job, microbatches, plan)
+        if job.loss_of is not None and not any(loss is not None for loss in run.losses):
+            return run  # the batch was skipped
         # The step may take another path next time: the plan follows the latest trace.
         if kind not in self._traces or self._traces[kind].signature != run.trace.signature:
             self._traces[kind] = run.trace
@@ -370,12 +428,6 @@ class Engine:
 
     # Gradients
 
-    def _reduce_gradients(self) -> None:
-        assert self._ownership is not None
-        for group, parameters in self._shared:
-            sum_gradients(parameters, group)
-        average_gradients(self._ownership.local_parameters(self.mesh.stage), self.mesh.dp_group)
-
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
 
@@ -384,15 +436,8 @@ class Engine:
             max_norm: the largest norm that is left alone.
             norm_type: order of the norm.
         """
-        assert self._ownership is not None
-        ownership, stage = self._ownership, self.mesh.stage
         parameters = list(parameters)
-        norm = global_norm(
-            parameters,
-            lambda parameter: min(ownership.holders(parameter)) == stage,
-            self.mesh.pp_group,
-            norm_type,
-        )
+        norm = global_norm(parameters, self._counts_here, self.mesh.pp_group, norm_type)
         local = [parameter for parameter in parameters if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm

@@ -1,8 +1,8 @@
 """Weights of units that code above the units computes with.
 
-``logits = hidden @ self.embed.weight.T`` or an L2 term over ``self.parameters()`` uses a weight where its unit may not
-live. The dry run notices such uses; the weights concerned are then held by every stage, and their gradients are added
-up over the stages, like those of a parameter that stands in the glue itself.
+``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()``
+uses a weight where its unit may not live. The dry run notices such uses; the weights concerned are then held by every
+stage, and their gradients are added up over the stages, like those of a parameter that stands in the glue itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,11 @@ class GlueUses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA and not self._is_inside_unit():
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if id(leaf) in self._parameters:
-                    self.found[id(leaf)] = leaf
+            self.note((args, kwargs))
         return func(*args, **kwargs)
+
+    def note(self, arguments: Any) -> None:
+        """The glue has given ``arguments`` to an operation or to a unit."""
+        for leaf in pytree.tree_leaves(arguments):
+            if id(leaf) in self._parameters:
+                self.found[id(leaf)] = leaf

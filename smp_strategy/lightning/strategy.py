@@ -35,12 +35,13 @@ from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.lightning.gradients import with_global_norm
+from smp_strategy.lightning.gradients import evaluated_once, with_global_norm
 from smp_strategy.lightning.hooks import GradientHooks
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
-from smp_strategy.lightning.metrics import MetricUpdates
+from smp_strategy.lightning.manual import ManualOptimization
+from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
-from smp_strategy.lightning.steps import run_eval_step, run_training_step
+from smp_strategy.lightning.steps import run_eval_step, run_manual_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
 
 __all__ = ["SMPHooks"]
@@ -98,6 +99,7 @@ class SMPHooks(CommunicationHooks):
         self._data_stream: DataStream | None = None
         self._gradient_hooks: GradientHooks | None = None
         self._metric_updates: MetricUpdates | None = None
+        self._manual: ManualOptimization | None = None
         self._may_reduce = True
 
     def __repr__(self) -> str:
@@ -187,7 +189,9 @@ class SMPHooks(CommunicationHooks):
         refuse_unsupported(trainer, module, self.optimizers)
         self.setup_precision_plugin()
         self._engine = self._engine_for(module)
-        self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
+        self._engine.attach(
+            module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
+        )
         self._data_stream = DataStream(self._engine.mesh)
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
@@ -197,6 +201,10 @@ class SMPHooks(CommunicationHooks):
         if fitting:
             self._gradient_hooks = GradientHooks(self._engine, module, self.tree)
             self._gradient_hooks.install(trainer.callbacks)
+            if not module.automatic_optimization:
+                self._manual = ManualOptimization(self._engine, module, self.precision_plugin.train_step_context)
+                schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+                self._manual.install(self.optimizers, self._lightning_optimizers, schedulers)
 
     def model_to_device(self) -> None:
         """Move the whole model; the engine moves the parts once it is partitioned."""
@@ -238,6 +246,9 @@ class SMPHooks(CommunicationHooks):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all microbatches. See [Note: commit]."""
+        if self._manual is not None:
+            context = self.precision_plugin.train_step_context
+            return run_manual_step(self.engine, self.lightning_module, (*args, *kwargs.values()), context=context)
         return run_training_step(
             self.engine,
             self.lightning_module,
@@ -245,6 +256,17 @@ class SMPHooks(CommunicationHooks):
             context=self.precision_plugin.train_step_context,
             reduce=lambda: self._may_reduce,
         )
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Backward of the loss that a step has returned, or, under manual optimization, of the microbatches' losses."""
+        plain = super().backward
+        if self._manual is None or not self.engine.manual.is_in_step:
+            return plain(closure_loss, optimizer, *args, **kwargs)
+        return self._manual.backward(plain, closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """One step of ``optimizer``, which may evaluate the loss once."""
+        return super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of all microbatches."""
@@ -348,6 +370,9 @@ class SMPHooks(CommunicationHooks):
             self._gradient_hooks.remove()
         if self._metric_updates is not None:
             self._metric_updates.remove()
+        if self._manual is not None:
+            self._manual.remove()
+            self._manual = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

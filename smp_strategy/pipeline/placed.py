@@ -12,7 +12,6 @@ into four kinds:
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -72,7 +71,7 @@ def _setter(name: str) -> Any:
 
 
 _REFUSED: dict[Any, str] = {
-    Tensor.backward: "Return the loss from the step and let the trainer call backward on it.",
+    Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
@@ -89,9 +88,11 @@ _REFUSED: dict[Any, str] = {
 
 
 @final
-@dataclass(eq=False, slots=True)
 class Memory:
-    """What a tensor shares with its views. A change through one of them reaches them all, where they really share."""
+    """What a tensor shares with its views. A change through one of them reaches them all, where they really share.
+
+    Made for every placed tensor and rarely changed, so what it holds at first stands in the class.
+    """
 
     is_plain: bool = False
     """Whether it is that of a tensor that exists on every stage."""
@@ -121,13 +122,13 @@ class PlacedTensor(Tensor):
     program: "Program"
     value: Value
     spec: TensorSpec
-    origin: tuple[int, Tensor] | None
-    current: tuple[int, Tensor] | None
+    origin: tuple[int, Tensor] | None = None
+    current: tuple[int, Tensor] | None = None
     born: SegmentId
     memory: Memory
-    version: int
+    version: int = 0
     family: int
-    known: Tensor | None
+    known: Tensor | None = None
 
     @staticmethod
     def __new__(cls, program: "Program", value: Value, spec: TensorSpec, born: SegmentId) -> "PlacedTensor":
@@ -156,9 +157,9 @@ class PlacedTensor(Tensor):
         self.program = program
         self.value = value
         self.spec = spec
-        self.origin = self.current = self.known = None
         self.born = born
-        self.memory, self.version, self.family = Memory(), 0, value.id
+        self.memory = Memory()
+        self.family = value.id
 
     def share(self, other: Tensor, *, is_view: bool) -> None:
         """Stand for the memory of ``other``, which this tensor is a view of or detached from."""

@@ -88,9 +88,10 @@ class Transport:
         return Receipt(buffer, work, self._ranks[stage], self._timeout)
 
     def confirm(self, stage: int, tag: int) -> None:
-        """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived."""
-        work, _ = self._sent.pop((stage, tag))
-        _wait(work, self._ranks[stage], "the arrival of a tensor at", self._timeout)
+        """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
+        if (stage, tag) in self._sent:
+            work, _ = self._sent.pop((stage, tag))
+            _wait(work, self._ranks[stage], "the arrival of a tensor at", self._timeout)
 
     def flush(self) -> None:
         """Confirm everything that was sent."""

@@ -14,6 +14,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -44,6 +45,10 @@ MOST_PREDICTIONS = 1 << 14
 # Nothing found, one, several; false and true.
 ASSUMPTIONS = (1, 3, 0)
 
+_IS_TRAINING = attrgetter("training")
+_NEEDS_GRADIENT = attrgetter("requires_grad")
+_PLAIN_KINDS = frozenset(IMMUTABLE)
+
 
 @final
 class Oracle:
@@ -55,6 +60,7 @@ class Oracle:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._kind = device.type
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[object, Prediction | Unpredictable] = {}
         self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
@@ -71,12 +77,12 @@ class Oracle:
             leave_marks: let a dry run write to objects among the arguments, and set attributes to tensors with a
                 gradient, so that it shows who uses them next. The caller puts all of this back.
         """
-        specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        key = (callee.key, structure, *map(_key, specs), self._switches(callee), _ambient(self.device))
+        key = (callee.key, structure, *map(_key, leaves), self._switches(callee), self._ambient())
         prediction = self._known.get(key)
         if prediction is None:
             if len(self._known) >= MOST_PREDICTIONS:
                 self._known.clear()
+            specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             prediction = self._known[key] = self._find(callee, specs, structure, leave_marks)
         return prediction
 
@@ -87,7 +93,12 @@ class Oracle:
         parts = self._parts.get(callee.key)
         if parts is None:
             parts = self._parts[callee.key] = (tuple(callee.module.modules()), tuple(callee.module.parameters()))
-        return tuple([part.training for part in parts[0]]), tuple([part.requires_grad for part in parts[1]])
+        return tuple(map(_IS_TRAINING, parts[0])), tuple(map(_NEEDS_GRADIENT, parts[1]))
+
+    def _ambient(self) -> tuple[object, ...]:
+        """The thread's modes that change what operations return."""
+        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()
 
     def _find(self, callee: Callee, specs: list[Any], structure: Any, leave_marks: bool) -> Prediction | Unpredictable:
         with _quiet():
@@ -178,6 +189,10 @@ def _key(leaf: Any) -> object:
     kind = type(leaf)
     if kind is TensorSpec:
         return leaf
+    if kind in _PLAIN_KINDS:
+        return kind, leaf
+    if isinstance(leaf, Tensor):
+        return TensorSpec.of(leaf)
     if isinstance(leaf, IMMUTABLE):
         return kind, leaf
     if kind is slice:
@@ -185,9 +200,3 @@ def _key(leaf: Any) -> object:
     # Caches and other objects with a state: taken to matter by type only. The stage that runs the call compares the
     # real result with the prediction, so a wrong guess is an error and never a wrong number.
     return kind
-
-
-def _ambient(device: torch.device) -> tuple[object, ...]:
-    """The thread's modes that change what operations return."""
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()

@@ -124,7 +124,7 @@ class Prediction:
     made: tuple[TensorSpec, ...] = field(init=False)
     """Metadata of the :class:`Made` outputs."""
     is_bare: bool = field(init=False)
-    """Whether the result is one output and not a container of some."""
+    """Whether the result is one output that is in no container."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "made", tuple(output.spec for output in self.outputs if isinstance(output, Made)))

@@ -1,5 +1,6 @@
 """A tensor without its values: what every stage knows of a tensor that lives on one of them."""
 
+import math
 from dataclasses import dataclass, field
 from typing import final
 
@@ -12,16 +13,19 @@ __all__ = ["TensorSpec"]
 @final
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Metadata of a tensor. Hashed for every call of a program, so the hash is kept."""
+    """Metadata of a tensor. Asked for at every call of a program, so what follows from them is kept."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the elements."""
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.size) * self.dtype.itemsize)
         found = hash((self.size, self.stride, self.dtype, self.device, self.requires_grad))
         object.__setattr__(self, "_hash", found)
 
@@ -40,12 +44,7 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        return torch.Size(self.size).numel()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.size)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}" + (" with gradient" * self.requires_grad)

@@ -14,7 +14,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.testing import run_ranks
 
 from .steps import Block, Net, batch, one_after_the_other
-from .test_placed import alone, engine_for, gradients
+from .test_placed import alone, assert_as_alone, engine_for, gradients, train
 
 
 class Pair(nn.Module):
@@ -78,3 +78,12 @@ def test_units_are_compiled():
         assert num_graphs >= 1
     for name, gradient in expected.items():
         torch.testing.assert_close(merged[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def takes_a_weight(net: Net, x: Tensor) -> Tensor:
+    a, b, c, d = net.blocks
+    return (d(c(b(a(x)))) + d(a.mlp[0].bias)).pow(2).mean()
+
+
+def test_a_weight_of_one_unit_may_be_the_argument_of_another():
+    assert_as_alone(alone(takes_a_weight, Block), run_ranks(train, 2, takes_a_weight, Block, 2, {}))
