@@ -8,7 +8,8 @@ one subject each. The order in which Lightning calls (fit)::
                             user's setup, configure_model, restore of weights from ckpt_path
                             setup                        optimizers, refusals, engine.attach: the mesh
                             process_dataloader           per loader
-    per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit]
+    per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
+                            under manual optimization all of it in training_step: see manual.py
     checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint
     end                     teardown
 
