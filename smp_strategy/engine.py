@@ -143,16 +143,19 @@ class Engine:
         shape = self._choose_shape(module)
         self._module = module
         self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
-        self._units = choose_units(module, shape.pp)
+        self._units = self._choose_units(module, shape.pp)
         self._seed = start_alike(module)
         for unit in self._units:
             self._calls.intercept(unit)
+
+    def _choose_units(self, module: nn.Module, num_stages: int) -> list[Unit]:
+        return choose_units(module, num_stages, self.config.unit_classes)
 
     def _choose_shape(self, module: nn.Module) -> MeshShape:
         world_size = dist.get_world_size()
         degree = self.config.pipeline_parallel_degree
         if degree is None:
-            num_units = len(choose_units(module, world_size))
+            num_units = len(self._choose_units(module, world_size))
             degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
             self._report(
                 f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
@@ -163,7 +166,7 @@ class Engine:
                 f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
                 f"Set it to about {4 * degree}."
             )
-        check_degree(degree, world_size, [unit.name for unit in choose_units(module, degree)])
+        check_degree(degree, world_size, [unit.name for unit in self._choose_units(module, degree)])
         return MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
 
     # The first step
@@ -210,6 +213,9 @@ class Engine:
             device=self._device,
         )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units()))
+        if self.config.compile:
+            for name in (name for name, owner in stage_of.items() if owner == stage.number):
+                self._calls.compile(name)
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))

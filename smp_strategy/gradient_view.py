@@ -18,7 +18,7 @@ from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["run_with_gradients"]
 

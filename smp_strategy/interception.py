@@ -4,13 +4,17 @@ The ``forward`` of each unit is replaced on the instance, so ``unit(...)`` still
 placed tensors. Nothing else of the model is touched.
 """
 
+import dataclasses
 import functools
 import types
 from typing import Any, final
 
+import torch
 from torch import nn
 
+from smp_strategy.pipeline.backward_hooks import hide_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.trace.prediction import Callee
 from smp_strategy.units import Unit
 
 __all__ = ["UnitCalls"]
@@ -26,10 +30,12 @@ class UnitCalls:
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
+        self._callees: dict[str, Callee] = {}
 
     def intercept(self, unit: Unit) -> None:
         """Let calls of ``unit`` come here."""
         original = unit.module.forward
+        self._callees[unit.name] = Callee(unit.name, original, unit.module)
 
         @functools.wraps(original)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +44,12 @@ class UnitCalls:
                 return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
             if self.runtime is None:
                 return original(*args, **kwargs)
-            return self.runtime.call_unit(unit.name, module, original, args, kwargs)
+            return self.runtime.call_unit(self._callees[unit.name], args, kwargs)
 
         unit.module.forward = types.MethodType(forward, unit.module)
+        hide_backward_hooks(unit.module)
+
+    def compile(self, name: str) -> None:
+        """Let the unit ``name`` run through ``torch.compile`` from now on."""
+        callee = self._callees[name]
+        self._callees[name] = dataclasses.replace(callee, compiled=torch.compile(callee.function))

@@ -132,7 +132,7 @@ def _cuts_itself(batch: Any) -> bool:
 def _cut(batch: Any, part: slice, num_samples: int | None, position: tuple[int, int]) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf[part] if leaf.ndim else leaf
+            return _part(leaf, part) if leaf.ndim else leaf
         if isinstance(leaf, list):
             return leaf[part] if len(leaf) == num_samples else leaf
         if hasattr(leaf, "smp_slice"):
@@ -140,6 +140,13 @@ def _cut(batch: Any, part: slice, num_samples: int | None, position: tuple[int, 
         return leaf
 
     return _walk(batch, visit)
+
+
+def _part(tensor: Tensor, part: slice) -> Tensor:
+    """A part of ``tensor`` in the same memory."""
+    # `data` gives each microbatch a version counter of its own: what one changes in place (ignored labels, say) must
+    # not invalidate what autograd keeps of another.
+    return tensor[part] if tensor.requires_grad else tensor[part].data
 
 
 def _walk(tree: Any, visit: Callable[[Any], Any]) -> Any:

@@ -5,14 +5,16 @@ microbatch runs forward and then backward in program order: slower, but the same
 deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
@@ -20,7 +22,7 @@ from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.oracle import Callee
+from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.tree import flatten
 
 __all__ = ["Runtime"]
@@ -33,31 +35,41 @@ class Runtime:
     Args:
         stage: this rank's stage.
         private: keeps microbatches apart; ``None`` for a dry run.
+        told: told what the glue gives to units.
     """
 
-    def __init__(self, stage: Stage, private: PrivateState | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        private: PrivateState | None = None,
+        *,
+        told: Callable[[Any], None] = lambda arguments: None,
+    ) -> None:
         self._stage = stage
         self._private = private
+        self._told = told
         self._program: Program | None = None
         self._meeting: Turns | None = None
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
         self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
 
-    def call_unit(self, name: str, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Stand-in for the ``forward`` of a unit."""
+    def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
+        """Stand-in for the ``forward`` of a unit, whose key is its name."""
+        name = str(unit.key)
         program = self._program
         if program is not None and program.enclosing is None:
-            return program.unit(name, Callee(name, forward, unit), args, kwargs)
+            self._told((args, kwargs))
+            return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
-        if program is not None and (program.is_predicting or _holds(program.enclosing, unit)):
-            return forward(*args, **kwargs)
+        if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
+            return unit.function(*args, **kwargs)
         if self._stage.stage_of[name] != self._stage.number:
             raise UnsupportedError(
                 f"Unit `{name}` lives on stage {self._stage.stage_of[name]} and was called "
                 f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage.number}, where its "
                 "weights are not. Call the model inside a training, validation, test or predict step."
             )
-        return forward(*args, **kwargs)
+        return unit.runs(*args, **kwargs)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
@@ -66,7 +78,7 @@ class Runtime:
         program = self._program
         if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
             return function(*args, **kwargs)
-        if not program.computes_here:
+        if program.is_survey:
             return unknown()
         return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
 
@@ -83,14 +95,15 @@ class Runtime:
         """
         turns = self._turns(job, microbatches)
         try:
-            actions = plan.stages[self._stage.number] if plan else turns.program_order()
-            for position, action in enumerate(actions):
-                with record_function(str(action)):
-                    turns.do(action)
-                turns.prepare(actions, position + 1)
-                if turns.has_left_plan:
-                    break
-            turns.finish()
+            with watched_entrances(self._active):
+                actions = plan.stages[self._stage.number] if plan else turns.program_order()
+                for position, action in enumerate(actions):
+                    with record_function(str(action)):
+                        turns.do(action)
+                    turns.prepare(actions, position + 1)
+                    if turns.has_left_plan:
+                        break
+                turns.finish()
             self._flush()
         except BaseException:
             turns.cancel()
@@ -101,8 +114,9 @@ class Runtime:
         """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
         turns = self._meeting = self._turns(job, microbatches)
         try:
-            while turns.meet():
-                pass
+            with watched_entrances(self._active):
+                while turns.meet():
+                    pass
             self._flush()
         except BaseException:
             turns.cancel()
@@ -125,7 +139,7 @@ class Runtime:
         """
         program = self._program
         assert program is not None
-        if not program.computes_here:
+        if program.is_survey:
             return barrier.act([barrier.value]) if also_dry else None
         if self._meeting is None:
             raise UnsupportedError(
@@ -148,21 +162,27 @@ class Runtime:
         private = self._private if len(microbatches) > 1 else None
         if private is not None:
             private.begin()
-        return Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter, private=private)
+        return Turns(
+            self._stage,
+            microbatches,
+            job,
+            executor=self._executor,
+            enter=self._enter,
+            active=self._active,
+            private=private,
+        )
 
     def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
-        """Run ``step`` without computing anything and return its trace.
+        """Run ``step`` to look at it and return its trace.
 
         Raises:
-            ValueNeededError: the step reads a value, or makes a shape that depends on one.
+            ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on
+                one.
         """
-        program = self._stage.program(microbatch=0, seed=0)
-        self._program = program
-        try:
+        program = self._stage.program(microbatch=0, seed=0, active=self._active)
+        with self.entered(program):
             output = step(microbatch)
-        finally:
-            self._program = None
-            program.close()
+        program.close()
         loss = loss_of(output) if loss_of else None
         return trace_of(program, loss)
 
@@ -176,18 +196,36 @@ class Runtime:
         Returns:
             What ``code`` returns, with real tensors on every stage.
         """
-        program = self._stage.program(microbatch=0, seed=seed)
+        program = self._stage.program(microbatch=0, seed=seed, active=self._active)
+        with self.entered(program):
+            result = self._stage.make_real(code(program))
+        self._flush()
+        program.close()
+        return result
+
+    @contextmanager
+    def entered(self, program: Program) -> Iterator[None]:
+        """Calls of units in here are calls of ``program``."""
         self._program = program
         try:
-            result = self._stage.make_real(code(program))
-            self._flush()
+            with watched_entrances(self._active):
+                yield
+        except BaseException:
+            program.close()
+            raise
         finally:
             self._program = None
-            program.close()
-        return result
+
+    @property
+    def is_inside_unit(self) -> bool:
+        """Whether the code that runs just now is that of a unit."""
+        return self._program is not None and self._program.enclosing is not None
 
     def _enter(self, program: Program | None) -> None:
         self._program = program
+
+    def _active(self) -> Program | None:
+        return self._program
 
     def _flush(self) -> None:
         if self._stage.transport is not None:
@@ -198,5 +236,5 @@ class Runtime:
         self._executor.shutdown(wait=False)
 
 
-def _holds(outer: nn.Module | None, inner: nn.Module) -> bool:
+def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:
     return outer is not None and any(part is inner for part in outer.modules())

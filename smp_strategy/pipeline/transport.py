@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import blame
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Receipt", "Transport"]
 
@@ -80,7 +80,8 @@ class Transport:
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
-        buffer = _buffer(spec)
+        with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
+            buffer = _buffer(spec)
         with _peer(self._ranks[stage], "waiting for a tensor from"):
             work = dist.irecv(_elements(buffer), self._ranks[stage], group=self._group, tag=tag)
         assert work is not None

@@ -88,6 +88,7 @@ class Turns:
         job: what is done with each of them.
         executor: gives every microbatch a thread.
         enter: told whose turn it is, before a program runs, and ``None`` after it.
+        active: tells that again.
         private: keeps what the microbatches leave in shared objects apart; ``None`` where there is one microbatch.
     """
 
@@ -99,12 +100,14 @@ class Turns:
         *,
         executor: Executor,
         enter: Callable[[Program | None], None],
+        active: Callable[[], Program | None],
         private: PrivateState | None,
     ) -> None:
         self._stage = stage
         self._job = job
         self._executor = executor
         self._enter = enter
+        self._active = active
         self._private = private
         self._waiting: dict[int, Sequence[Receipt]] = {}
         self._programs: list[Program] = []
@@ -123,7 +126,9 @@ class Turns:
             self._waiting[number] = receipts
             coroutine.pause()
 
-        program = self._stage.program(microbatch=number, seed=seed, pause=pause, expected=self._job.expected)
+        program = self._stage.program(
+            microbatch=number, seed=seed, pause=pause, expected=self._job.expected, active=self._active
+        )
         step = self._job.step
         coroutine = Coroutine(lambda: step(microbatch), self._executor, seed=seed, device=self._stage.device)
         return program, coroutine
@@ -146,7 +151,7 @@ class Turns:
     @property
     def has_left_plan(self) -> bool:
         """Whether a microbatch is known to take another path than the plan was made for."""
-        return any(program.left_plan for program in self._programs)
+        return any(program.record.left_plan for program in self._programs)
 
     def improvise(self) -> None:
         """Do whatever can be done, until everything is: the plan is for another path, and could wait in a circle.
@@ -257,7 +262,7 @@ class Turns:
     def _forward(self, number: int, segment: int) -> None:
         """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
         coroutine, program = self._coroutines[number], self._programs[number]
-        while not coroutine.finished and (number not in self._waiting or program.segments[-1].index <= segment):
+        while not coroutine.finished and (number not in self._waiting or program.graph.current <= segment):
             if number in self._barriers:
                 return
             if self._waiting.get(number) and self.has_left_plan:
@@ -280,7 +285,7 @@ class Turns:
                 self._private.leave(number)
             self._enter(None)
         if finished:
-            self._programs[number].end()
+            self._programs[number].record.end()
             self._waiting.pop(number, None)
             if self._job.loss_of is not None:
                 self._begin_backward(number)
@@ -320,4 +325,4 @@ def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:
 def trace_of(program: Program, loss: Any) -> Trace:
     """The record of a program whose loss is ``loss``."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
-    return Trace([event for event, _ in program.record], number)
+    return Trace([event for event, _ in program.record.events], number)

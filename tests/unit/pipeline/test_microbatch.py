@@ -163,6 +163,17 @@ class Graphs:
         return Graphs(self.items[microbatch::num_microbatches])
 
 
+def test_what_a_microbatch_changes_in_place_does_not_invalidate_what_autograd_keeps_of_another():
+    weight = torch.ones(2, requires_grad=True)
+    batch = torch.arange(8.0).reshape(4, 2)
+    (first, second), _ = split(batch, 2)
+    result = (first * weight).sum()
+    second.mul_(2)
+    result.backward()
+    assert weight.grad.tolist() == [2.0, 4.0]
+    assert batch[2:].tolist() == [[8.0, 10.0], [12.0, 14.0]]  # in place, as in one process
+
+
 def test_an_object_may_cut_itself():
     parts, _ = split({"x": torch.zeros(4), "graphs": Graphs([0, 1, 2, 3])}, 2)
     assert [part["graphs"].items for part in parts] == [[0, 2], [1, 3]]
