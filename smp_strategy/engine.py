@@ -13,7 +13,7 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
 
@@ -48,64 +48,17 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.report import render_layout, render_schedule
+from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit, choose_units
 
-__all__ = ["Engine", "EvalStep", "TrainStep"]
+__all__ = ["Engine"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION, HOOK = 1, 2
 # Batches of every size and path have a plan of their own; a step that never repeats one must not fill the memory.
 MOST_PLANS = 256
-
-
-@final
-@dataclass(frozen=True)
-class EvalStep:
-    """Results of a step that hands over no gradients, the same on every rank of a replica."""
-
-    outputs: list[Any]
-    """What the step returned for each microbatch, with real detached tensors."""
-    sizes: tuple[int, ...]
-    """Samples in each microbatch."""
-
-
-@final
-@dataclass(frozen=True)
-class TrainStep:
-    """Results of a training step, and its gradients until they are handed over."""
-
-    outputs: list[Any]
-    """What the step returned for each microbatch, with real detached tensors."""
-    sizes: tuple[int, ...]
-    """Samples in each microbatch."""
-    loss: Tensor | None
-    """Mean over the samples of the batch, to which skipped microbatches add nothing; a scalar, the same on every rank
-    of a replica. ``None``: all were skipped."""
-    _gradients: dict[nn.Parameter, Tensor]
-    _reduction: Reduction
-
-    def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
-        """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
-
-        Args:
-            grad_output: gradient of whatever is minimised with respect to the loss; a scalar.
-            reduce: this was the last step before the optimizer's: add up what several stages hold, and average over
-                the replicas. Collective over the ranks.
-        """
-        factor = grad_output.item()
-        self._reduction.begin_backward()
-        for parameter, gradient in self._gradients.items():
-            if factor != 1.0:
-                gradient.mul_(factor)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
-        self._gradients.clear()
-        if reduce:
-            self._reduction.reduce()
 
 
 @final
@@ -310,37 +263,42 @@ class Engine:
 
     # Every step
 
-    def train_step(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> TrainStep:
+    def train_step(
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        loss_of: Callable[[Any], Tensor | None],
+        factor: float = 1.0,
+        continues: bool = False,
+    ) -> TrainStep:
         """Forward and backward of a batch.
 
         Args:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
             loss_of: picks the loss out of what ``step`` returns; ``None`` skips a microbatch.
+            factor: the gradient that :meth:`TrainStep.commit` will probably get.
+            continues: the gradients will probably be added to those that are there. If both guesses are right, the
+                additions are those of one process in number and order.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
             self._decide("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
         assert self._reduction is not None
-        parameters = self._ownership.local_parameters(self.mesh.stage)
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
         job = self._training_job(step, sizes, loss_of)
-        try:
+        weights = job.weights
+        job = replace(job, weights=[weight * factor for weight in weights])
+        with accumulating(self._ownership.local_parameters(self.mesh.stage), continues=continues) as accumulated:
             run = self._run("train", job, microbatches)
-            gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
         weighted = [
             loss.reshape(()) * loss.new_tensor(weight)
-            for loss, weight in zip(run.losses, job.weights, strict=True)
+            for loss, weight in zip(run.losses, weights, strict=True)
             if loss is not None
         ]
         loss = torch.stack(weighted).sum() if weighted else None
-        return TrainStep(run.outputs, sizes, loss, gradients, self._reduction)
+        return TrainStep(run.outputs, sizes, loss, accumulated, factor, self._reduction)
 
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None

@@ -20,19 +20,26 @@ from smp_strategy.pipeline.microbatch import merge
 if TYPE_CHECKING:
     from smp_strategy.engine import Engine
 
-__all__ = ["Context", "run_eval_step", "run_manual_step", "run_training_step"]
+__all__ = ["Context", "accumulation_window", "run_eval_step", "run_manual_step", "run_training_step"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 def run_training_step(
-    engine: "Engine", module: Any, args: Sequence[Any], *, context: Context, reduce: Callable[[], bool]
+    engine: "Engine",
+    module: Any,
+    args: Sequence[Any],
+    *,
+    context: Context,
+    reduce: Callable[[], bool],
+    window: tuple[int, int] = (0, 1),
 ) -> Any:
     """Run ``module.training_step`` over the microbatches of ``args[0]``, forward and backward.
 
     Args:
         context: entered around the forward of each microbatch (the precision plugin's autocast).
         reduce: asked when the gradients are handed over: does this batch end the accumulation window?
+        window: number of this batch in its accumulation window, and batches in it.
 
     Returns:
         What the step returned, merged; the loss hands its gradients over in ``backward()``.
@@ -40,7 +47,8 @@ def run_training_step(
     recorder = LogRecorder(module)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
-        result = engine.train_step(step, args[0], loss_of=_loss_of)
+        number, length = window
+        result = engine.train_step(step, args[0], loss_of=_loss_of, factor=1 / length, continues=number > 0)
     outputs = _replay(recorder, result.outputs, result.sizes)
     # Where all microbatches are skipped, other replicas may not skip theirs: there is a loss, without a gradient.
     mean = torch.zeros(()) if result.loss is None else result.loss
@@ -50,6 +58,12 @@ def run_training_step(
         return loss
     extras = [{name: value for name, value in output.items() if name != "loss"} for output, _ in present]
     return {"loss": loss, **merge(extras, [size for _, size in present])}
+
+
+def accumulation_window(trainer: Any) -> tuple[int, int]:
+    """Number of the current batch in its accumulation window, as Lightning counts, and batches in a window."""
+    length = trainer.accumulate_grad_batches
+    return trainer.fit_loop.epoch_loop.batch_idx % length, length
 
 
 def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:

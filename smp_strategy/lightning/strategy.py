@@ -8,7 +8,8 @@ one subject each. The order in which Lightning calls (fit)::
                             user's setup, configure_model, restore of weights from ckpt_path
                             setup                        optimizers, refusals, engine.attach: the mesh
                             process_dataloader           per loader
-    per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit]
+    per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
+                            under manual optimization all of it in training_step: see manual.py
     checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint
     end                     teardown
 
@@ -41,7 +42,7 @@ from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
-from smp_strategy.lightning.steps import run_eval_step, run_manual_step, run_training_step
+from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
 
 __all__ = ["SMPHooks"]
@@ -246,15 +247,14 @@ class SMPHooks(CommunicationHooks):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all microbatches. See [Note: commit]."""
+        module, batch = self.lightning_module, (*args, *kwargs.values())
+        assert module is not None
+        context = self.precision_plugin.train_step_context
         if self._manual is not None:
-            context = self.precision_plugin.train_step_context
-            return run_manual_step(self.engine, self.lightning_module, (*args, *kwargs.values()), context=context)
+            return run_manual_step(self.engine, module, batch, context=context)
+        window = accumulation_window(module.trainer)
         return run_training_step(
-            self.engine,
-            self.lightning_module,
-            (*args, *kwargs.values()),
-            context=self.precision_plugin.train_step_context,
-            reduce=lambda: self._may_reduce,
+            self.engine, module, batch, context=context, reduce=lambda: self._may_reduce, window=window
         )
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
