@@ -61,7 +61,11 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
             "Register it on the modules inside (blocks, layers), or on a tensor."
         )
     if function is not torch_checkpoint.CheckpointFunction:
-        return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
+        before, program.function = program.function, function.__name__
+        try:
+            return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
+        finally:
+            program.function = before
     run, _preserve_rng_state, *inputs = args
     # As in torch: where no input needs a gradient, the parameters inside get none either.
     wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
