@@ -1,8 +1,8 @@
 """Weights of units that code above the units computes with.
 
-``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()`` uses
-a weight where its unit may not live. The dry run notices such uses; the weights concerned are then held by every stage, and their gradients are added
-up over the stages, like those of a parameter that stands in the glue itself.
+``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()``
+uses a weight where its unit may not live. The dry run notices such uses; the weights concerned are then held by every
+stage, and their gradients are added up over the stages, like those of a parameter that stands in the glue itself.
 """
 
 from collections.abc import Callable, Sequence
