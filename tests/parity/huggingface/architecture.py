@@ -38,6 +38,9 @@ class Architecture:
     note: str = ""
     """What is special about it."""
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
+
     def build(self) -> "Trainee":
         """The model with random weights, the same at every call."""
         torch.manual_seed(0)
