@@ -70,7 +70,11 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
             "A backward hook is registered on a module above the units, whose input and output are on several stages. "
             "Register it on the modules inside (blocks, layers), or on a tensor."
         )
-    return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
+    before, program.function = program.function, function.__name__
+    try:
+        return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
+    finally:
+        program.function = before
 
 
 def _reentrant(original: Callable[..., Any], program: "Program | None", run: Any, preserve: Any, *inputs: Any) -> Any:

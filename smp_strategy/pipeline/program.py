@@ -120,6 +120,8 @@ class Program:
         # The unit that runs just now, for real or dry.
         self.enclosing: nn.Module | None = None
         self.is_predicting = False
+        # The autograd Function of the glue that runs just now.
+        self.function = ""
         self._recompute = False
         self._seed = seed
         self._stage = surroundings.stage

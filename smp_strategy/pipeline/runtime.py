@@ -58,6 +58,12 @@ class Runtime:
         name = str(unit.key)
         program = self._program
         if program is not None and program.enclosing is None:
+            if program.function:
+                raise UnsupportedError(
+                    f"`{program.function}`, an autograd Function in the code above the units, calls unit `{name}`, but "
+                    "runs on one stage as a whole. Let it stay together with the modules that it calls: use "
+                    "`smp_strategy.unit(module)` on the module that applies it."
+                )
             self._told((args, kwargs))
             return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.

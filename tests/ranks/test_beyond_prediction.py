@@ -274,3 +274,35 @@ def hook_on_a_container() -> str:
 def test_a_backward_hook_on_a_container_is_refused():
     for message in run_ranks(hook_on_a_container, 2):
         assert "backward hook is registered on a module above the units" in message
+
+
+class AroundUnits(torch.autograd.Function):
+    """Runs the blocks that it is given, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, blocks: list[nn.Module]) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+def function_around_units() -> str:
+    def step(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        return AroundUnits.apply(a(x), [b, c, d]).pow(2).mean()
+
+    net = Net(step)
+    try:
+        engine_for(net, 2).train_step(net.loss, batch(), loss_of=lambda loss: loss)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_an_autograd_function_that_calls_units_is_refused():
+    for message in run_ranks(function_around_units, 2):
+        assert "`AroundUnits`, an autograd Function in the code above the units, calls unit `blocks.1`" in message

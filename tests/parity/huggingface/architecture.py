@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import smp_strategy
+
 from .inputs import Draw
 from .tiny import tiny_config
 
@@ -31,14 +33,22 @@ class Architecture:
     """What of its configuration differs from the common tiny sizes."""
     loss: Callable[[Any], Tensor] = lambda output: output.loss
     """Picks the loss out of what the model returns."""
+    whole: tuple[str, ...] = ()
+    """Modules that the user has to mark with :func:`smp_strategy.unit`."""
     note: str = ""
     """What is special about it."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.note})" if self.note else self.name
 
     def build(self) -> "Trainee":
         """The model with random weights, the same at every call."""
         torch.manual_seed(0)
         kind = getattr(transformers, self.name)
-        return Trainee(kind(tiny_config(kind.config_class, **self.options)), self.loss).train()
+        model = kind(tiny_config(kind.config_class, **self.options))
+        for name in self.whole:
+            smp_strategy.unit(model.get_submodule(name))
+        return Trainee(model, self.loss).train()
 
     def batch(self, config: Any) -> dict[str, Any]:
         """A random batch, the same at every call."""

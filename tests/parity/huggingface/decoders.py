@@ -1,6 +1,7 @@
 """Decoders: language models that predict the next token."""
 
 from .architecture import Architecture, family
+from .encoders import REFORMER
 from .inputs import next_tokens
 
 __all__ = ["DECODERS"]
@@ -33,15 +34,13 @@ DECODERS: list[Architecture] = [
             "CodeGenForCausalLM": {"num_attention_heads": 4, "rotary_dim": 4},
             "GPTJForCausalLM": {"rotary_dim": 4},
             "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
-            "ReformerModelWithLMHead": {
-                "is_decoder": True,
-                "axial_pos_embds": False,
-                "attention_head_size": 8,
-                "attn_layers": ["local", "lsh", "local", "lsh"],
-                "lsh_attn_chunk_length": 4,
-                "local_attn_chunk_length": 4,
-                "hash_seed": 0,
-            },
         },
+    ),
+    *family(
+        "decoder",
+        next_tokens,
+        {"ReformerModelWithLMHead": {"is_decoder": True, **REFORMER}},
+        whole=("reformer.encoder",),
+        note="its reversible layers are one autograd Function: the encoder is marked as a unit",
     ),
 ]
