@@ -7,6 +7,7 @@ Life of a model under the engine:
 2. The first step: its microbatch is traced without computing, the partition is decided and every rank lets go of the
    units of other stages.
 3. Every step: cut the batch, run the user's step once per microbatch under the schedule, hand out the results.
+4. :meth:`Engine.detach`: the module becomes an ordinary one again, on every rank that asks for it.
 
 Gradients are handed over separately (:meth:`TrainStep.commit`), because in Lightning and Accelerate the step comes
 first, then ``zero_grad``, then ``backward``.
@@ -24,12 +25,13 @@ from torch.optim import Optimizer
 
 from smp_strategy.agreement import check_same_partition, start_alike
 from smp_strategy.checkpoint import full
-from smp_strategy.config import SMPConfig
+from smp_strategy.checkpoint.restore import restore
+from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.dry_run import DryRun, dry_run
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.gradient_view import run_with_gradients
 from smp_strategy.interception import UnitCalls
-from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
+from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.ownership import Ownership
@@ -46,6 +48,7 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.report import render_layout, render_schedule
+from smp_strategy.shape import choose_shape
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit, choose_units
@@ -140,7 +143,10 @@ class Engine:
         self._mesh: ProcessMesh | None = None
         self._calls = UnitCalls()
         self._ownership: Ownership | None = None
-        self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        self._used_by_glue: tuple[nn.Parameter, ...] = ()
+        # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
+        self._whole_on: RestoreModule = "all"
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         self._seed = 0
@@ -158,47 +164,93 @@ class Engine:
         return self._mesh
 
     def attach(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-        """Take on ``module``; collective. Calling it again with the same module only exchanges the optimizers.
+        """Take on ``module``, whole on every rank; collective. One that was detached is spread as before.
 
         Raises:
             ConfigError: the degrees do not fit the number of ranks or of units.
             SMPError: the engine already serves another module.
         """
-        self._optimizers = optimizers
-        if self._module is module:
-            return
-        if self._module is not None:
+        if self._module is not None and not self.serves(module):
             raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
-        shape = self._choose_shape(module)
-        self._module = module
-        self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
-        self._units = choose_units(module, shape.pp)
-        self._seed = start_alike(module)
-        for unit in self._units:
-            self._calls.intercept(unit)
+        self._optimizers = optimizers
+        if self._calls.are_intercepted:
+            return
+        if self._module is None:
+            shape = choose_shape(self.config, module, self._report)
+            self._module = module
+            self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
+            self._units = choose_units(module, shape.pp)
+            self._seed = start_alike(module)
+        else:
+            start_alike(module)
+        self._calls.intercept(self._units)
 
-    def _choose_shape(self, module: nn.Module) -> MeshShape:
-        world_size = dist.get_world_size()
-        degree = self.config.pipeline_parallel_degree
-        if degree is None:
-            num_units = len(choose_units(module, world_size))
-            degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
-            self._report(
-                f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
-                f"{self.config.num_microbatches(degree)} microbatches where the batch has as many samples."
-            )
-        elif degree > 1 and self.config.num_microbatches(degree) == 1:
-            self._report(
-                f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
-                f"Set it to about {4 * degree}."
-            )
-        check_degree(degree, world_size, [unit.name for unit in choose_units(module, degree)])
-        return MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
+    def serves(self, module: nn.Module) -> bool:
+        """Whether this engine has taken on ``module``, with the units that it has now."""
+        if self._module is not module:
+            return False
+        units = choose_units(module, self.mesh.pp)
+        return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
+
+    def detach(self, *, failed: bool = False) -> None:
+        """Let go of the module; :meth:`attach` takes it on again. Collective unless the run has failed.
+
+        Calls reach the module directly again, and the ranks that ``restore_module`` names get all of its values back.
+        The state of the optimizers stays where it is.
+
+        Args:
+            failed: the other ranks may not come here; the module stays as it is.
+        """
+        self._calls.give_back()
+        if not failed:
+            self._restore(self.config.restore_module)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks lack values of the module."""
+        return self._whole_on != "all"
+
+    def restore_everywhere(self) -> None:
+        """Give every rank the whole module, whatever the options say. Collective."""
+        self._restore("all")
+
+    def _restore(self, where: RestoreModule) -> None:
+        if not self.is_spread or where == "none":
+            return
+        assert self._module is not None
+        assert self._ownership is not None
+        if where == "all" or self.mesh.dp_rank == 0:
+            keep = where == "all" or self.mesh.rank == 0
+            restore(self._module, self._units, self._ownership, self.mesh, keep=keep)
+        self._whole_on = where
 
     # The first step
 
+    def _spread(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
+        """Let go of what belongs to other stages, after the partition that is kept, or the one that is made now."""
+        assert self._module is not None
+        if self.partition is None:
+            self._decide(kind, step, microbatch, loss_of)
+        assert self.partition is not None
+        stage_of = self.partition.stage_of
+        # Anew each time: buffers may have been replaced in the meantime.
+        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
+        self._release()
+        transport = None
+        if self.mesh.pp > 1:
+            transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
+        stage = Stage(
+            number=self.mesh.stage,
+            stage_of=stage_of,
+            num_stages=self.mesh.pp,
+            oracle=self._oracle,
+            transport=transport,
+            device=self._device,
+        )
+        self._calls.runtime = Runtime(stage)
+
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
-        """Trace, partition, and let go of what belongs to other stages."""
+        """Trace and partition."""
         assert self._module is not None
         found = DryRun(None, ())
         if not self.config.skip_tracing:
@@ -224,21 +276,7 @@ class Engine:
         )
         self.partition = Partition.of(problem, solve(problem))
         check_same_partition(self.partition)
-        stage_of = self.partition.stage_of
-        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=found.used_by_glue)
-        self._release()
-        transport = None
-        if self.mesh.pp > 1:
-            transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
-        stage = Stage(
-            number=self.mesh.stage,
-            stage_of=stage_of,
-            num_stages=self.mesh.pp,
-            oracle=self._oracle,
-            transport=transport,
-            device=self._device,
-        )
-        self._calls.runtime = Runtime(stage)
+        self._used_by_glue = found.used_by_glue
         if found.trace is not None and loss_of is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
@@ -255,19 +293,19 @@ class Engine:
         assert self._ownership is not None
         mesh, ownership = self.mesh, self._ownership
         ownership.release(mesh.stage)
+        self._whole_on = "none" if mesh.pp > 1 else "all"
         local = {id(parameter) for parameter in ownership.local_parameters(mesh.stage)}
         for optimizer in self._optimizers:
             for parameter in [parameter for parameter in optimizer.state if id(parameter) not in local]:
                 del optimizer.state[parameter]
-        for stages, parameters in ownership.shared().items():
-            if mesh.stage not in stages:
+        for stages in ownership.shared():
+            if mesh.stage not in stages or stages in self._groups:
                 continue
             ranks = [mesh.stage_ranks[stage] for stage in sorted(stages)]
             whole = len(ranks) == mesh.pp
-            group = (
+            self._groups[stages] = (
                 mesh.pp_group if whole else dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             )
-            self._shared.append((group, parameters))
 
     # Every step
 
@@ -281,7 +319,7 @@ class Engine:
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
-            self._decide("train", step, microbatches[0], loss_of)
+            self._spread("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
         parameters = self._ownership.local_parameters(self.mesh.stage)
         before = [parameter.grad for parameter in parameters]
@@ -311,7 +349,7 @@ class Engine:
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
-            self._decide(kind, step, microbatches[0], None)
+            self._spread(kind, step, microbatches[0], None)
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
         run = self._run(kind, Job(step=step, seed=seed), microbatches)
@@ -366,8 +404,9 @@ class Engine:
 
     def _reduce_gradients(self) -> None:
         assert self._ownership is not None
-        for group, parameters in self._shared:
-            sum_gradients(parameters, group)
+        for stages, parameters in self._ownership.shared().items():
+            if self.mesh.stage in stages:
+                sum_gradients(parameters, self._groups[stages])
         average_gradients(self._ownership.local_parameters(self.mesh.stage), self.mesh.dp_group)
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -414,7 +453,7 @@ class Engine:
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._module is not None
-        return full.state_dict(self._module, self._ownership, self.mesh)
+        return full.state_dict(self._module, self._ownership if self._whole_on == "none" else None, self.mesh)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
@@ -423,7 +462,10 @@ class Engine:
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
         assert self._module is not None
-        full.load_state_dict(self._module, state_dict, self._ownership, self.mesh, strict=strict)
+        is_whole_here = self._whole_on == "all" or (self._whole_on == "rank_zero" and self.mesh.rank == 0)
+        full.load_state_dict(
+            self._module, state_dict, None if is_whole_here else self._ownership, self.mesh, strict=strict
+        )
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
@@ -439,5 +481,4 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's threads; the module stays as it is."""
-        if self._calls.runtime is not None:
-            self._calls.runtime.close()
+        self._calls.close()

@@ -7,6 +7,7 @@ the gradients are, numbers that it reads are the same everywhere, and in-place c
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def run_with_gradients(
     def run(program: Program) -> tuple[Any, dict[int, PlacedTensor]]:
         shown: list[PlacedTensor | None] = []
         for parameter, gradient, here in zip(parameters, before, exists.tolist(), strict=True):
-            spec = TensorSpec.of(parameter.detach())
+            spec = replace(TensorSpec.of(parameter), requires_grad=False)
             shown.append(program.bring(spec, ownership.holders(parameter), gradient) if here else None)
             parameter.grad = shown[-1]
         given = [None if tensor is None else tensor.value for tensor in shown]

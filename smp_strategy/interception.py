@@ -1,11 +1,12 @@
 """Calls of units go through the runtime; hooks that the user registered on them stay outside of it.
 
 The ``forward`` of each unit is replaced on the instance, so ``unit(...)`` still runs its hooks, on every stage, with
-placed tensors. Nothing else of the model is touched.
+placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_back` leaves no trace.
 """
 
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any, final
 
 from torch import nn
@@ -26,9 +27,37 @@ class UnitCalls:
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
+        # Each unit with the ``forward`` that its instance had of its own, if any.
+        self._before: list[tuple[nn.Module, Any]] = []
 
-    def intercept(self, unit: Unit) -> None:
-        """Let calls of ``unit`` come here."""
+    @property
+    def are_intercepted(self) -> bool:
+        """Whether calls come here."""
+        return bool(self._before)
+
+    def intercept(self, units: Sequence[Unit]) -> None:
+        """Let calls of ``units`` come here."""
+        for unit in units:
+            self._before.append((unit.module, vars(unit.module).get("forward")))
+            self._intercept(unit)
+
+    def give_back(self) -> None:
+        """Let calls of the units reach them directly, as before; ends the runtime."""
+        self.close()
+        for module, own in self._before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._before.clear()
+
+    def close(self) -> None:
+        """End the runtime's threads."""
+        if self.runtime is not None:
+            self.runtime.close()
+            self.runtime = None
+
+    def _intercept(self, unit: Unit) -> None:
         original = unit.module.forward
 
         @functools.wraps(original)

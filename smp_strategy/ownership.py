@@ -1,9 +1,9 @@
 """What each stage holds of the model.
 
 Until the partition is decided every rank holds the whole model. Then a rank lets go of the units of other stages:
-their parameters keep name, shape, dtype, device and identity (optimizers and hooks go on referring to them), but are
-backed by a single NaN, so that an accidental use shows up as NaN and never as a plausible number. They get no gradient
-and so no optimizer state.
+their parameters keep name, shape, dtype, device and identity (optimizers and hooks go on referring to them), but no
+values, and an accidental use is an error (:mod:`smp_strategy.stage_tensors`). They get no gradient and so no optimizer
+state.
 
 A parameter can be held by several stages: one that two units share (tied weights) by the stages of both, one that
 the glue has or computes with by all. The lowest of these stages counts it in norms and saves it.
@@ -15,6 +15,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.stage_tensors import StageTensor, home_of
 from smp_strategy.units import Unit
 
 __all__ = ["Ownership"]
@@ -42,6 +43,7 @@ class Ownership:
         used_by_glue: Iterable[nn.Parameter] = (),
     ) -> None:
         self._root = root
+        self.stage_of = stage_of
         everywhere = frozenset(range(num_stages))
         holders: dict[int, frozenset[int]] = {}
         for unit in units:
@@ -85,15 +87,9 @@ class Ownership:
     def release(self, stage: int) -> None:
         """Let go of everything that ``stage`` does not hold."""
         with torch.inference_mode(False), torch.no_grad():
-            for _, tensor in _named_tensors(self._root):
-                if stage not in self.holders(tensor):
-                    tensor.data = _placeholder(tensor)
-                    tensor.grad = None
-
-
-def _placeholder(tensor: Tensor) -> Tensor:
-    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((1,) * tensor.ndim, fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+            for name, tensor in _named_tensors(self._root):
+                if stage not in self.holders(tensor) and home_of(tensor) is None:
+                    StageTensor.send_away(tensor, name, self.holders(tensor), stage)
 
 
 def _named_tensors(root: nn.Module) -> list[tuple[str, Tensor]]:
