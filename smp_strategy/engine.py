@@ -29,7 +29,7 @@ from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.dry_run import DryRun, dry_run
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.gradient_view import run_with_gradients
+from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
@@ -116,6 +116,11 @@ class Engine:
         report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
         device: where this rank computes.
         timeout: longest wait for another rank; ``None``: that of the backend.
+
+    Attributes:
+        partition: which unit goes to which stage, once it is decided.
+        views: what hooks that run just now see.
+        copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
     """
 
     def __init__(
@@ -147,6 +152,8 @@ class Engine:
         self._used_by_glue: tuple[nn.Parameter, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
         self._whole_on: RestoreModule = "all"
+        self.views = Views()
+        self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         self._seed = 0
@@ -292,7 +299,7 @@ class Engine:
     def _release(self) -> None:
         assert self._ownership is not None
         mesh, ownership = self.mesh, self._ownership
-        ownership.release(mesh.stage)
+        ownership.release(mesh.stage, self.copies())
         self._whole_on = "none" if mesh.pp > 1 else "all"
         local = {id(parameter) for parameter in ownership.local_parameters(mesh.stage)}
         for optimizer in self._optimizers:
@@ -420,33 +427,34 @@ class Engine:
         assert self._ownership is not None
         ownership, stage = self._ownership, self.mesh.stage
         parameters = list(parameters)
-        norm = global_norm(
-            parameters,
-            lambda parameter: min(ownership.holders(parameter)) == stage,
-            self.mesh.pp_group,
-            norm_type,
-        )
-        local = [parameter for parameter in parameters if parameter.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
+        with self.views.put_aside():
+            norm = global_norm(
+                parameters,
+                lambda parameter: min(ownership.holders(parameter)) == stage,
+                self.mesh.pp_group,
+                norm_type,
+            )
+            local = [parameter for parameter in parameters if parameter.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
 
-    def with_gradients(self, hook: Callable[[], Any]) -> Any:
-        """Run the user's ``hook`` with the gradients of all stages in sight; collective over the ranks of a replica.
+    def run_hook(self, hook: Callable[[], Any]) -> Any:
+        """Run the user's ``hook`` with weights and gradients of all stages in sight; collective over a replica.
 
         Returns:
             What ``hook`` returns, with real tensors on every rank.
         """
+        if self._calls.runtime is None or self.mesh.pp == 1 or self.views.is_open:
+            return hook()
         assert self._module is not None
-        assert self._calls.runtime is not None
         assert self._ownership is not None
-        return run_with_gradients(
-            hook,
-            list(self._module.parameters()),
-            runtime=self._calls.runtime,
-            ownership=self._ownership,
-            mesh=self.mesh,
-            seed=derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK),
-        )
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
+        view = HookView(list(self._module.parameters()), self._ownership, self.mesh, seed=seed)
+        self._calls.in_hook = True
+        try:
+            return self.views.run(hook, view, self._calls.runtime, seed=seed)
+        finally:
+            self._calls.in_hook = False
 
     # State
 

@@ -12,6 +12,7 @@ from typing import Any, final
 from torch import nn
 
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.units import Unit
 
 __all__ = ["UnitCalls"]
@@ -23,10 +24,12 @@ class UnitCalls:
 
     Attributes:
         runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
+        in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
+        self.in_hook = False
         # Each unit with the ``forward`` that its instance had of its own, if any.
         self._before: list[tuple[nn.Module, Any]] = []
 
@@ -60,6 +63,10 @@ class UnitCalls:
     def _intercept(self, unit: Unit) -> None:
         original = unit.module.forward
 
+        def plainly(*args: Any, **kwargs: Any) -> Any:
+            with in_plain_sight():
+                return original(*args, **kwargs)
+
         @functools.wraps(original)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is not unit.module:
@@ -67,6 +74,7 @@ class UnitCalls:
                 return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
             if self.runtime is None:
                 return original(*args, **kwargs)
-            return self.runtime.call_unit(unit.name, module, original, args, kwargs)
+            function = plainly if self.in_hook else original
+            return self.runtime.call_unit(unit.name, module, function, args, kwargs)
 
         unit.module.forward = types.MethodType(forward, unit.module)

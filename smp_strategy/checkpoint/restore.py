@@ -1,5 +1,7 @@
 """Giving the whole module back: every stage sends what it holds, and who wants it keeps it.
 
+The same goes for what the user's hooks have made of parameters and kept (averages, backups).
+
 Parameters keep their identity and get the memory layout that they had. Of a parameter every rank knows the metadata;
 buffers may have been replaced while the module was spread, so their holders describe them first, together with the
 extra state of modules (``get_extra_state``). Values travel as raw elements, a bucket at a time.
@@ -37,23 +39,29 @@ def restore(root: nn.Module, units: Sequence[Unit], ownership: Ownership, mesh: 
     """
     described: list[Any] = [None] * mesh.pp
     mine = [unit for unit in units if ownership.stage_of[unit.name] == mesh.stage]
+    guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
+    numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]
     # The group lists its ranks in ascending order, not in that of the stages.
-    dist.all_gather_object(described, (mesh.stage, _buffers(mine), _extra_states(mine)), group=mesh.pp_group)
+    told = (mesh.stage, _buffers(mine), _extra_states(mine), [(n, _spec_of(guests[n][0])) for n in numbers])
+    dist.all_gather_object(described, told, group=mesh.pp_group)
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
-        for stage, buffers, states in sorted(described, key=lambda description: description[0]):
+        for stage, buffers, states, kept in sorted(described, key=lambda description: description[0]):
             away = [parameter for parameter in root.parameters() if _is_sent_by(stage, parameter, ownership, mesh)]
-            specs = [*map(_spec_of, away), *buffers.values()]
+            specs = [*map(_spec_of, away), *buffers.values(), *(spec for _, spec in kept)]
             values: list[Tensor] = []
             if stage == mesh.stage:
-                values = [*away, *(root.get_buffer(name) for name in buffers)]
-            received = _broadcast(values, specs, mesh.stage_ranks[stage], mesh, keep=keep)
+                values = [*away, *(root.get_buffer(name) for name in buffers), *(guests[n][0] for n, _ in kept)]
+            received = iter(_broadcast(values, specs, mesh.stage_ranks[stage], mesh, keep=keep))
             if not keep or stage == mesh.stage:
                 continue
-            for parameter, value in zip(away, received, strict=False):
-                if home_of(parameter) is not None:
-                    StageTensor.bring_back(parameter, value)
-            for name, value in zip(buffers, received[len(away) :], strict=True):
-                _set_buffer(root, name, value)
+            for parameter in away:
+                _give(parameter, next(received))
+            for name in buffers:
+                _set_buffer(root, name, next(received))
+            for number, _ in kept:
+                value = next(received)
+                if number in guests:  # not collected here
+                    _give(guests[number][0], value)
             for name, state in states.items():
                 root.get_submodule(name).set_extra_state(state)
         for parameter in root.parameters():
@@ -61,15 +69,20 @@ def restore(root: nn.Module, units: Sequence[Unit], ownership: Ownership, mesh: 
             parameter.grad = None
 
 
+def _give(tensor: Tensor, value: Tensor) -> None:
+    if home_of(tensor) is not None:
+        StageTensor.bring_back(tensor, value)
+
+
 def _is_sent_by(stage: int, parameter: nn.Parameter, ownership: Ownership, mesh: ProcessMesh) -> bool:
     holders = ownership.holders(parameter)
     return len(holders) < mesh.pp and min(holders) == stage
 
 
-def _spec_of(parameter: nn.Parameter) -> TensorSpec:
-    home = home_of(parameter)
-    stride = tuple(parameter.stride()) if home is None else home.stride
-    return TensorSpec(tuple(parameter.size()), stride, parameter.dtype, parameter.device, False)
+def _spec_of(tensor: Tensor) -> TensorSpec:
+    home = home_of(tensor)
+    stride = tuple(tensor.stride()) if home is None else home.stride
+    return TensorSpec(tuple(tensor.size()), stride, tensor.dtype, tensor.device, False)
 
 
 def _buffers(units: Sequence[Unit]) -> dict[str, TensorSpec]:

@@ -35,7 +35,7 @@ from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
 from smp_strategy.lightning.gradients import with_global_norm
-from smp_strategy.lightning.hooks import GradientHooks
+from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.metrics import MetricUpdates
 from smp_strategy.lightning.refusals import refuse_unsupported
@@ -95,7 +95,7 @@ class SMPHooks(CommunicationHooks):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._data_stream: DataStream | None = None
-        self._gradient_hooks: GradientHooks | None = None
+        self._user_hooks: UserHooks | None = None
         self._metric_updates: MetricUpdates | None = None
         self._may_reduce = True
         self._has_failed = False
@@ -199,9 +199,9 @@ class SMPHooks(CommunicationHooks):
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._metric_updates = MetricUpdates(self._engine, module)
         self._metric_updates.install()
-        if fitting:
-            self._gradient_hooks = GradientHooks(self._engine, module, self.tree)
-            self._gradient_hooks.install(trainer.callbacks)
+        self._engine.copies = lambda: copies_of(module, trainer.callbacks)
+        self._user_hooks = UserHooks(self._engine, module, self.tree)
+        self._user_hooks.install(trainer.callbacks)
 
     def model_to_device(self) -> None:
         """Move the whole model; the engine moves the parts once it is partitioned."""
@@ -255,6 +255,11 @@ class SMPHooks(CommunicationHooks):
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
         return run_eval_step(self.engine, self.lightning_module, name, args, context=context)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run the optimizer; a user's hook of the same name may be around it."""
+        with self.engine.views.put_aside():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -336,8 +341,8 @@ class SMPHooks(CommunicationHooks):
         """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.remove()
+        if self._user_hooks is not None:
+            self._user_hooks.remove()
         if self._metric_updates is not None:
             self._metric_updates.remove()
         if self._engine is not None:
