@@ -21,7 +21,7 @@ from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import blame
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Receipt", "Transport"]
+__all__ = ["Receipt", "Transport", "empty"]
 
 
 @final
@@ -71,7 +71,7 @@ class Transport:
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
-        message = _buffer(spec)
+        message = empty(spec)
         message.copy_(tensor.detach())
         with _peer(self._ranks[stage], "sending a tensor to"):
             work = dist.isend(_elements(message), self._ranks[stage], group=self._group, tag=tag)
@@ -81,7 +81,7 @@ class Transport:
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
-            buffer = _buffer(spec)
+            buffer = empty(spec)
         with _peer(self._ranks[stage], "waiting for a tensor from"):
             work = dist.irecv(_elements(buffer), self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
@@ -123,7 +123,7 @@ class Transport:
         return [result.clone() for result in results]
 
 
-def _buffer(spec: TensorSpec) -> Tensor:
+def empty(spec: TensorSpec) -> Tensor:
     """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
     layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
     return torch.empty_like(layout, device=spec.device)
