@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from smp_strategy.stage_tensors import home_of
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Argument", "Foreseen", "Foresight", "flatten_call", "spec_of", "unflatten_call"]
 

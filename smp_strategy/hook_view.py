@@ -31,7 +31,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.stage_tensors import Home, StageTensor, home_of, in_plain_sight
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["HookView", "Views"]
 
