@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from smp_strategy.errors import SMPError as SMPError
     from smp_strategy.errors import UnsupportedError as UnsupportedError
     from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
+    from smp_strategy.units import unit as unit
 
 __all__ = [
     "ConfigError",
@@ -30,6 +31,7 @@ __all__ = [
     "SMPStrategy",
     "UnsupportedError",
     "__version__",
+    "unit",
 ]
 __version__ = "0.1.0"
 
@@ -40,6 +42,7 @@ _HOME = {
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
     "UnsupportedError": "smp_strategy.errors",
+    "unit": "smp_strategy.units",
 }
 
 _autoload.autoload()

@@ -14,7 +14,7 @@ import difflib
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from smp_strategy.errors import ConfigError
@@ -103,6 +103,19 @@ class PartitionOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What moves as a whole, and how it runs."""
+
+    unit_classes: tuple[str, ...] = ()
+    """Classes whose modules stay whole on one stage, by name or by qualified name."""
+    compile: bool = False
+    """Run each unit through ``torch.compile``; code above the units stays as it is."""
+
+    def _problems(self) -> list[str]:
+        return []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
     """Sharded data parallelism (MiCS) and optimizer-state sharding."""
 
@@ -175,6 +188,7 @@ class PrecisionOptions:
 _CONCERNS = (
     PipelineOptions,
     PartitionOptions,
+    UnitOptions,
     ShardingOptions,
     TensorParallelOptions,
     ActivationOptions,
@@ -186,6 +200,7 @@ _CONCERNS = (
 class SMPConfig(
     PipelineOptions,
     PartitionOptions,
+    UnitOptions,
     ShardingOptions,
     TensorParallelOptions,
     ActivationOptions,
@@ -224,6 +239,7 @@ class SMPConfig(
         problems: list[str] = []
         merged = _resolve_aliases(_from_environment(problems), problems)
         merged.update(_resolve_aliases(options, problems))
+        merged = {name: _as_tuple(value) for name, value in merged.items()}
         known = {field.name for field in dataclasses.fields(cls)}
         for name in sorted(set(merged) - known):
             near = difflib.get_close_matches(name, known, n=1)
@@ -332,9 +348,17 @@ def _wrong_types(config: SMPConfig) -> list[str]:
     return found
 
 
+def _as_tuple(value: Any) -> Any:
+    """Lists become tuples, those of OmegaConf included."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple)
+    return tuple(value) if is_list else value
+
+
 def _fits(value: object, hint: Any) -> bool:
     if typing.get_origin(hint) is Literal:
         return isinstance(value, str)  # the range check names the choices
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
     if isinstance(hint, type):
         if hint is int:
             return isinstance(value, int) and not isinstance(value, bool)
@@ -391,6 +415,8 @@ def _from_environment(problems: list[str]) -> dict[str, Any]:
 
 def _parse(text: str, hint: Any) -> Any:
     """The value that ``text`` stands for under ``hint``; text that does not parse is left for the type check."""
+    if typing.get_origin(hint) is tuple:
+        return tuple(item.strip() for item in text.split(",") if item.strip())
     choices = typing.get_args(hint) or (hint,)
     if type(None) in choices and text.lower() in ("", "none", "null"):
         return None

@@ -5,10 +5,10 @@ code it runs is the user's, so it must leave no trace: it works on a copy of the
 its own, and whatever it does to the module (counters, lists of losses, buffers of the glue) is undone.
 """
 
-import collections
 import copy
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,8 +22,10 @@ from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Step
+from smp_strategy.trace.attributes import attributes_restored
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.oracle import Oracle, ValueNeededError
+from smp_strategy.trace.oracle import Oracle
+from smp_strategy.trace.prediction import ValueNeededError
 from smp_strategy.units import Unit
 
 __all__ = ["DryRun", "dry_run"]
@@ -43,7 +45,7 @@ class DryRun:
 def dry_run(
     step: Step,
     microbatch: Any,
-    loss_of: Callable[[Any], Tensor] | None,
+    loss_of: Callable[[Any], Tensor | None] | None,
     *,
     module: nn.Module,
     units: Sequence[Unit],
@@ -66,67 +68,59 @@ def dry_run(
     Raises:
         UnsupportedError: the glue changes tensors of units in place.
     """
-    uses = GlueUses(units)
-    stage_of = {unit.name: 0 for unit in units}
-    calls.runtime = Runtime(
-        Stage(number=-1, stage_of=stage_of, num_stages=1, oracle=oracle, transport=None, device=device)
-    )
-    try:
+    trace: Trace | None = None
+    for computes in (False, True):
+        # A step that looks at values is run for real: every rank still has the whole module.
+        stage = Stage(
+            number=0 if computes else -1,
+            stage_of={unit.name: 0 for unit in units},
+            num_stages=1,
+            oracle=oracle,
+            transport=None,
+            device=device,
+            is_survey=True,
+        )
+        uses = GlueUses(units, lambda: runtime.is_inside_unit)  # noqa: B023
+        runtime = calls.runtime = Runtime(stage, told=uses.note)
         # With gradients also where the first step is a validation step: the partition weighs what training keeps.
-        with seeded(0, device), torch.inference_mode(False), torch.enable_grad(), _untouched(module, units), uses:
-            trace = calls.runtime.survey(step, copy.deepcopy(microbatch), loss_of)
-    except ValueNeededError:
-        trace = None
-    finally:
-        calls.runtime.close()
-        calls.runtime = None
+        gradients = torch.enable_grad()
+        try:
+            with seeded(0, device), torch.inference_mode(False), gradients, _untouched(module, units), uses:
+                trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+        except ValueNeededError:
+            continue
+        finally:
+            runtime.close()
+            calls.runtime = None
+        break
     return DryRun(trace, tuple(uses.found.values()))
 
 
 @contextmanager
 def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
-    """Undo what the step does to the module: buffers of the glue, attributes, and the lists and dicts in attributes.
+    """Undo what the step does to the module: buffers, attributes, and the lists and dicts in attributes; let it print
+    nothing.
 
     Raises:
-        UnsupportedError: the glue changes tensors of units in place.
+        UnsupportedError: the glue changes parameters of units in place.
     """
-    placed = {id(tensor): tensor for unit in units for tensor in unit.tensors}
-    versions = {key: tensor._version for key, tensor in placed.items()}
+    placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
+    versions = {key: parameter._version for key, parameter in placed.items()}
     buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
-    attributes = [(vars(owner), _contents(vars(owner))) for owner in module.modules()]
-    try:
-        yield
-    finally:
-        for holder, before in attributes:
-            _restore(holder, before)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                if id(buffer) not in placed:
+    switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+    with attributes_restored(module.modules()), redirect_stdout(io.StringIO()):
+        try:
+            yield
+        finally:
+            for parameter, requires_grad in switches:
+                parameter.requires_grad_(requires_grad)
+            with torch.no_grad():
+                for buffer, value in buffers:
                     buffer.copy_(value)
-    changed = {key for key, tensor in placed.items() if tensor._version != versions[key]}
-    names = [name for name, tensor in [*module.named_parameters(), *module.named_buffers()] if id(tensor) in changed]
+    changed = {key for key, parameter in placed.items() if parameter._version != versions[key]}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
     if names:
         raise UnsupportedError(
             f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the units "
             "that own them, but each stage has the weights of its own units only. Move this into a module."
         )
-
-
-def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of it where it is a container that can change."""
-    kinds = (list, dict, set, collections.deque)
-    return {name: (value, copy.copy(value) if isinstance(value, kinds) else None) for name, value in attributes.items()}
-
-
-def _restore(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
-    for name in attributes.keys() - before.keys():
-        del attributes[name]
-    for name, (value, contents) in before.items():
-        attributes[name] = value
-        if contents is None:
-            continue
-        value.clear()
-        if isinstance(value, list | collections.deque):
-            value.extend(contents)
-        else:
-            value.update(contents)

@@ -14,7 +14,7 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
 
@@ -23,22 +23,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.agreement import check_same_partition, start_alike
+from smp_strategy.agreement import start_alike
 from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
-from smp_strategy.dry_run import DryRun, dry_run
+from smp_strategy.decision import decide
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
+from smp_strategy.manual import ManualSteps
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
+from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import event_times, problem_of
-from smp_strategy.partition.solver import solve
+from smp_strategy.partition.problem import event_times
 from smp_strategy.pipeline.microbatch import split
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.runtime import Runtime
@@ -49,62 +50,17 @@ from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.shape import choose_shape
+from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit, choose_units
 
-__all__ = ["Engine", "EvalStep", "TrainStep"]
+__all__ = ["Engine"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION, HOOK = 1, 2
 # Batches of every size and path have a plan of their own; a step that never repeats one must not fill the memory.
 MOST_PLANS = 256
-
-
-@final
-@dataclass(frozen=True)
-class EvalStep:
-    """Results of a forward-only step, the same on every rank of a replica."""
-
-    outputs: list[Any]
-    """What the step returned for each microbatch, with real detached tensors."""
-    sizes: tuple[int, ...]
-    """Samples in each microbatch."""
-
-
-@final
-@dataclass(frozen=True)
-class TrainStep:
-    """Results of a training step, and its gradients until they are handed over."""
-
-    outputs: list[Any]
-    """What the step returned for each microbatch, with real detached tensors."""
-    sizes: tuple[int, ...]
-    """Samples in each microbatch."""
-    loss: Tensor
-    """Mean over the samples of the batch; a scalar, the same on every rank of a replica."""
-    _gradients: dict[nn.Parameter, Tensor]
-    _reduce: Callable[[], None]
-
-    def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
-        """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
-
-        Args:
-            grad_output: gradient of whatever is minimised with respect to the loss; a scalar.
-            reduce: this was the last step before the optimizer's: add up what several stages hold, and average over
-                the replicas. Collective over the ranks.
-        """
-        factor = grad_output.item()
-        for parameter, gradient in self._gradients.items():
-            if factor != 1.0:
-                gradient.mul_(factor)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
-        self._gradients.clear()
-        if reduce:
-            self._reduce()
 
 
 @final
@@ -118,6 +74,7 @@ class Engine:
         timeout: longest wait for another rank; ``None``: that of the backend.
 
     Attributes:
+        manual: what the code of a :meth:`manual_step` can ask for.
         partition: which unit goes to which stage, once it is decided.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
@@ -146,8 +103,11 @@ class Engine:
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
         self._mesh: ProcessMesh | None = None
+        self._keep_shared: Sequence[nn.Module] = ()
         self._calls = UnitCalls()
+        self.manual = ManualSteps(self._calls)
         self._ownership: Ownership | None = None
+        self._reduction: Reduction | None = None
         self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
         self._used_by_glue: tuple[nn.Parameter, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
@@ -170,8 +130,16 @@ class Engine:
             raise SMPError("The process mesh does not exist before a module is attached to the engine.")
         return self._mesh
 
-    def attach(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    def attach(
+        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
+    ) -> None:
         """Take on ``module``, whole on every rank; collective. One that was detached is spread as before.
+
+        Args:
+            module: what is trained.
+            optimizers: what trains it.
+            keep_shared: modules in it whose attributes add up over microbatches (metrics), see
+                :mod:`smp_strategy.pipeline.private_state`.
 
         Raises:
             ConfigError: the degrees do not fit the number of ranks or of units.
@@ -180,23 +148,27 @@ class Engine:
         if self._module is not None and not self.serves(module):
             raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
         self._optimizers = optimizers
+        self._keep_shared = keep_shared
         if self._calls.are_intercepted:
             return
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
-            self._units = choose_units(module, shape.pp)
+            self._units = self._choose_units(module, shape.pp)
             self._seed = start_alike(module)
         else:
             start_alike(module)
         self._calls.intercept(self._units)
 
+    def _choose_units(self, module: nn.Module, num_stages: int) -> list[Unit]:
+        return choose_units(module, num_stages, self.config.unit_classes)
+
     def serves(self, module: nn.Module) -> bool:
         """Whether this engine has taken on ``module``, with the units that it has now."""
         if self._module is not module:
             return False
-        units = choose_units(module, self.mesh.pp)
+        units = self._choose_units(module, self.mesh.pp)
         return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
 
     def detach(self, *, failed: bool = False) -> None:
@@ -233,7 +205,7 @@ class Engine:
 
     # The first step
 
-    def _spread(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
+    def _spread(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Let go of what belongs to other stages, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
         if self.partition is None:
@@ -254,47 +226,36 @@ class Engine:
             transport=transport,
             device=self._device,
         )
-        self._calls.runtime = Runtime(stage)
+        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units()))
+        if self.config.compile:
+            for name in (name for name, owner in stage_of.items() if owner == stage.number):
+                self._calls.compile(name)
 
-    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> None:
+    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace and partition."""
         assert self._module is not None
-        found = DryRun(None, ())
-        if not self.config.skip_tracing:
-            found = dry_run(
-                step,
-                microbatch,
-                loss_of,
-                module=self._module,
-                units=self._units,
-                calls=self._calls,
-                oracle=self._oracle,
-                device=self._device,
-            )
-        parameters = {
-            unit.name: {index_of: parameter.nbytes for index_of, parameter in self._numbered(unit)}
-            for unit in self._units
-        }
-        problem = problem_of(
-            found.trace or Trace([]),
-            parameters,
-            num_stages=self.mesh.pp,
-            memory_weight=self.config.resolved_memory_weight,
+        self.partition, found = decide(
+            self.config,
+            self._module,
+            self._units,
+            self.mesh.pp,
+            calls=self._calls,
+            oracle=self._oracle,
+            device=self._device,
+            first=(step, microbatch, loss_of),
         )
-        self.partition = Partition.of(problem, solve(problem))
-        check_same_partition(self.partition)
         self._used_by_glue = found.used_by_glue
-        if found.trace is not None and loss_of is not None:
+        if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
         if self.config.partition_file and self.mesh.rank == 0:
             self.partition.save(self.config.partition_file)
 
-    def _numbered(self, unit: Unit) -> list[tuple[int, nn.Parameter]]:
-        """The unit's parameters with numbers that are the same on every rank."""
+    def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         assert self._module is not None
-        numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
-        return [(numbers[id(parameter)], parameter) for parameter in unit.module.parameters()]
+        units = [unit.module for unit in self._units]
+        inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, self._keep_shared))
+        return [module for module in self._module.modules() if id(module) not in inside], units
 
     def _release(self) -> None:
         assert self._ownership is not None
@@ -313,38 +274,66 @@ class Engine:
             self._groups[stages] = (
                 mesh.pp_group if whole else dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             )
+        shared = [
+            (self._groups[stages], parameters)
+            for stages, parameters in ownership.shared().items()
+            if mesh.stage in stages
+        ]
+        local_parameters = ownership.local_parameters(mesh.stage)
+        self._reduction = Reduction(local_parameters, shared, self._counts_here, mesh.dp_group)
+        self.manual.begin(local_parameters, self._reduction)
+
+    def _counts_here(self, parameter: nn.Parameter) -> bool:
+        """Whether this stage is the first that holds ``parameter``."""
+        assert self._ownership is not None
+        return min(self._ownership.holders(parameter)) == self.mesh.stage
 
     # Every step
 
-    def train_step(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor]) -> TrainStep:
+    def train_step(
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        loss_of: Callable[[Any], Tensor | None],
+        factor: float = 1.0,
+        continues: bool = False,
+    ) -> TrainStep:
         """Forward and backward of a batch.
 
         Args:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
-            loss_of: picks the loss out of what ``step`` returns.
+            loss_of: picks the loss out of what ``step`` returns; ``None`` skips a microbatch.
+            factor: the gradient that :meth:`TrainStep.commit` will probably get.
+            continues: the gradients will probably be added to those that are there. If both guesses are right, the
+                additions are those of one process in number and order.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
             self._spread("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
-        parameters = self._ownership.local_parameters(self.mesh.stage)
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        assert self._reduction is not None
+        job = self._training_job(step, sizes, loss_of)
+        weights = job.weights
+        job = replace(job, weights=[weight * factor for weight in weights])
+        with accumulating(self._ownership.local_parameters(self.mesh.stage), continues=continues) as accumulated:
+            run = self._run("train", job, microbatches)
+        weighted = [
+            loss.reshape(()) * loss.new_tensor(weight)
+            for loss, weight in zip(run.losses, weights, strict=True)
+            if loss is not None
+        ]
+        loss = torch.stack(weighted).sum() if weighted else None
+        return TrainStep(run.outputs, sizes, loss, accumulated, factor, self._reduction)
+
+    def _training_job(
+        self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
+    ) -> Job:
         total = sum(sizes) or 1
-        weights = [size / total for size in sizes]
         self._num_steps += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
-        try:
-            run = self._run("train", Job(step=step, seed=seed, loss_of=loss_of, weights=weights), microbatches)
-            gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
-                parameter.grad = gradient
-        losses = torch.stack([loss.reshape(()) for loss in run.losses])
-        loss = (losses * losses.new_tensor(weights)).sum()
-        return TrainStep(run.outputs, sizes, loss, gradients, self._reduce_gradients)
+        return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
 
     def eval_step(self, step: Step, batch: Any, *, kind: str = "eval") -> EvalStep:
         """Forward of a batch.
@@ -362,12 +351,27 @@ class Engine:
         run = self._run(kind, Job(step=step, seed=seed), microbatches)
         return EvalStep(run.outputs, sizes)
 
+    def manual_step(self, step: Step, batch: Any) -> EvalStep:
+        """A step that runs its backward and its optimizers itself, through :attr:`manual`.
+
+        Args:
+            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
+            batch: cut along dim 0 into microbatches.
+        """
+        microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
+        if self._calls.runtime is None:
+            self._spread("manual", step, microbatches[0], None)
+        run = self.manual.run(self._training_job(step, sizes), microbatches)
+        return EvalStep(run.outputs, sizes)
+
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
         plan = self._plan(kind, len(microbatches))
         if plan is not None:
             job = replace(job, expected=self._traces[kind].path)
         run = self._calls.runtime.run(job, microbatches, plan)
+        if job.loss_of is not None and not any(loss is not None for loss in run.losses):
+            return run  # the batch was skipped
         # The step may take another path next time: the plan follows the latest trace.
         if kind not in self._traces or self._traces[kind].signature != run.trace.signature:
             self._traces[kind] = run.trace
@@ -409,13 +413,6 @@ class Engine:
 
     # Gradients
 
-    def _reduce_gradients(self) -> None:
-        assert self._ownership is not None
-        for stages, parameters in self._ownership.shared().items():
-            if self.mesh.stage in stages:
-                sum_gradients(parameters, self._groups[stages])
-        average_gradients(self._ownership.local_parameters(self.mesh.stage), self.mesh.dp_group)
-
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
 
@@ -424,16 +421,9 @@ class Engine:
             max_norm: the largest norm that is left alone.
             norm_type: order of the norm.
         """
-        assert self._ownership is not None
-        ownership, stage = self._ownership, self.mesh.stage
         parameters = list(parameters)
         with self.views.put_aside():
-            norm = global_norm(
-                parameters,
-                lambda parameter: min(ownership.holders(parameter)) == stage,
-                self.mesh.pp_group,
-                norm_type,
-            )
+            norm = global_norm(parameters, self._counts_here, self.mesh.pp_group, norm_type)
             local = [parameter for parameter in parameters if parameter.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm

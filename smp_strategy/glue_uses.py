@@ -1,11 +1,11 @@
 """Weights of units that code above the units computes with.
 
-``logits = hidden @ self.embed.weight.T`` or an L2 term over ``self.parameters()`` uses a weight where its unit may not
-live. The dry run notices such uses; the weights concerned are then held by every stage, and their gradients are added
-up over the stages, like those of a parameter that stands in the glue itself.
+``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()``
+uses a weight where its unit may not live. The dry run notices such uses; the weights concerned are then held by every
+stage, and their gradients are added up over the stages, like those of a parameter that stands in the glue itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import nn
@@ -21,21 +21,27 @@ __all__ = ["GlueUses"]
 @final
 class GlueUses(TorchFunctionMode):
     """While this is entered, notes every parameter of a unit that an operation takes; questions of metadata do not
-    count. Units themselves run on stand-ins of their parameters meanwhile, so what is seen is the glue's.
+    count, nor does what units do with their own.
 
     Args:
         units: whose parameters are meant.
+        is_inside_unit: whether the code that runs just now is that of a unit.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], is_inside_unit: Callable[[], bool]) -> None:
         super().__init__()
+        self._is_inside_unit = is_inside_unit
         self._parameters = {id(parameter) for unit in units for parameter in unit.module.parameters()}
         self.found: dict[int, nn.Parameter] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in METADATA:
-            for leaf in pytree.tree_leaves((args, kwargs)):
-                if id(leaf) in self._parameters:
-                    self.found[id(leaf)] = leaf
+        if func not in METADATA and not self._is_inside_unit():
+            self.note((args, kwargs))
         return func(*args, **kwargs)
+
+    def note(self, arguments: Any) -> None:
+        """The glue has given ``arguments`` to an operation or to a unit."""
+        for leaf in pytree.tree_leaves(arguments):
+            if id(leaf) in self._parameters:
+                self.found[id(leaf)] = leaf

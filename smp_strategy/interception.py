@@ -4,15 +4,19 @@ The ``forward`` of each unit is replaced on the instance, so ``unit(...)`` still
 placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_back` leaves no trace.
 """
 
+import dataclasses
 import functools
 import types
 from collections.abc import Sequence
 from typing import Any, final
 
+import torch
 from torch import nn
 
+from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.stage_tensors import in_plain_sight
+from smp_strategy.trace.prediction import Callee
 from smp_strategy.units import Unit
 
 __all__ = ["UnitCalls"]
@@ -32,6 +36,7 @@ class UnitCalls:
         self.in_hook = False
         # Each unit with the ``forward`` that its instance had of its own, if any.
         self._before: list[tuple[nn.Module, Any]] = []
+        self._callees: dict[str, Callee] = {}
 
     @property
     def are_intercepted(self) -> bool:
@@ -52,7 +57,9 @@ class UnitCalls:
                 del module.forward
             else:
                 module.forward = own
+            show_backward_hooks(module)
         self._before.clear()
+        self._callees.clear()
 
     def close(self) -> None:
         """End the runtime's threads."""
@@ -62,6 +69,7 @@ class UnitCalls:
 
     def _intercept(self, unit: Unit) -> None:
         original = unit.module.forward
+        self._callees[unit.name] = Callee(unit.name, original, unit.module)
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
             with in_plain_sight():
@@ -74,7 +82,15 @@ class UnitCalls:
                 return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
             if self.runtime is None:
                 return original(*args, **kwargs)
-            function = plainly if self.in_hook else original
-            return self.runtime.call_unit(unit.name, module, function, args, kwargs)
+            callee = self._callees[unit.name]
+            if self.in_hook:
+                callee = dataclasses.replace(callee, function=plainly, compiled=None)
+            return self.runtime.call_unit(callee, args, kwargs)
 
         unit.module.forward = types.MethodType(forward, unit.module)
+        hide_backward_hooks(unit.module)
+
+    def compile(self, name: str) -> None:
+        """Let the unit ``name`` run through ``torch.compile`` from now on."""
+        callee = self._callees[name]
+        self._callees[name] = dataclasses.replace(callee, compiled=torch.compile(callee.function))

@@ -6,8 +6,9 @@ enough that the glue between them stays cheap; a transformer block is the right 
 
 Rules, in order:
 
-1. A module whose class the model declares indivisible (``_no_split_modules`` of Hugging Face models) is a unit, as
-   are PyTorch's own composite layers (``nn.TransformerEncoderLayer``, ``nn.MultiheadAttention`` ...).
+1. A module that the user marks with :func:`unit` or names in ``unit_classes`` stays whole, as does one whose class the
+   model declares indivisible (``_no_split_modules`` of Hugging Face models), and PyTorch's own composite layers
+   (``nn.TransformerEncoderLayer``, ``nn.MultiheadAttention`` ...).
 2. A module that holds a list of blocks somewhere below it (an ``nn.ModuleList`` or ``nn.Sequential`` of at least two
    modules with children of their own) is glue; the rules go on with its children. Only the outermost lists count,
    unless they yield fewer blocks than there are stages: then the lists inside their blocks are opened as well.
@@ -18,14 +19,19 @@ Rules, in order:
 A model without any list of blocks is opened down to its layers.
 """
 
-from collections.abc import Iterable, Iterator
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["Unit", "choose_units"]
+from smp_strategy.errors import ConfigError
+
+__all__ = ["Unit", "choose_units", "unit"]
+
+_MARK = "_smp_unit"
 
 _INDIVISIBLE = (
     nn.TransformerEncoderLayer,
@@ -33,6 +39,10 @@ _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.RNNBase,
 )
+_DISTRIBUTED = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
+
+
+Target = TypeVar("Target", nn.Module, type[nn.Module])
 
 
 @final
@@ -50,14 +60,31 @@ class Unit:
         return [*self.module.parameters(), *self.module.buffers()]
 
 
-def choose_units(root: nn.Module, num_stages: int = 1) -> list[Unit]:
+def unit(target: Target) -> Target:
+    """Say that a module, or every module of a class, must stay whole on one stage; returns ``target``.
+
+    Use it where code reaches into a module in ways that cannot be split (a C++ extension between two of its layers,
+    say), on an instance or as a decorator of a class::
+
+        self.fused = smp_strategy.unit(FusedStack(...))
+    """
+    setattr(target, _MARK, True)
+    return target
+
+
+def choose_units(root: nn.Module, num_stages: int = 1, unit_classes: Sequence[str] = ()) -> list[Unit]:
     """The units of ``root`` in order of registration.
 
     Args:
         root: the whole module, e.g. a LightningModule.
         num_stages: number of stages that the units should fill; it decides how deep nested lists are opened.
+        unit_classes: classes whose modules stay whole, by name or by qualified name (``package.module.Class``).
+
+    Raises:
+        ConfigError: the model has no module of a class in ``unit_classes``, or a module that distributes itself.
     """
-    indivisible = _declared_indivisible(root)
+    _refuse_wrappers(root)
+    indivisible = _Indivisible(root, unit_classes)
     units: list[Unit] = []
     for depth in range(1, 8):
         units = _without_doubles(_visit("", root, depth, indivisible))
@@ -68,10 +95,20 @@ def choose_units(root: nn.Module, num_stages: int = 1) -> list[Unit]:
     return units
 
 
-def _visit(name: str, module: nn.Module, depth: int, indivisible: frozenset[str]) -> Iterator[Unit]:
+def _refuse_wrappers(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _DISTRIBUTED]
+        if kinds:
+            raise ConfigError(
+                f"`{name or type(root).__name__}` is a {kinds[0]}, which distributes what the strategy distributes "
+                "already. Give the strategy the module inside of it."
+            )
+
+
+def _visit(name: str, module: nn.Module, depth: int, indivisible: "_Indivisible") -> Iterator[Unit]:
     if not _has_state(module):
         return
-    if name and (_is_indivisible(module, indivisible) or not (depth and _has_blocks(module, indivisible))):
+    if name and (indivisible.holds(module) or not (depth and _has_blocks(module, indivisible))):
         yield Unit(name, module)
         return
     # Below a list, one level of nesting is used up.
@@ -80,12 +117,12 @@ def _visit(name: str, module: nn.Module, depth: int, indivisible: frozenset[str]
         yield from _visit(f"{name}.{child_name}" if name else child_name, child, inner, indivisible)
 
 
-def _layers(root: nn.Module, indivisible: frozenset[str]) -> Iterator[Unit]:
+def _layers(root: nn.Module, indivisible: "_Indivisible") -> Iterator[Unit]:
     """Every module that has parameters of its own and none above it that has."""
 
     def visit(name: str, module: nn.Module) -> Iterator[Unit]:
         own = next(module.parameters(recurse=False), None) is not None or isinstance(module, _NormBase)
-        if name and _has_state(module) and (own or _is_indivisible(module, indivisible)):
+        if name and _has_state(module) and (own or indivisible.holds(module)):
             yield Unit(name, module)
             return
         for child_name, child in module.named_children():
@@ -102,26 +139,44 @@ def _without_doubles(units: Iterable[Unit]) -> list[Unit]:
     return list(seen.values())
 
 
-def _has_blocks(module: nn.Module, indivisible: frozenset[str]) -> bool:
-    return any(_is_block_list(child) for child in module.modules()) and not _is_indivisible(module, indivisible)
+def _has_blocks(module: nn.Module, indivisible: "_Indivisible") -> bool:
+    return any(_is_block_list(child) for child in module.modules()) and not indivisible.holds(module)
 
 
 def _is_block_list(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
-    blocks = [child for child in module if any(child.children()) and _has_state(child)]
+    # A place in the list may be empty: `children` leaves these out.
+    blocks = [child for child in module.children() if any(child.children()) and _has_state(child)]
     return len(blocks) >= 2
 
 
-def _is_indivisible(module: nn.Module, declared: frozenset[str]) -> bool:
-    return isinstance(module, _INDIVISIBLE) or type(module).__name__ in declared
+class _Indivisible:
+    """What of the model must stay whole."""
+
+    def __init__(self, root: nn.Module, unit_classes: Sequence[str]) -> None:
+        self._by_user = frozenset(unit_classes)
+        self._by_model: set[str] = set()
+        found: set[str] = set()
+        for module in root.modules():
+            self._by_model.update(getattr(module, "_no_split_modules", None) or ())
+            found |= _class_names(module)
+        missing = sorted(self._by_user - found)
+        if missing:
+            near = difflib.get_close_matches(missing[0], found, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"`unit_classes` names {missing}, but the model has no module of such a class.{hint}")
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether ``module`` is not to be opened."""
+        if isinstance(module, _INDIVISIBLE) or getattr(module, _MARK, False):
+            return True
+        return type(module).__name__ in self._by_model or not self._by_user.isdisjoint(_class_names(module))
 
 
-def _declared_indivisible(root: nn.Module) -> frozenset[str]:
-    names: set[str] = set()
-    for module in root.modules():
-        names.update(getattr(module, "_no_split_modules", None) or ())
-    return frozenset(names)
+def _class_names(module: nn.Module) -> set[str]:
+    kinds = type(module).__mro__
+    return {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.transport import empty
 from smp_strategy.stage_tensors import StageTensor, home_of, in_plain_sight
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.units import Unit
 
 __all__ = ["restore"]

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from smp_strategy.engine import Engine
 
-__all__ = ["MetricUpdates"]
+__all__ = ["MetricUpdates", "metrics_of"]
 
 
 class MetricUpdates:
@@ -30,7 +30,7 @@ class MetricUpdates:
 
     def __init__(self, engine: Engine, module: nn.Module) -> None:
         self._engine = engine
-        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._metrics = metrics_of(module)
         self._before: list[tuple[Metric, str, Any]] = []
 
     def install(self) -> None:
@@ -62,6 +62,11 @@ class MetricUpdates:
             return self._engine.call_with_values(method, args, kwargs, unknown=unknown)
 
         return run
+
+
+def metrics_of(module: nn.Module) -> list[Metric]:
+    """The metric objects among the submodules of ``module``."""
+    return [metric for metric in module.modules() if isinstance(metric, Metric)]
 
 
 def _unknown() -> Tensor:

@@ -49,11 +49,6 @@ def _of_trainer(trainer: Any) -> list[str]:
 def _of_module(module: Any) -> list[str]:
     found = []
     name = type(module).__name__
-    if not module.automatic_optimization:
-        found.append(
-            f"{name} sets `automatic_optimization = False`, but manual optimization is not built yet for strategy "
-            "'smp'. Use automatic optimization."
-        )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step, None)
         if method is not None and "dataloader_iter" in inspect.signature(method).parameters:

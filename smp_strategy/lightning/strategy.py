@@ -8,7 +8,8 @@ one subject each. The order in which Lightning calls (fit)::
                             user's setup, configure_model, restore of weights from ckpt_path
                             setup                        optimizers, refusals, engine.attach: the mesh
                             process_dataloader           per loader
-    per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit]
+    per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
+                            under manual optimization all of it in training_step: see manual.py
     checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint
     end                     teardown                     the module is whole again
 
@@ -34,12 +35,13 @@ from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.lightning.gradients import with_global_norm
+from smp_strategy.lightning.gradients import evaluated_once, with_global_norm
 from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
-from smp_strategy.lightning.metrics import MetricUpdates
+from smp_strategy.lightning.manual import ManualOptimization
+from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
-from smp_strategy.lightning.steps import run_eval_step, run_training_step
+from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
 
 __all__ = ["SMPHooks"]
@@ -97,6 +99,7 @@ class SMPHooks(CommunicationHooks):
         self._data_stream: DataStream | None = None
         self._user_hooks: UserHooks | None = None
         self._metric_updates: MetricUpdates | None = None
+        self._manual: ManualOptimization | None = None
         self._may_reduce = True
         self._has_failed = False
 
@@ -192,7 +195,9 @@ class SMPHooks(CommunicationHooks):
         refuse_unsupported(trainer, module, self.optimizers)
         self.setup_precision_plugin()
         self._engine = self._engine_for(module)
-        self._engine.attach(module, [_unwrap(optimizer) for optimizer in self.optimizers])
+        self._engine.attach(
+            module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
+        )
         self._data_stream = DataStream(self._engine.mesh)
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
@@ -202,6 +207,10 @@ class SMPHooks(CommunicationHooks):
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
         self._user_hooks = UserHooks(self._engine, module, self.tree)
         self._user_hooks.install(trainer.callbacks)
+        if fitting and not module.automatic_optimization:
+            self._manual = ManualOptimization(self._engine, module, self.precision_plugin.train_step_context)
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            self._manual.install(self.optimizers, self._lightning_optimizers, schedulers)
 
     def model_to_device(self) -> None:
         """Move the whole model; the engine moves the parts once it is partitioned."""
@@ -233,13 +242,22 @@ class SMPHooks(CommunicationHooks):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all microbatches. See [Note: commit]."""
+        module, batch = self.lightning_module, (*args, *kwargs.values())
+        assert module is not None
+        context = self.precision_plugin.train_step_context
+        if self._manual is not None:
+            return run_manual_step(self.engine, module, batch, context=context)
+        window = accumulation_window(module.trainer)
         return run_training_step(
-            self.engine,
-            self.lightning_module,
-            (*args, *kwargs.values()),
-            context=self.precision_plugin.train_step_context,
-            reduce=lambda: self._may_reduce,
+            self.engine, module, batch, context=context, reduce=lambda: self._may_reduce, window=window
         )
+
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Backward of the loss that a step has returned, or, under manual optimization, of the microbatches' losses."""
+        plain = super().backward
+        if self._manual is None or not self.engine.manual.is_in_step:
+            return plain(closure_loss, optimizer, *args, **kwargs)
+        return self._manual.backward(plain, closure_loss, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of all microbatches."""
@@ -257,9 +275,9 @@ class SMPHooks(CommunicationHooks):
         return run_eval_step(self.engine, self.lightning_module, name, args, context=context)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run the optimizer; a user's hook of the same name may be around it."""
+        """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
         with self.engine.views.put_aside():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            return super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -345,6 +363,9 @@ class SMPHooks(CommunicationHooks):
             self._user_hooks.remove()
         if self._metric_updates is not None:
             self._metric_updates.remove()
+        if self._manual is not None:
+            self._manual.remove()
+            self._manual = None
         if self._engine is not None:
             self._engine.detach(failed=self._has_failed)
             if self._engine.is_spread:

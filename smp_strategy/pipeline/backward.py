@@ -31,6 +31,8 @@ class Backward:
         stage: this rank's stage.
         num_stages: number of stages.
         transport: carries gradients; ``None`` where there is one stage.
+        goes_on: the program will go on, and may run another backward.
+        retain_graph: another backward may pass through the same graph.
     """
 
     def __init__(
@@ -42,16 +44,20 @@ class Backward:
         stage: int,
         num_stages: int,
         transport: Transport | None,
+        goes_on: bool = False,
+        retain_graph: bool = False,
     ) -> None:
         _check_loss(loss)
         self._program = program
         self._stage = stage
         self._transport = transport
-        self._next = len(program.segments) - 1
+        self._goes_on = goes_on
+        self._retain_graph = retain_graph
+        self._next = len(program.graph.segments) - 1
         self._seeds: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._receipts: dict[Remote, Receipt] = {}
         loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
-        _, uses = gradient_uses(program.record, loss_value)
+        _, uses = gradient_uses(program.record.events, loss_value)
         self._remote_uses = {(value, user.stage) for value, user in uses}
         self._plant(loss, weight, stage == num_stages - 1)
         self._post_receives()
@@ -63,7 +69,7 @@ class Backward:
 
     def awaited(self) -> list[Receipt]:
         """Gradients that the next segment starts from."""
-        exports = self._program.segments[self._next].exports.values()
+        exports = self._program.graph.segments[self._next].exports.values()
         uses = [use for export in exports for use in export.uses if isinstance(use, Remote)]
         return [self._receipts[use] for use in uses if use in self._receipts]
 
@@ -74,13 +80,15 @@ class Backward:
     def run_from(self, segment: int) -> None:
         """Run the backward passes that are still to do, from the last segment down to ``segment``."""
         while self._next >= segment and self._next >= 0:
-            self._run(self._program.segments[self._next])
+            self._run(self._program.graph.segments[self._next])
             self._next -= 1
             if self._next < 0:
-                self._run(self._program.glue)
+                self._run(self._program.graph.glue)
+                if self._goes_on:
+                    return
                 # Frees the activations of this microbatch.
-                self._program.segments.clear()
-                self._program.glue.exports.clear()
+                self._program.graph.segments.clear()
+                self._program.graph.glue.exports.clear()
 
     def _plant(self, loss: Any, weight: float, is_last_stage: bool) -> None:
         """Backward starts at the loss, where it is."""
@@ -96,7 +104,7 @@ class Backward:
         self._seeds[segment] = [(tensor, torch.full_like(tensor, weight))]
 
     def _post_receives(self) -> None:
-        for segment in self._program.segments:
+        for segment in self._program.graph.segments:
             for export in segment.exports.values():
                 for use in export.uses:
                     if isinstance(use, Remote) and (export.value, use.stage) in self._remote_uses:
@@ -111,7 +119,7 @@ class Backward:
                 roots.append((export.tensor, gradient))
         if roots:
             tensors, gradients = zip(*roots, strict=True)
-            torch.autograd.backward(tensors, gradients)
+            torch.autograd.backward(tensors, gradients, retain_graph=self._retain_graph)
         for record in segment.imports:
             self._return(record)
 

@@ -28,8 +28,9 @@ def split(batch: Any, num_microbatches: int) -> tuple[list[Any], tuple[int, ...]
     """Cut ``batch`` along dim 0 of its tensors.
 
     Tensors with a dim 0 are cut; lists of as many strings, numbers or other objects as there are samples are cut,
-    too; everything else is given whole to each microbatch. An object that is none of these may cut itself with a
-    method ``smp_slice(num_microbatches, microbatch, axis)``.
+    too, and so are lists of as many dicts as the tensors beside them have samples (the boxes of each image, say);
+    everything else is given whole to each microbatch. An object that is none of these may cut itself with a method
+    ``smp_slice(num_microbatches, microbatch, axis)``.
 
     Returns:
         The microbatches and their numbers of samples.
@@ -100,17 +101,8 @@ def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _num_samples(batch: Any, *, strict: bool = True) -> int | None:
     """Samples in the batch, by the first tensor if not ``strict``; ``None`` if nothing in it can be cut."""
-    dims: dict[int, Tensor] = {}
-    lists: list[int] = []
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            dims.setdefault(leaf.size(0), leaf)
-        elif isinstance(leaf, list):
-            lists.append(len(leaf))
-        return leaf
-
-    _walk(batch, visit)
+    beside, _ = _dims(batch, _holds_mappings)
+    dims, lists = _dims(batch, lambda items: _holds_mappings(items) and len(items) in beside)
     if len(dims) > 1 and strict:
         shapes = " and ".join(str(list(tensor.shape)) for tensor in dims.values())
         raise UnsupportedError(
@@ -123,6 +115,26 @@ def _num_samples(batch: Any, *, strict: bool = True) -> int | None:
     return lists[0] if lists else None
 
 
+def _dims(batch: Any, is_per_sample: Callable[[list[Any]], bool]) -> tuple[dict[int, Tensor], list[int]]:
+    """The sizes of dim 0, each with a tensor that has it, and the lengths of the lists that are leaves."""
+    dims: dict[int, Tensor] = {}
+    lists: list[int] = []
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            dims.setdefault(leaf.size(0), leaf)
+        elif isinstance(leaf, list):
+            lists.append(len(leaf))
+        return leaf
+
+    _walk(batch, visit, is_per_sample)
+    return dims, lists
+
+
+def _holds_mappings(items: list[Any]) -> bool:
+    return bool(items) and all(isinstance(item, Mapping) for item in items)
+
+
 def _cuts_itself(batch: Any) -> bool:
     found: list[bool] = []
     _walk(batch, lambda leaf: found.append(hasattr(leaf, "smp_slice")))
@@ -130,31 +142,41 @@ def _cuts_itself(batch: Any) -> bool:
 
 
 def _cut(batch: Any, part: slice, num_samples: int | None, position: tuple[int, int]) -> Any:
+    beside, _ = _dims(batch, _holds_mappings)
+
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf[part] if leaf.ndim else leaf
+            return _part(leaf, part) if leaf.ndim else leaf
         if isinstance(leaf, list):
             return leaf[part] if len(leaf) == num_samples else leaf
         if hasattr(leaf, "smp_slice"):
             return leaf.smp_slice(*position, 0)
         return leaf
 
-    return _walk(batch, visit)
+    return _walk(batch, visit, lambda items: _holds_mappings(items) and len(items) in beside)
 
 
-def _walk(tree: Any, visit: Callable[[Any], Any]) -> Any:
-    """Rebuild ``tree`` with its leaves visited; a list without tensors or containers in it is a leaf."""
+def _part(tensor: Tensor, part: slice) -> Tensor:
+    """A part of ``tensor`` in the same memory."""
+    # `data` gives each microbatch a version counter of its own: what one changes in place (ignored labels, say) must
+    # not invalidate what autograd keeps of another.
+    return tensor[part] if tensor.requires_grad else tensor[part].data
+
+
+def _walk(tree: Any, visit: Callable[[Any], Any], is_leaf: Callable[[list[Any]], bool] = lambda items: False) -> Any:
+    """Rebuild ``tree`` with its leaves visited; a list is a leaf if it ``is_leaf`` or holds no tensor or container."""
     if isinstance(tree, Mapping):
-        return _rebuild_mapping(tree, {key: _walk(value, visit) for key, value in tree.items()})
+        return _rebuild_mapping(tree, {key: _walk(value, visit, is_leaf) for key, value in tree.items()})
     if isinstance(tree, tuple):
-        items = [_walk(item, visit) for item in tree]
+        items = [_walk(item, visit, is_leaf) for item in tree]
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, list) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in tree):
-        return [_walk(item, visit) for item in tree]
+    holds_containers = isinstance(tree, list) and any(isinstance(item, (Tensor, Mapping, list, tuple)) for item in tree)
+    if holds_containers and not is_leaf(tree):
+        return [_walk(item, visit, is_leaf) for item in tree]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         rebuilt = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            object.__setattr__(rebuilt, field.name, _walk(getattr(tree, field.name), visit))
+            object.__setattr__(rebuilt, field.name, _walk(getattr(tree, field.name), visit, is_leaf))
         return rebuilt
     return visit(tree)
 

@@ -12,7 +12,6 @@ into four kinds:
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -21,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.routing import SegmentId
+from smp_strategy.pipeline.segments import start_of_gradient
 from smp_strategy.trace.events import Value
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
 
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
@@ -71,12 +71,12 @@ def _setter(name: str) -> Any:
 
 
 _REFUSED: dict[Any, str] = {
-    Tensor.backward: "Return the loss from the step and let the trainer call backward on it.",
+    Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
-    Tensor.register_hook: "Register the hook on a tensor inside a module, or use a module hook.",
-    Tensor.requires_grad_: "Create the tensor inside a module.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
+    Tensor.untyped_storage: "A placed tensor has memory on one stage only.",
+    Tensor.__reduce_ex__: "It cannot be pickled. Return it from the step and save what the step returned.",
     Tensor.resize_: "Make a new tensor instead.",
     Tensor.set_: "Make a new tensor instead.",
     _setter("data"): "Use an operation that returns a new tensor.",
@@ -88,9 +88,11 @@ _REFUSED: dict[Any, str] = {
 
 
 @final
-@dataclass(eq=False, slots=True)
 class Memory:
-    """What a tensor shares with its views. A change through one of them reaches them all, where they really share."""
+    """What a tensor shares with its views. A change through one of them reaches them all, where they really share.
+
+    Made for every placed tensor and rarely changed, so what it holds at first stands in the class.
+    """
 
     is_plain: bool = False
     """Whether it is that of a tensor that exists on every stage."""
@@ -113,18 +115,20 @@ class PlacedTensor(Tensor):
         born: the segment in which it was made or last changed.
         memory: shared with its views and detached tensors.
         version: the version of the memory that it stands for.
+        known: its value on every stage, once code after the end of the program has asked for it.
         family: number that it has in common with its views (autograd's base), not with detached tensors.
     """
 
     program: "Program"
     value: Value
     spec: TensorSpec
-    origin: tuple[int, Tensor] | None
-    current: tuple[int, Tensor] | None
+    origin: tuple[int, Tensor] | None = None
+    current: tuple[int, Tensor] | None = None
     born: SegmentId
     memory: Memory
-    version: int
+    version: int = 0
     family: int
+    known: Tensor | None = None
 
     @staticmethod
     def __new__(cls, program: "Program", value: Value, spec: TensorSpec, born: SegmentId) -> "PlacedTensor":
@@ -136,13 +140,26 @@ class PlacedTensor(Tensor):
             device=spec.device,
             requires_grad=spec.requires_grad,
         )
-        made.program = program
-        made.value = value
-        made.spec = spec
-        made.origin = made.current = None
-        made.born = born
-        made.memory, made.version, made.family = Memory(), 0, value.id
+        made._stand_for(program, value, spec, born)
         return made
+
+    @classmethod
+    def from_plain(
+        cls, tensor: Tensor, program: "Program", value: Value, spec: TensorSpec, born: SegmentId
+    ) -> "PlacedTensor":
+        """Make ``tensor`` itself, which every stage has and the user refers to, a placed tensor."""
+        tensor.__class__ = cls
+        assert isinstance(tensor, PlacedTensor)
+        tensor._stand_for(program, value, spec, born)
+        return tensor
+
+    def _stand_for(self, program: "Program", value: Value, spec: TensorSpec, born: SegmentId) -> None:
+        self.program = program
+        self.value = value
+        self.spec = spec
+        self.born = born
+        self.memory = Memory()
+        self.family = value.id
 
     def share(self, other: Tensor, *, is_view: bool) -> None:
         """Stand for the memory of ``other``, which this tensor is a view of or detached from."""
@@ -172,6 +189,21 @@ class PlacedTensor(Tensor):
         self.memory.changed = (value, where, self.family)
         self.version = self.memory.version
 
+    def begin_gradient(self, requires_grad: bool = True) -> "PlacedTensor":
+        """``requires_grad_``: let gradients flow back to here, where what comes before needs none."""
+        if requires_grad == self.spec.requires_grad:
+            return self
+        if not requires_grad:
+            raise RuntimeError(
+                "`requires_grad_(False)` of a tensor that was computed, in PyTorch as here: use `detach`."
+            )
+        begun = self.program.operation("requires_grad_", start_of_gradient, (self,), {})
+        with torch._C.DisableTorchFunctionSubclass():
+            self.requires_grad_()
+        self.value, self.spec, self.born = begun.value, begun.spec, begun.born
+        self.origin, self.current = begun.origin, begun.current
+        return self
+
     def refresh(self, value: Value, spec: TensorSpec) -> None:
         """Become the tensor that a change through another one left behind, on the stage where both share memory."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -193,6 +225,21 @@ class PlacedTensor(Tensor):
         """Gradients of activations stay on the stage that computes them."""
         return
 
+    def __copy__(self) -> Tensor:
+        return self._without_history().detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = made = self._without_history().clone()
+        return made
+
+    def _without_history(self) -> "PlacedTensor":
+        if self.spec.requires_grad:
+            raise RuntimeError(
+                "The `copy` module copies only tensors without a history, in PyTorch as here: use `detach` first, or "
+                "`clone`."
+            )
+        return self
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,7 +252,11 @@ class PlacedTensor(Tensor):
                 return func(*args, **kwargs)
         if func in _REFUSED:
             raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {_REFUSED[func]}")
-        program = next(leaf.program for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor))
+        program = _program_of(args, kwargs)
+        if func is Tensor.register_hook:
+            return program.hook_gradient(*args, **kwargs)
+        if func is Tensor.requires_grad_:
+            return args[0].begin_gradient(*args[1:], **kwargs)
         if func in _READS:
             return program.read(_name(func), func, args, kwargs)
         return program.operation(_name(func), func, args, kwargs)
@@ -216,9 +267,16 @@ class PlacedTensor(Tensor):
     ) -> Any:
         raise UnsupportedError(
             f"A placed tensor reached `{func}`{_where()} by a way that cannot be routed between stages (a C++ "
-            "extension, a custom autograd Function, or torch.tensor(...) of a tensor in code above the units). Move "
+            "extension, a transform of torch.func, or torch.tensor(...) of a tensor in code above the units). Move "
             "this code into an nn.Module that holds the parameters it works on, so that it runs inside a unit."
         )
+
+
+def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program":
+    for leaf in args:
+        if isinstance(leaf, PlacedTensor):
+            return leaf.program
+    return next(leaf.program for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor))
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -4,34 +4,91 @@ Each call of a unit, and each operation of the glue on placed tensors, passes th
 
 1. predict what it returns (:mod:`smp_strategy.trace.oracle`),
 2. record it and decide where it runs (:mod:`smp_strategy.pipeline.routing`),
-3. send what another stage needs, wait for what this stage needs,
-4. run it if it belongs here, and check the result against the prediction.
+3. send what another stage needs, wait for what this stage needs (:mod:`smp_strategy.pipeline.local_graph`),
+4. run it if it belongs here, and check the result against the prediction (:mod:`smp_strategy.pipeline.outcome`).
 
-On every stage the program gets placed tensors back, and goes on.
+On every stage the program gets placed tensors back, and goes on. Where a result cannot be predicted, its stage runs
+the call first and describes the result to the others, who wait for that.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, final
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.backward_hooks import with_backward_hooks
+from smp_strategy.pipeline.kept import Kept, call_with_known
+from smp_strategy.pipeline.local_graph import LocalGraph
+from smp_strategy.pipeline.outcome import MESSAGE, check_tensor, decode, encode, made_tensors
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.plain import is_plain, must_run_everywhere, refuse_changed_plain
+from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.rng import derive_seed, seeded
-from smp_strategy.pipeline.routing import Move, Placement, Router, SegmentId
-from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
-from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.pipeline.routing import Placement, SegmentId
+from smp_strategy.pipeline.segments import cut_off
+from smp_strategy.trace.dispatch import Meter
+from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.oracle import Callee, Made, Oracle, Prediction, Same, TensorSpec, ValueNeededError, is_constant
-from smp_strategy.trace.tree import flatten
+from smp_strategy.trace.fake import refuse_left_behind
+from smp_strategy.trace.oracle import Oracle
+from smp_strategy.trace.prediction import (
+    Callee,
+    Made,
+    Prediction,
+    Same,
+    Unpredictable,
+    ValueNeededError,
+    describe,
+    versions_of,
+)
+from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.tree import flatten_call, unflatten_call
 
-__all__ = ["Program"]
+__all__ = ["Program", "Surroundings"]
 
-# Tags of one microbatch: value and gradient of each move.
-TAGS_PER_MICROBATCH = 1 << 16
+
+class _Call(NamedTuple):
+    kind: Literal["unit", "op"]
+    name: str
+    callee: Callee
+    leaves: list[Any]
+    structure: Any
+    placed: list[PlacedTensor]
+
+
+class _Ran(NamedTuple):
+    """A call that happened on this stage."""
+
+    inputs: list[Any]
+    output: Any
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the programs of a stage have in common."""
+
+    stage: int
+    """This rank's stage; -1 for a dry run that computes nothing."""
+    oracle: Oracle
+    """Predicts results."""
+    active: "Callable[[], Program | None]"
+    """The program that runs now, if any; tensors of programs that have ended can be used in it."""
+    share: Callable[[Sequence[PlacedTensor]], None]
+    """Gives every stage the values of tensors whose program has ended; collective."""
+    is_survey: bool
+    """Programs run to be looked at; what they compute is thrown away."""
 
 
 @final
@@ -39,76 +96,66 @@ class Program:
     """The calls of one microbatch, seen from one stage.
 
     Args:
+        surroundings: of all programs of this stage.
         microbatch: its number in the step.
         seed: where its random numbers derive from.
-        stage: this rank's stage; -1 for a dry run that computes nothing.
-        router: the routing state of this microbatch.
-        oracle: predicts results.
-        transport: carries values between stages; ``None`` where there is only one.
-        pause: hands control to the scheduler; called with the receives that the program waits for, or with none
-            where it is about to compute while it was only meant to get ready.
-        expected: signatures of the events that the plan was made for; ``None`` where there is no plan.
+        record: of the calls that it will make.
+        graph: the real tensors of this microbatch on this stage.
     """
 
     def __init__(
         self,
+        surroundings: Surroundings,
         *,
         microbatch: int,
         seed: int,
-        stage: int,
-        router: Router,
-        oracle: Oracle,
-        transport: Transport | None,
-        pause: Callable[[Sequence[Receipt]], None],
-        expected: Sequence[object] | None = None,
+        record: Record,
+        graph: LocalGraph,
     ) -> None:
         self.microbatch = microbatch
-        self.record: list[tuple[Event, Placement]] = []
-        self.segments = [Segment(0)]
-        self.glue = Segment(-1)
+        self.graph = graph
+        self.is_survey = surroundings.is_survey
+        self.record = record
         self.closed = False
-        # Whether it took another path than the plan was made for.
-        self.left_plan = False
-        self._expected = expected
         # The unit that runs just now, for real or dry.
         self.enclosing: nn.Module | None = None
         self.is_predicting = False
-        self._worked = False
-        self._begun = False
+        # The autograd Function of the glue that runs just now.
+        self.function = ""
+        self._recompute = False
         self._seed = seed
-        self._stage = stage
-        self._router = router
-        self._oracle = oracle
-        self._transport = transport
-        self._pause = pause
-        self._num_values = 0
+        self._stage = surroundings.stage
+        self._oracle = surroundings.oracle
+        self._active = surroundings.active
+        self._share = surroundings.share
+        self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
+        self._kept = Kept()
+        # Containers in objects that a dry run lends to units, with what was in them.
+        self._lent: list[tuple[Any, Any]] = []
 
     @property
     def computes_here(self) -> bool:
-        """Whether this is a real run (not a dry one)."""
+        """Whether there are values at all: a dry run has none."""
         return self._stage >= 0
 
-    def end(self) -> None:
-        """The user's code is through."""
-        self.left_plan |= self._expected is not None and len(self.record) < len(self._expected)
-
     def close(self) -> None:
-        """End of the step: tensors of this program can no longer be used, and nothing of it stays in memory."""
+        """End of the step: nothing of this program stays in memory but the tensors that the user keeps."""
         self.closed = True
-        self.segments.clear()
-        self.glue.exports.clear()
-        self._pause = _ended
+        self.graph.close()
+        self._kept.clear()
+        put_back(self._lent[::-1])
+        self._lent.clear()
 
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
-        return self._router.home(tensor.value.id)
+        return self.record.home(tensor.value)
 
     def check_current(self, tensor: PlacedTensor) -> None:
         """Refuse a result whose memory was changed through a view on another stage."""
         if tensor.is_stale:
             self._refresh(tensor)
 
-    def bring(self, spec: TensorSpec, stages: Collection[int], tensor: Tensor | None) -> PlacedTensor:
+    def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> PlacedTensor:
         """A placed tensor that exists already.
 
         Args:
@@ -116,92 +163,187 @@ class Program:
             stages: who holds it.
             tensor: it, on these stages; ``None`` elsewhere.
         """
-        placed = PlacedTensor(self, self._new_value(spec), spec, SegmentId(min(stages), 0))
-        self._router.settle(placed.value, stages)
+        value, home = self.record.given(spec, stages)
+        placed = PlacedTensor(self, value, spec, home)
         if tensor is not None:
-            placed.origin = placed.current = (self.segments[-1].index, tensor)
+            placed.origin = placed.current = (self.graph.current, tensor)
         return placed
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Units that are called in here keep only their inputs for backward, and run once more there."""
+        before, self._recompute = self._recompute, True
+        try:
+            yield
+        finally:
+            self._recompute = before
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
-        try:
-            return self._call("unit", name, callee, args, kwargs)
-        except ValueNeededError as error:
-            raise UnsupportedError(
-                f"The shapes that unit `{name}` returns depend on tensor values ({error}), so the other stages "
-                "cannot know them."
-            ) from error
+        result = self._call("unit", name, callee, args, kwargs)
+        return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
+        if self.closed:
+            program = self._active()
+            if program is not None:
+                return program.operation(name, function, args, kwargs)
+            return call_with_known(function, args, kwargs, self._share)
         self._refuse_inside_unit(name)
-        try:
-            return self._call("op", name, Callee(function, function), args, kwargs)
-        except ValueNeededError:
-            # The shape of the result depends on values: let every stage compute it from the values.
-            result = self.read(name, function, args, kwargs)
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
-                raise UnsupportedError(
-                    f"The shape of what `{name}` returns depends on tensor values and its result needs a gradient. "
-                    "Move the operation into an nn.Module that belongs to a unit."
-                ) from None
-            return result
+        return self._call("op", name, Callee(function, function), args, kwargs)
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let Python code see values: every stage gets them and computes ``function`` from them."""
+        if self.closed:
+            program = self._active()
+            if program is not None:
+                return program.read(name, function, args, kwargs)
+            return call_with_known(function, args, kwargs, self._share)
         self._refuse_inside_unit(name)
         if not self.computes_here:
             raise ValueNeededError(name)
-        leaves, structure = flatten((args, kwargs))
-        placement = self._place(Event("read", name, self._values(leaves), ()))
-        self._exchange(placement, leaves)
-        real = [self._real(leaf) for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(real, structure)
+        leaves, structure = flatten_call(args, kwargs)
+        placed = self._placed(leaves)
+        self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)
+        args, kwargs = unflatten_call([self.graph.real(leaf) for leaf in leaves], structure)
         return function(*args, **kwargs)
 
-    def _call(self, kind: Any, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
-        leaves, structure = flatten((args, kwargs))
-        inputs = self._values(leaves)
-        prediction = self._predict(callee, leaves, structure)
-        self._refuse_changed_plain_tensors(name, leaves, prediction)
-        made = [output.spec for output in prediction.outputs if isinstance(output, Made)]
-        made_values = [self._new_value(spec) for spec in made]
-        changed_values = {position: self._new_value(spec) for position, spec in prediction.changed.items()}
-        placement = self._place(
-            Event(
-                kind,
-                name,
-                inputs,
-                (*made_values, *changed_values.values()),
-                prediction.flops,
-                prediction.traffic,
-                prediction.saved_bytes,
+    def hook_gradient(self, tensor: PlacedTensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Call ``hook`` with the gradient of ``tensor`` on the stage that made it."""
+        if tensor.origin is None or self.lives_on(tensor) != self._stage:
+            return RemovableHandle(OrderedDict())
+        return tensor.origin[1].register_hook(hook)
+
+    # Calls
+
+    def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                f"`{name}` is called under a transform of torch.func (grad, vmap ...) in code above the units. Move "
+                "the transform into an nn.Module that belongs to a unit."
             )
-        )
-        self._exchange(placement, leaves)
+        leaves, structure = flatten_call(args, kwargs)
+        placed = self._placed(leaves)
+        if kind == "op" and not placed:
+            # All of them were kept from earlier steps, and are known everywhere by now.
+            args, kwargs = unflatten_call(leaves, structure)
+            return callee.function(*args, **kwargs)
+        call = _Call(kind, name, callee, leaves, structure, placed)
+        prediction = self._predict(call)
+        if isinstance(prediction, Unpredictable):
+            return self._call_and_tell(call, prediction)
+        plain = [position for position in prediction.changed if is_plain(leaves[position])]
+        if plain:
+            if must_run_everywhere(name, leaves, prediction, plain):
+                return self.read(name, callee.function, args, kwargs)
+            placed += [self._take(leaves[position]) for position in plain]
+        made, changed = self._values_of(prediction)
+        costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
+        placement = self.record.place(Event(kind, name, _values(placed), (*made, *changed), *costs))
+        self._exchange(placement, placed)
+        ran = self._run(call, prediction.random) if self._stage in placement.stages else None
+        return self._hand_out(call, prediction, placement.segments[0], (made, changed), ran)
+
+    def _call_and_tell(self, call: _Call, why: Unpredictable) -> Any:
+        """A call with a result that cannot be predicted: its stage runs it, and the others wait to be told."""
+        if not self.computes_here:
+            raise ValueNeededError(f"{call.name}: {why.reason}")
+        message = self.record.value(MESSAGE)
+        position = len(self.record.events)
+        placement = self.record.place(Event(call.kind, call.name, _values(call.placed), (message,)), is_whole=False)
+        self._exchange(placement, call.placed)
         (segment,) = placement.segments
-        results = [PlacedTensor(self, value, spec, segment) for value, spec in zip(made_values, made, strict=True)]
+        note = PlacedTensor(self, message, MESSAGE, segment)
+        ran, prediction = None, None
+        if self._stage in placement.stages:
+            ran, prediction = self._observe(call)
+            note.origin = note.current = (self.graph.current, encode(call.name, prediction))
+        self._exchange(self.record.place(Event("read", "description", (message,), ()), is_whole=False), [note])
+        if prediction is None:
+            assert note.origin is not None
+            prediction = decode(note.origin[1])
+        refuse_changed_plain(call.name, call.leaves, prediction)
+        made, changed = self._values_of(prediction)
+        costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
+        self.record.complete(position, (*made, *changed), costs)
+        return self._hand_out(call, prediction, segment, (made, changed), ran)
+
+    def _observe(self, call: _Call) -> tuple[_Ran, Prediction]:
+        """Run ``call`` and describe what it did; costs are worth measuring in a survey only."""
+        leaves = [self.graph.real(leaf) for leaf in call.leaves]
+        versions = versions_of(leaves)
+        meter = Meter() if self.is_survey else None
+        with meter or nullcontext():
+            ran = self._run(call, random=True)
+        flops = 0 if meter is None else meter.flops
+        return ran, describe(ran.output, ran.inputs, versions, random=True, flops=flops)
+
+    def _hand_out(
+        self,
+        call: _Call,
+        prediction: Prediction,
+        segment: SegmentId,
+        values: tuple[list[Value], list[Value]],
+        ran: _Ran | None,
+    ) -> Any:
+        """What the program goes on with, on every stage."""
+        leaves = call.leaves
+        constants: Sequence[Any] = prediction.outputs
+        results = [PlacedTensor(self, v, spec, segment) for v, spec in zip(values[0], prediction.made, strict=True)]
         for result, alias in zip(results, prediction.aliases, strict=True):
             if alias is not None:
                 source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
                 result.share(source, is_view=alias.is_view)
-        real_inputs: list[Any] | None = None
-        constants: Sequence[Any] = prediction.outputs
-        if self._stage in placement.stages:
-            real_inputs, constants = self._run(name, callee, prediction, leaves, structure, results)
-        for position, value in changed_values.items():
-            leaves[position].changed_in_place(value, prediction.changed[position], segment)
-            here = None if real_inputs is None else (self.segments[-1].index, real_inputs[position])
+        if ran is not None:
+            constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
+            for result, tensor in zip(results, tensors, strict=True):
+                real = cut_off(tensor) if self.is_survey else tensor
+                result.origin = result.current = (self.graph.current, real)
+        for (position, spec), value in zip(prediction.changed.items(), values[1], strict=True):
+            leaves[position].changed_in_place(value, spec, segment)
+            here = None if ran is None else (self.graph.current, ran.inputs[position])
             leaves[position].origin = leaves[position].current = here
         return _assemble(prediction, results, leaves, constants)
 
-    def _predict(self, callee: Callee, leaves: list[Any], structure: Any) -> Prediction:
-        given = [leaf.spec if isinstance(leaf, PlacedTensor) else leaf for leaf in leaves]
-        self.enclosing, self.is_predicting = callee.module, True
+    def _run(self, call: _Call, random: bool) -> _Ran:
+        self.graph.begin_work()
+        inputs = [self.graph.real(leaf) for leaf in call.leaves]
+        args, kwargs = unflatten_call(inputs, call.structure)
+        function = call.callee.runs
+        if call.callee.module is not None:
+            function = with_backward_hooks(call.callee.module, function)
+        if self._recompute and call.kind == "unit" and torch.is_grad_enabled():
+            function = functools.partial(checkpoint, function, use_reentrant=False)
+        if call.kind == "unit":
+            function = watched(function)
+        seed = derive_seed(self._seed, len(self.record.events)) if random else 0
+        self.enclosing = call.callee.module
         try:
-            return self._oracle.predict(callee, given, structure)
+            with seeded(seed, self._oracle.device) if random else nullcontext():
+                return _Ran(inputs, function(*args, **kwargs))
+        finally:
+            self.enclosing = None
+
+    def _predict(self, call: _Call) -> Prediction | Unpredictable:
+        given = [self._spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        self.enclosing, self.is_predicting = call.callee.module, True
+        try:
+            if not self.computes_here and call.kind == "unit":
+                self._lent += contents_of_objects(given)
+            return self._oracle.predict(call.callee, given, call.structure, leave_marks=not self.computes_here)
         finally:
             self.enclosing, self.is_predicting = None, False
+
+    def _spec_of(self, tensor: Tensor) -> TensorSpec:
+        if isinstance(tensor, PlacedTensor):
+            return tensor.spec
+        # A mask or a rotary table goes to every block.
+        known = self._specs.get(id(tensor))
+        same = known is not None and known[0]() is tensor and known[1].size == tensor.shape
+        if known is None or not same or known[1].requires_grad != tensor.requires_grad:
+            known = self._specs[id(tensor)] = (weakref.ref(tensor), TensorSpec.of(tensor))
+        return known[1]
 
     def _refuse_inside_unit(self, name: str) -> None:
         if self.enclosing is not None:
@@ -211,31 +353,43 @@ class Program:
                 "dataclass."
             )
 
-    def _place(self, event: Event) -> Placement:
-        placement = self._router.place(event)
-        if placement.moves and 2 * placement.moves[-1].number >= TAGS_PER_MICROBATCH:
-            raise UnsupportedError(
-                f"A microbatch moves more than {TAGS_PER_MICROBATCH // 2} tensors between stages. Move loops that "
-                "cross stages (text generation, say) out of the step."
-            )
-        position = len(self.record)
-        self.record.append((event, placement))
-        if self._expected is not None and not self.left_plan:
-            self.left_plan = position >= len(self._expected) or event.signature != self._expected[position]
-        return placement
+    def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
+        if placement.moves and self.computes_here:
+            self.graph.exchange(placement, placed)
 
-    def _values(self, leaves: list[Any]) -> tuple[Value, ...]:
-        placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
-        for leaf in placed:
-            if leaf.program is not self or self.closed:
-                raise UnsupportedError(
-                    f"A tensor of microbatch {leaf.program.microbatch} is used "
-                    + ("after its step ended" if leaf.program.closed else f"in microbatch {self.microbatch}")
-                    + ". Return it from the step or log it, and use the result."
-                )
+    def _values_of(self, prediction: Prediction) -> tuple[list[Value], list[Value]]:
+        made = [self.record.value(spec) for spec in prediction.made]
+        return made, [self.record.value(spec) for spec in prediction.changed.values()]
+
+    # Tensors of other times and kinds
+
+    def _placed(self, leaves: list[Any]) -> list[PlacedTensor]:
+        """The placed tensors among ``leaves``, ready for use; those of ended programs are replaced."""
+        found = []
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, PlacedTensor):
+                refuse_left_behind(leaf)
+                continue
+            if leaf.program is not self:
+                if leaf.known is not None:
+                    leaves[position] = leaf.known
+                    continue
+                leaf = leaves[position] = self._kept.adopted(leaf, self)
             if leaf.is_stale:
                 self._refresh(leaf)
-        return tuple(leaf.value for leaf in placed)
+            found.append(leaf)
+        return found
+
+    def _take(self, tensor: Tensor) -> PlacedTensor:
+        """Turn a plain tensor, which all stages have, into a placed one."""
+        spec = TensorSpec.of(tensor)
+        # An alias: the tensor itself is about to become something else.
+        real = self.graph.real(tensor.detach() if tensor.grad_fn is None else tensor.view_as(tensor))
+        value, home = self.record.given(spec, range(self.record.num_stages))
+        taken = PlacedTensor.from_plain(tensor, self, value, spec, home)
+        if self.computes_here:
+            taken.origin = taken.current = (self.graph.current, real)
+        return taken
 
     def _refresh(self, tensor: PlacedTensor) -> None:
         """Follow a change that was made through a view: the memory has it already, other stages' copies do not."""
@@ -250,175 +404,25 @@ class Program:
         spec = tensor.spec
         if family == tensor.family:
             spec = dataclasses.replace(spec, requires_grad=spec.requires_grad or changed.requires_grad)
-        value = self._new_value(spec)
+        value = self.record.value(spec)
         inputs = (tensor.value, changed) if family == tensor.family else (tensor.value,)
-        placement = self._place(Event("op", "alias", inputs, (value,)))
+        placement = self.record.place(Event("op", "alias", inputs, (value,)))
         assert not placement.moves, "views and their base are on one stage"
         tensor.refresh(value, spec)
         if where.stage == self._stage:
             assert tensor.origin is not None
-            _compare("alias", spec, tensor.origin[1])
+            check_tensor("alias", spec, tensor.origin[1])
         else:
             tensor.origin = tensor.current = None
 
-    def _new_value(self, spec: TensorSpec) -> Value:
-        self._num_values += 1
-        return Value(self._num_values - 1, spec.nbytes, spec.requires_grad)
 
-    def _refuse_changed_plain_tensors(self, name: str, leaves: list[Any], prediction: Prediction) -> None:
-        for position in prediction.changed:
-            leaf = leaves[position]
-            if not isinstance(leaf, PlacedTensor) or leaf.memory.is_plain:
-                raise UnsupportedError(
-                    f"`{name}` changes a tensor in place that exists on every stage (shape "
-                    f"{list(leaf.shape)}), but runs on one stage only. Use an operation that returns a "
-                    "new tensor, or move the code into an nn.Module that belongs to a unit."
-                )
-
-    # Exchange between stages
-
-    def _exchange(self, placement: Placement, leaves: list[Any]) -> None:
-        if not self.computes_here or not placement.moves:
-            return
-        placed = {leaf.value.id: leaf for leaf in leaves if isinstance(leaf, PlacedTensor)}
-        waiting: list[tuple[Move, PlacedTensor, Receipt]] = []
-        for move in placement.moves:
-            tensor = placed[move.value.id]
-            if move.source.stage == self._stage:
-                self._send(move, tensor)
-            elif move.target.stage == self._stage:
-                assert self._transport is not None
-                receipt = self._transport.receive(tensor.spec, move.source.stage, self._tag(move))
-                waiting.append((move, tensor, receipt))
-        if waiting:
-            self._wait_for(waiting)
-
-    def _send(self, move: Move, tensor: PlacedTensor) -> None:
-        assert self._transport is not None
-        assert tensor.origin is not None
-        segment, real = tensor.origin
-        self._worked = True
-        self._transport.send(real, tensor.spec, move.target.stage, self._tag(move))
-        if real.requires_grad:
-            export = self.segments[segment].export(tensor.value.id, real)
-            export.uses.append(Remote(move.target.stage, self._tag(move), tensor.spec))
-
-    def _wait_for(self, waiting: list[tuple[Move, PlacedTensor, Receipt]]) -> None:
-        if self._worked:
-            self.segments.append(Segment(len(self.segments)))
-            self._worked = False
-        segment = self.segments[-1]
-        assert segment.index == waiting[0][0].target.number, "the segments of the run and of the rule have diverged"
-        self._begun = True
-        self._pause([receipt for _, _, receipt in waiting])
-        for move, tensor, receipt in waiting:
-            real = receipt.wait()
-            if tensor.spec.requires_grad:
-                record = Import(tensor.value.id, Remote(move.source.stage, self._tag(move), tensor.spec))
-                segment.imports.append(record)
-                real = enter(real, record)
-            tensor.origin = tensor.current = (segment.index, real)
-
-    def _tag(self, move: Move) -> int:
-        # Even for the value; the gradient on the way back has the next odd number.
-        return self.microbatch * TAGS_PER_MICROBATCH + 2 * move.number
-
-    # Running what belongs here
-
-    def _run(
-        self,
-        name: str,
-        callee: Callee,
-        prediction: Prediction,
-        leaves: list[Any],
-        structure: Any,
-        results: list[PlacedTensor],
-    ) -> tuple[list[Any], list[Any]]:
-        """Fill in ``results``; return the real inputs and outputs."""
-        if not self._begun:
-            self._begun = True
-            self._pause([])
-        self._worked = True
-        real_inputs = [self._real(leaf) for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(real_inputs, structure)
-        self.enclosing = callee.module
-        try:
-            if prediction.random:
-                device = next((r.spec.device for r in results), torch.device("cpu"))
-                with seeded(derive_seed(self._seed, len(self.record)), device):
-                    output = callee.function(*args, **kwargs)
-            else:
-                output = callee.function(*args, **kwargs)
-        finally:
-            self.enclosing = None
-        flat, _ = flatten(output)
-        real = [leaf for leaf, predicted in zip(flat, prediction.outputs, strict=False) if isinstance(predicted, Made)]
-        agree = len(flat) == len(prediction.outputs) and all(map(_agrees, flat, prediction.outputs))
-        if not agree:
-            raise UnsupportedError(
-                f"`{name}` returned {_shown(flat)} where its dry run returned {_shown(prediction.outputs)}: what it "
-                "returns depends on tensor values or on the state of an object, so other stages cannot know it."
-            )
-        for result, tensor in zip(results, real, strict=True):
-            _compare(name, result.spec, tensor)
-            result.origin = result.current = (self.segments[-1].index, tensor)
-        return real_inputs, flat
-
-    def _real(self, leaf: Any) -> Any:
-        """The tensor that the current segment works on."""
-        if isinstance(leaf, PlacedTensor):
-            return self._local(leaf)
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-            return self._enter(self.glue.export(id(leaf), leaf))
-        return leaf
-
-    def _local(self, placed: PlacedTensor) -> Tensor:
-        assert placed.current is not None
-        assert placed.origin is not None
-        segment, tensor = placed.current
-        if segment != self.segments[-1].index:
-            origin_segment, origin = placed.origin
-            if tensor.requires_grad:
-                tensor = self._enter(self.segments[origin_segment].export(placed.value.id, origin))
-            placed.current = (self.segments[-1].index, tensor)
-        return tensor
-
-    def _enter(self, export: Export) -> Tensor:
-        record = Import(export.value, None)
-        export.uses.append(record)
-        self.segments[-1].imports.append(record)
-        return enter(export.tensor, record)
-
-
-def _ended(receipts: Sequence[Receipt]) -> None:
-    raise AssertionError("a program was resumed after its step")
-
-
-def _agrees(found: Any, predicted: Any) -> bool:
-    """Whether an output is of the kind that the other stages expect."""
-    if isinstance(predicted, Made):
-        return isinstance(found, Tensor)
-    if is_constant(predicted):
-        return type(found) is type(predicted) and (found == predicted or found != found)
-    return True
-
-
-def _shown(outputs: Sequence[Any]) -> str:
-    kinds = [repr(leaf) if is_constant(leaf) else "a tensor" for leaf in outputs]
-    return kinds[0] if len(kinds) == 1 else f"{len(kinds)} values ({', '.join(kinds)})"
-
-
-def _compare(name: str, spec: TensorSpec, tensor: Tensor) -> None:
-    found = TensorSpec.of(tensor)
-    same = (found.size, found.dtype, found.requires_grad) == (spec.size, spec.dtype, spec.requires_grad)
-    if not same:
-        raise UnsupportedError(
-            f"`{name}` returned {found}, but other stages expect {spec} from its dry run: what it returns depends on "
-            "tensor values or on the state of an object."
-        )
+def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:
+    return tuple([tensor.value for tensor in placed])
 
 
 def _assemble(prediction: Prediction, results: list[PlacedTensor], leaves: list[Any], constants: Sequence[Any]) -> Any:
+    if prediction.is_bare and results:
+        return results[0]
     fresh = iter(results)
     flat = []
     for output, constant in zip(prediction.outputs, constants, strict=True):
@@ -428,4 +432,4 @@ def _assemble(prediction: Prediction, results: list[PlacedTensor], leaves: list[
             flat.append(leaves[output.leaf])
         else:
             flat.append(constant)
-    return pytree.tree_unflatten(flat, prediction.structure)
+    return flat[0] if prediction.is_bare else pytree.tree_unflatten(flat, prediction.structure)

@@ -5,6 +5,7 @@ The rule, applied to the events of a microbatch in program order:
 * a unit runs on its stage;
 * an operation of the glue runs on the stage that made the newest of its inputs;
 * a read by Python code happens on every stage;
+* a tensor that is given from outside is where it is;
 * a value that a stage needs and does not hold is sent there by the stage that made it, once.
 
 A stage's part of a microbatch is cut into *segments*: a new one begins where the stage, having computed or sent
@@ -29,9 +30,7 @@ class SegmentId(NamedTuple):
     number: int
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A value goes from the stage that made it to one that needs it."""
 
     value: Value
@@ -43,13 +42,11 @@ class Move:
     """Which segment waits for it."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The decision for one event."""
 
     stages: tuple[int, ...]
-    """Where the event runs; one stage, or all of them for a read."""
+    """Where the event runs; one stage, or all of them for a read; where a given tensor is."""
     segments: tuple[SegmentId, ...]
     """The segment of each of ``stages`` that runs it."""
     moves: tuple[Move, ...]
@@ -66,29 +63,32 @@ class Router:
 
     def __init__(self, stage_of: Mapping[str, int], num_stages: int) -> None:
         self._stage_of = stage_of
+        self.num_stages = num_stages
+        self._all = tuple(range(num_stages))
         self._segment = [0] * num_stages
         self._worked = [False] * num_stages
         self._home: dict[int, int] = {}
         self._held: set[tuple[int, int]] = set()
+        self._everywhere: set[int] = set()
         self._num_moves = 0
 
     def place(self, event: Event) -> Placement:
         """Decide where ``event`` runs and what has to move; the event's outputs then live there."""
         stages = self._stages(event)
         moves = self._moves(event.inputs, stages)
-        segments = tuple(SegmentId(stage, self._segment[stage]) for stage in stages)
-        if event.kind != "read":
-            (stage,) = stages
-            self._worked[stage] = True
-            for value in event.outputs:
-                self._home[value.id] = stage
-                self._held.add((value.id, stage))
+        segments = tuple([SegmentId(stage, self._segment[stage]) for stage in stages])
+        if event.kind in ("unit", "op"):
+            self._worked[stages[0]] = True
+        self.settle(event.outputs, stages)
         return Placement(stages, segments, moves)
 
-    def settle(self, value: Value, stages: Collection[int]) -> None:
-        """Let ``value`` be at home on the first of ``stages`` and held by all of them, from before the program."""
-        self._home[value.id] = min(stages)
-        self._held.update((value.id, stage) for stage in stages)
+    def settle(self, values: Iterable[Value], stages: Collection[int]) -> None:
+        """Let ``values`` be at home on the first of ``stages`` and held by all of them."""
+        for value in values:
+            self._home[value.id] = min(stages)
+            self._held.update([(value.id, stage) for stage in stages])
+            if len(stages) == self.num_stages > 1:
+                self._everywhere.add(value.id)
 
     def home(self, value: int) -> int:
         """The stage that made ``value``."""
@@ -98,13 +98,19 @@ class Router:
         if event.kind == "unit":
             return (self._stage_of[event.name],)
         if event.kind == "read":
-            return tuple(range(len(self._segment)))
-        newest = max(event.inputs, key=lambda value: value.id)
+            return self._all
+        if event.kind == "given":
+            return event.home
+        # What every stage has pulls the operation nowhere, unless there is nothing else.
+        pulling = [value for value in event.inputs if value.id not in self._everywhere] or event.inputs
+        newest = max(pulling, key=_number)
         return (self._home[newest.id],)
 
     def _moves(self, values: Iterable[Value], stages: Iterable[int]) -> tuple[Move, ...]:
         unique = dict.fromkeys(values)
         missing = [(value, stage) for stage in stages for value in unique if (value.id, stage) not in self._held]
+        if not missing:
+            return ()
         # A stage sends before it waits, and both in one segment would be no uninterrupted run.
         sources = [SegmentId(home, self._segment[home]) for home in (self._home[value.id] for value, _ in missing)]
         for source in sources:
@@ -121,6 +127,10 @@ class Router:
         return tuple(moves)
 
 
+def _number(value: Value) -> int:
+    return value.id
+
+
 def gradient_uses(
     events: Iterable[tuple[Event, Placement]], loss: int | None
 ) -> tuple[set[int], set[tuple[int, SegmentId]]]:
@@ -135,7 +145,7 @@ def gradient_uses(
     wanted = set() if loss is None else {loss}
     uses: set[tuple[int, SegmentId]] = set()
     for event, placement in reversed(list(events)):
-        if event.kind == "read" or not any(value.requires_grad and value.id in wanted for value in event.outputs):
+        if not any(value.requires_grad and value.id in wanted for value in event.outputs):
             continue
         for value in event.inputs:
             if value.requires_grad:
@@ -183,7 +193,9 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, cost: Mapp
     received_in: dict[tuple[int, int], SegmentId] = {}
     cut_bytes: dict[tuple[int, int], int] = {}
     for position, (event, placement) in enumerate(placed):
-        for segment in placement.segments:
+        if event.kind == "given":
+            continue
+        for segment in (*(move.source for move in placement.moves), *placement.segments):
             if segment not in forward_cost:
                 forward_cost[segment] = 0.0
                 forward_needs[segment] = {SegmentId(segment.stage, number) for number in range(segment.number)}
@@ -200,7 +212,7 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, cost: Mapp
     for value, user in uses:
         # The gradient of a value travels back along the way it came: from the segment that used it to the one in
         # which this stage received it, and from there to the segment that made it.
-        way = [user, received_in.get((value, user.stage)), made_in[value]]
+        way = [user, received_in.get((value, user.stage)), made_in.get(value)]
         stops = [stop for stop in way if stop is not None]
         for before, after in zip(stops, stops[1:], strict=False):
             if before != after:

@@ -5,21 +5,24 @@ microbatch runs forward and then backward in program order: slower, but the same
 deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
 from torch.profiler import record_function
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.turns import Job, Step, StepRun, Turns, trace_of
+from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.oracle import Callee
+from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.tree import flatten
 
 __all__ = ["Runtime"]
@@ -31,29 +34,48 @@ class Runtime:
 
     Args:
         stage: this rank's stage.
+        private: keeps microbatches apart; ``None`` for a dry run.
+        told: told what the glue gives to units.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        private: PrivateState | None = None,
+        *,
+        told: Callable[[Any], None] = lambda arguments: None,
+    ) -> None:
         self._stage = stage
+        self._private = private
+        self._told = told
         self._program: Program | None = None
+        self._meeting: Turns | None = None
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
         self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
 
-    def call_unit(self, name: str, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Stand-in for the ``forward`` of a unit."""
+    def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
+        """Stand-in for the ``forward`` of a unit, whose key is its name."""
+        name = str(unit.key)
         program = self._program
         if program is not None and program.enclosing is None:
-            return program.unit(name, Callee(name, forward, unit), args, kwargs)
+            if program.function:
+                raise UnsupportedError(
+                    f"`{program.function}`, an autograd Function in the code above the units, calls unit `{name}`, but "
+                    "runs on one stage as a whole. Let it stay together with the modules that it calls: use "
+                    "`smp_strategy.unit(module)` on the module that applies it."
+                )
+            self._told((args, kwargs))
+            return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
-        if program is not None and (program.is_predicting or _holds(program.enclosing, unit)):
-            return forward(*args, **kwargs)
+        if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
+            return unit.function(*args, **kwargs)
         if self._stage.stage_of[name] != self._stage.number:
             raise UnsupportedError(
                 f"Unit `{name}` lives on stage {self._stage.stage_of[name]} and was called "
                 f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage.number}, where its "
                 "weights are not. Call the model inside a training, validation, test or predict step."
             )
-        return forward(*args, **kwargs)
+        return unit.runs(*args, **kwargs)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
@@ -62,7 +84,7 @@ class Runtime:
         program = self._program
         if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
             return function(*args, **kwargs)
-        if not program.computes_here:
+        if program.is_survey:
             return unknown()
         return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
 
@@ -77,35 +99,96 @@ class Runtime:
             plan: order of work; ``None``: program order. A microbatch that takes another path than the plan was made
                 for makes its stage leave the plan.
         """
-        turns = Turns(self._stage, microbatches, job, executor=self._executor, enter=self._enter)
+        turns = self._turns(job, microbatches)
         try:
-            actions = plan.stages[self._stage.number] if plan else turns.program_order()
-            for position, action in enumerate(actions):
-                with record_function(str(action)):
-                    turns.do(action)
-                turns.prepare(actions, position + 1)
-                if turns.has_left_plan:
-                    break
-            turns.finish()
+            with watched_entrances(self._active):
+                actions = plan.stages[self._stage.number] if plan else turns.program_order()
+                for position, action in enumerate(actions):
+                    with record_function(str(action)):
+                        turns.do(action)
+                    turns.prepare(actions, position + 1)
+                    if turns.has_left_plan:
+                        break
+                turns.finish()
             self._flush()
         except BaseException:
             turns.cancel()
             raise
         return turns.result()
 
-    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
-        """Run ``step`` without computing anything and return its trace.
+    def run_with_barriers(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
+        """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
+        turns = self._meeting = self._turns(job, microbatches)
+        try:
+            with watched_entrances(self._active):
+                while turns.meet():
+                    pass
+            self._flush()
+        except BaseException:
+            turns.cancel()
+            raise
+        finally:
+            self._meeting = None
+        return turns.result()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a program runs: the caller is code of a step, or of a hook that sees gradients."""
+        return self._program is not None
+
+    def once(self, barrier: Barrier, *, also_dry: bool) -> Any:
+        """Called in a step: do something once for the batch, when all microbatches are there.
+
+        Args:
+            barrier: what, and with which values.
+            also_dry: do it in a dry run, too, where nothing else is done.
+        """
+        program = self._program
+        assert program is not None
+        if program.is_survey:
+            return barrier.act([barrier.value]) if also_dry else None
+        if self._meeting is None or not self._meeting.has(program):
+            raise UnsupportedError(
+                f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
+                "in a training step under manual optimization."
+            )
+        return self._meeting.stop_at(barrier, program)
+
+    def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
+        """At a barrier: see :meth:`~smp_strategy.pipeline.turns.Turns.backward`."""
+        assert self._meeting is not None
+        self._meeting.backward(losses, factor, retain_graph=retain_graph)
+        self._flush()
+
+    def make_real(self, tree: Any) -> Any:
+        """See :meth:`~smp_strategy.pipeline.stage.Stage.make_real`."""
+        return self._stage.make_real(tree)
+
+    def _turns(self, job: Job, microbatches: Sequence[Any]) -> Turns:
+        private = self._private if len(microbatches) > 1 else None
+        if private is not None:
+            private.begin()
+        return Turns(
+            self._stage,
+            microbatches,
+            job,
+            executor=self._executor,
+            enter=self._enter,
+            active=self._active,
+            private=private,
+        )
+
+    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
+        """Run ``step`` to look at it and return its trace.
 
         Raises:
-            ValueNeededError: the step reads a value, or makes a shape that depends on one.
+            ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on
+                one.
         """
-        program = self._stage.program(microbatch=0, seed=0)
-        self._program = program
-        try:
+        program = self._stage.program(microbatch=0, seed=0, active=self._active)
+        with self.entered(program):
             output = step(microbatch)
-        finally:
-            self._program = None
-            program.close()
+        program.close()
         loss = loss_of(output) if loss_of else None
         return trace_of(program, loss)
 
@@ -119,18 +202,36 @@ class Runtime:
         Returns:
             What ``code`` returns, with real tensors on every stage.
         """
-        program = self._stage.program(microbatch=0, seed=seed)
+        program = self._stage.program(microbatch=0, seed=seed, active=self._active)
+        with self.entered(program):
+            result = self._stage.make_real(code(program))
+        self._flush()
+        program.close()
+        return result
+
+    @contextmanager
+    def entered(self, program: Program) -> Iterator[None]:
+        """Calls of units in here are calls of ``program``."""
         self._program = program
         try:
-            result = self._stage.make_real(code(program))
-            self._flush()
+            with watched_entrances(self._active):
+                yield
+        except BaseException:
+            program.close()
+            raise
         finally:
             self._program = None
-            program.close()
-        return result
+
+    @property
+    def is_inside_unit(self) -> bool:
+        """Whether the code that runs just now is that of a unit."""
+        return self._program is not None and self._program.enclosing is not None
 
     def _enter(self, program: Program | None) -> None:
         self._program = program
+
+    def _active(self) -> Program | None:
+        return self._program
 
     def _flush(self) -> None:
         if self._stage.transport is not None:
@@ -141,5 +242,5 @@ class Runtime:
         self._executor.shutdown(wait=False)
 
 
-def _holds(outer: nn.Module | None, inner: nn.Module) -> bool:
+def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:
     return outer is not None and any(part is inner for part in outer.modules())

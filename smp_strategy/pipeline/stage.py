@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.program import Program, Surroundings
+from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.oracle import Oracle
@@ -24,7 +26,7 @@ class Stage:
     """One stage of a pipeline, as this rank sees it."""
 
     number: int
-    """This rank's stage; -1 for a dry run, which computes nothing."""
+    """This rank's stage; -1 for a dry run that computes nothing."""
     stage_of: Mapping[str, int]
     """Stage of each unit, by qualified name."""
     num_stages: int
@@ -34,6 +36,8 @@ class Stage:
     """Carries values between stages; ``None`` where there is only one."""
     device: torch.device
     """Where the units run."""
+    is_survey: bool = False
+    """Whether programs run to be looked at only."""
 
     def program(
         self,
@@ -42,25 +46,36 @@ class Stage:
         seed: int,
         pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
         expected: Sequence[object] | None = None,
+        active: Callable[[], Program | None] = lambda: None,
     ) -> Program:
         """A new program on this stage; see :class:`~smp_strategy.pipeline.program.Program`."""
+        surroundings = Surroundings(
+            stage=self.number,
+            oracle=self.oracle,
+            active=active,
+            share=self.make_known,
+            is_survey=self.is_survey,
+        )
         return Program(
+            surroundings,
             microbatch=microbatch,
             seed=seed,
-            stage=self.number,
-            router=Router(self.stage_of, self.num_stages),
-            oracle=self.oracle,
-            transport=self.transport,
-            pause=pause,
-            expected=expected,
+            record=Record(Router(self.stage_of, self.num_stages), expected),
+            graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
         )
+
+    def make_known(self, tensors: Sequence[PlacedTensor]) -> None:
+        """Give every stage the values of ``tensors``; collective."""
+        for tensor, value in zip(tensors, self.make_real(list(tensors)), strict=True):
+            tensor.known = value
 
     def make_real(self, tree: Any) -> Any:
         """``tree`` with every tensor detached and every placed tensor replaced by its value, on all stages."""
         leaves, structure = flatten(tree)
         placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
         for tensor in placed:
-            tensor.program.check_current(tensor)
+            if not tensor.program.closed:
+                tensor.program.check_current(tensor)
         real: dict[int, Tensor] = {}
         for stage in range(self.num_stages):
             mine = list({id(tensor): tensor for tensor in placed if tensor.program.lives_on(tensor) == stage}.values())

@@ -13,9 +13,11 @@ from typing import Any, final
 
 from torch import Tensor
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward import Backward
 from smp_strategy.pipeline.coroutine import Coroutine
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Action
@@ -23,7 +25,7 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Receipt
 from smp_strategy.trace.events import Trace
 
-__all__ = ["Job", "Step", "StepRun", "Turns", "trace_of"]
+__all__ = ["Barrier", "Job", "Step", "StepRun", "Turns", "trace_of"]
 
 Step = Callable[[Any], Any]
 
@@ -41,12 +43,26 @@ class Job:
     """The user's code."""
     seed: int
     """Where all random numbers of the step derive from."""
-    loss_of: Callable[[Any], Tensor] | None = None
-    """Picks the loss out of what ``step`` returns; ``None``: forward only."""
+    loss_of: Callable[[Any], Tensor | None] | None = None
+    """Picks the loss out of what ``step`` returns, or ``None`` where the step skips its microbatch; no function:
+    forward only."""
     weights: Sequence[float] = ()
     """Factor of each microbatch's loss."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for; ``None`` where there is no plan."""
+
+
+@final
+@dataclass(frozen=True)
+class Barrier:
+    """Where a microbatch waits for all others, because what follows is done once for the batch."""
+
+    name: str
+    """What is done there, as the user calls it."""
+    act: Callable[[list[Any]], Any]
+    """Does it; called by the scheduler with what each microbatch has brought. All microbatches get its result."""
+    value: Any
+    """What this microbatch brings."""
 
 
 @final
@@ -56,10 +72,10 @@ class StepRun:
 
     outputs: list[Any]
     """The step's return values, one per microbatch, with real detached tensors on every stage."""
-    losses: list[Tensor]
-    """Loss of each microbatch, real and detached on every stage; empty for a forward-only step."""
+    losses: list[Tensor | None]
+    """Loss of each microbatch that has one, real and detached on every stage."""
     trace: Trace
-    """Events of the first microbatch."""
+    """Events of the first microbatch that has a loss, if any has."""
 
 
 @final
@@ -72,6 +88,8 @@ class Turns:
         job: what is done with each of them.
         executor: gives every microbatch a thread.
         enter: told whose turn it is, before a program runs, and ``None`` after it.
+        active: tells that again.
+        private: keeps what the microbatches leave in shared objects apart; ``None`` where there is one microbatch.
     """
 
     def __init__(
@@ -82,16 +100,22 @@ class Turns:
         *,
         executor: Executor,
         enter: Callable[[Program | None], None],
+        active: Callable[[], Program | None],
+        private: PrivateState | None,
     ) -> None:
         self._stage = stage
         self._job = job
         self._executor = executor
         self._enter = enter
+        self._active = active
+        self._private = private
         self._waiting: dict[int, Sequence[Receipt]] = {}
         self._programs: list[Program] = []
         self._coroutines: list[Coroutine] = []
         self._backwards: dict[int, Backward] = {}
         self._losses: dict[int, Any] = {}
+        self._barriers: dict[int, Barrier] = {}
+        self._answer: Any = None
         for number, microbatch in enumerate(microbatches):
             program, coroutine = self._make(number, microbatch, derive_seed(job.seed, number))
             self._programs.append(program)
@@ -102,7 +126,9 @@ class Turns:
             self._waiting[number] = receipts
             coroutine.pause()
 
-        program = self._stage.program(microbatch=number, seed=seed, pause=pause, expected=self._job.expected)
+        program = self._stage.program(
+            microbatch=number, seed=seed, pause=pause, expected=self._job.expected, active=self._active
+        )
         step = self._job.step
         coroutine = Coroutine(lambda: step(microbatch), self._executor, seed=seed, device=self._stage.device)
         return program, coroutine
@@ -119,13 +145,13 @@ class Turns:
             self._forward(action.microbatch, action.segment)
         else:
             self._forward(action.microbatch, ALL_SEGMENTS)
-            if not self.has_left_plan:
+            if not self.has_left_plan and action.microbatch in self._backwards:
                 self._backwards[action.microbatch].run_from(action.segment)
 
     @property
     def has_left_plan(self) -> bool:
         """Whether a microbatch is known to take another path than the plan was made for."""
-        return any(program.left_plan for program in self._programs)
+        return any(program.record.left_plan for program in self._programs)
 
     def improvise(self) -> None:
         """Do whatever can be done, until everything is: the plan is for another path, and could wait in a circle.
@@ -147,8 +173,8 @@ class Turns:
                 time.sleep(POLL_SECONDS)
 
     def _is_through(self, number: int) -> bool:
-        done = self._coroutines[number].finished
-        return done and (self._job.loss_of is None or self._backwards[number].is_done)
+        has_more = number in self._backwards and not self._backwards[number].is_done
+        return self._coroutines[number].finished and not has_more
 
     def _advance(self, number: int) -> bool:
         """Let a microbatch go on forward if it can."""
@@ -166,6 +192,38 @@ class Turns:
         if following is not None and following.microbatch not in self._waiting:
             self._resume(following.microbatch)
 
+    def has(self, program: Program) -> bool:
+        """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
+        return self._programs[program.microbatch] is program
+
+    def stop_at(self, barrier: Barrier, program: Program) -> Any:
+        """Called by a program: wait until all microbatches are at ``barrier`` and it is done."""
+        self._barriers[program.microbatch] = barrier
+        self._coroutines[program.microbatch].pause()
+        return self._answer
+
+    def meet(self) -> bool:
+        """Let the microbatches run to their next barrier, one after the other, and do what is to be done there.
+
+        The stages of a replica still overlap: none waits for work of another that it does not need.
+
+        Returns:
+            Whether there was a barrier; otherwise all microbatches have ended.
+        """
+        for number in range(len(self._programs)):
+            self._forward(number, ALL_SEGMENTS)
+        barriers, self._barriers = self._barriers, {}
+        if not barriers:
+            return False
+        _check_same_barrier([barriers.get(number) for number in range(len(self._programs))])
+        self._answer = barriers[0].act([barrier.value for _, barrier in sorted(barriers.items())])
+        return True
+
+    def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
+        """At a barrier: add ``factor`` times the gradients of the weighted ``losses`` to the parameters'."""
+        for number, loss in enumerate(losses):
+            self._backward_of(number, loss, factor, goes_on=True, retain_graph=retain_graph).run_from(0)
+
     def finish(self) -> None:
         """Complete what no action asked for: segments off the plan, and backwards that no gradient passes through."""
         for number in range(len(self._programs)):
@@ -173,7 +231,7 @@ class Turns:
             if self.has_left_plan:
                 self.improvise()
                 return
-            if self._job.loss_of is not None:
+            if number in self._backwards:
                 self._backwards[number].run_from(0)
 
     def cancel(self) -> None:
@@ -184,26 +242,33 @@ class Turns:
 
     def _let_go(self) -> None:
         """Close the programs and untie them from this run, so that results are freed now and not by the collector."""
+        if self._private is not None:
+            self._private.end()
         for program in self._programs:
             program.close()
         self._coroutines.clear()
         self._backwards.clear()
         self._losses.clear()
+        self._barriers.clear()
+        self._answer = None
         self._waiting.clear()
 
     def result(self) -> StepRun:
         """Make results real on every stage."""
         outputs = [coroutine.result for coroutine in self._coroutines]
-        trace = trace_of(self._programs[0], self._losses.get(0))
-        real_outputs, real_losses = self._stage.make_real((outputs, [self._losses.get(n) for n in range(len(outputs))]))
-        losses = [loss for loss in real_losses if loss is not None]
+        first = min(self._losses, default=0)
+        trace = trace_of(self._programs[first], self._losses.get(first))
+        losses = [self._losses.get(number) for number in range(len(outputs))]
+        real_outputs, losses = self._stage.make_real((outputs, losses))
         self._let_go()
         return StepRun(real_outputs, losses, trace)
 
     def _forward(self, number: int, segment: int) -> None:
         """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
         coroutine, program = self._coroutines[number], self._programs[number]
-        while not coroutine.finished and (number not in self._waiting or program.segments[-1].index <= segment):
+        while not coroutine.finished and (number not in self._waiting or program.graph.current <= segment):
+            if number in self._barriers:
+                return
             if self._waiting.get(number) and self.has_left_plan:
                 return
             for receipt in self._waiting.get(number, ()):
@@ -215,30 +280,53 @@ class Turns:
         if coroutine.finished:
             return
         self._enter(self._programs[number])
+        if self._private is not None:
+            self._private.enter(number)
         try:
             finished = coroutine.resume()
         finally:
+            if self._private is not None:
+                self._private.leave(number)
             self._enter(None)
         if finished:
-            self._programs[number].end()
+            self._programs[number].record.end()
             self._waiting.pop(number, None)
             if self._job.loss_of is not None:
                 self._begin_backward(number)
 
     def _begin_backward(self, number: int) -> None:
         assert self._job.loss_of is not None
-        loss = self._losses[number] = self._job.loss_of(self._coroutines[number].result)
-        self._backwards[number] = Backward(
+        loss = self._job.loss_of(self._coroutines[number].result)
+        if loss is None:
+            return
+        self._losses[number] = loss
+        self._backwards[number] = self._backward_of(number, loss)
+
+    def _backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> Backward:
+        return Backward(
             self._programs[number],
             loss,
-            self._job.weights[number],
+            self._job.weights[number] * factor,
             stage=self._stage.number,
             num_stages=self._stage.num_stages,
             transport=self._stage.transport,
+            **options,
         )
+
+
+def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:
+    """Refuse microbatches that are at different places: what follows could not be done once for all of them."""
+    names = ["has ended" if barrier is None else f"calls {barrier.name}" for barrier in barriers]
+    for number, name in enumerate(names):
+        if name != names[0]:
+            raise UnsupportedError(
+                f"Microbatch {number} {name} where microbatch 0 {names[0]}: the step has taken different paths. It is "
+                "done once for the whole batch. Decide on something that is the same for all samples (`batch_idx`, a "
+                "number of the last batch), or set `microbatches=1`."
+            )
 
 
 def trace_of(program: Program, loss: Any) -> Trace:
     """The record of a program whose loss is ``loss``."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
-    return Trace([event for event, _ in program.record], number)
+    return Trace([event for event, _ in program.record.events], number)

@@ -4,19 +4,18 @@ Every pipeline rank executes the same program, so every rank writes the same rec
 partitioner reads costs from it, the router finds out where each call runs, and the scheduler orders what follows.
 
 A *value* is a tensor that depends on a unit, numbered in order of creation. An *event* is one call: of a unit, of a
-single operation of the glue, or a read of a value by Python code (``.item()``, ``if loss > x``).
+single operation of the glue, or a read of a value by Python code (``.item()``, ``if loss > x``); or it brings a
+tensor into the program that existed before.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 __all__ = ["Event", "Trace", "Value"]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(NamedTuple):
     """A tensor that lives on one pipeline stage, as the other stages know it."""
 
     id: int
@@ -25,12 +24,11 @@ class Value:
     requires_grad: bool
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One call of the program."""
 
-    kind: Literal["unit", "op", "read"]
+    kind: Literal["unit", "op", "read", "given"]
+    """``given``: not a call, but a tensor that comes from outside of the program and is held by ``home`` already."""
     name: str
     """Qualified name of the unit, or name of the operation."""
     inputs: tuple[Value, ...]
@@ -41,13 +39,15 @@ class Event:
     """Bytes that the forward pass reads and writes (parameters, inputs, outputs)."""
     saved_bytes: int = 0
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
+    home: tuple[int, ...] = ()
+    """Stages that hold a ``given`` tensor."""
 
     @property
     def signature(self) -> tuple[object, ...]:
         """What makes two events the same step of the same path (sizes may differ)."""
         inputs = tuple(value.id for value in self.inputs)
         outputs = tuple((value.id, value.requires_grad) for value in self.outputs)
-        return (self.kind, self.name, inputs, outputs)
+        return (self.kind, self.name, self.home, inputs, outputs)
 
 
 @final

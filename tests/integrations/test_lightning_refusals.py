@@ -21,10 +21,6 @@ def refused(folder, options, callback, overrides):
     return None
 
 
-def manual(self):
-    return False
-
-
 def lbfgs(self):
     return torch.optim.LBFGS(self.parameters())
 
@@ -33,14 +29,9 @@ def takes_an_iterator(self, dataloader_iter):
     raise NotImplementedError
 
 
-def returns_none(self, batch, batch_idx):
-    return None
-
-
 @pytest.mark.parametrize(
     ("options", "callback", "overrides", "match"),
     [
-        ({}, None, {"automatic_optimization": property(manual)}, "manual optimization"),
         ({}, None, {"configure_optimizers": lbfgs}, "LBFGS"),
         ({}, None, {"training_step": takes_an_iterator}, "dataloader_iter"),
         ({"precision": "16-true"}, None, {}, "16-true"),
@@ -58,12 +49,6 @@ def test_all_problems_are_listed_together(tmp_path):
     overrides = {"configure_optimizers": lbfgs, "training_step": takes_an_iterator}
     [(_, text, _)] = on_ranks(refused, 1, tmp_path, {"precision": "16-true"}, None, overrides)
     assert text.startswith("3 options are wrong")
-
-
-def test_skipping_a_batch_is_refused_with_the_remedy(tmp_path):
-    [(kind, text, _)] = on_ranks(refused, 1, tmp_path, {}, None, {"training_step": returns_none})
-    assert kind == "UnsupportedError"
-    assert "0.0 * loss" in text
 
 
 def test_wrong_options_are_refused_when_the_strategy_is_made():

@@ -115,6 +115,21 @@ def test_lists_of_tensors_are_containers():
     assert [[tuple(item.shape) for item in part] for part in parts] == [[(2, 2), (2,)]] * 2
 
 
+@pytest.mark.parametrize("boxes", [1, 3])  # as many as samples, by chance, too
+def test_a_list_of_dicts_beside_tensors_is_per_sample(boxes):
+    images, targets = torch.rand(3, 2), [{"boxes": torch.rand(boxes + number % 2, 4)} for number in range(3)]
+    (first, second), sizes = split({"images": images, "targets": targets}, 2)
+    assert sizes == (2, 1)
+    assert first["targets"] == targets[:2]
+    assert second["targets"] == targets[2:]
+
+
+def test_a_list_of_dicts_alone_is_a_container():
+    first, second = split([{"x": torch.arange(4)}, {"x": torch.arange(4)}], 2)[0]
+    assert [item["x"].tolist() for item in first] == [[0, 1], [0, 1]]
+    assert [item["x"].tolist() for item in second] == [[2, 3], [2, 3]]
+
+
 def test_a_mapping_keeps_its_type_and_its_other_attributes():
     batch = Encoding({"x": torch.arange(4)}, encodings="kept")
     parts, _ = split(batch, 2)
@@ -161,6 +176,17 @@ class Graphs:
     def smp_slice(self, num_microbatches: int, microbatch: int, axis: int) -> "Graphs":
         assert axis == 0
         return Graphs(self.items[microbatch::num_microbatches])
+
+
+def test_what_a_microbatch_changes_in_place_does_not_invalidate_what_autograd_keeps_of_another():
+    weight = torch.ones(2, requires_grad=True)
+    batch = torch.arange(8.0).reshape(4, 2)
+    (first, second), _ = split(batch, 2)
+    result = (first * weight).sum()
+    second.mul_(2)
+    result.backward()
+    assert weight.grad.tolist() == [2.0, 4.0]
+    assert batch[2:].tolist() == [[8.0, 10.0], [12.0, 14.0]]  # in place, as in one process
 
 
 def test_an_object_may_cut_itself():

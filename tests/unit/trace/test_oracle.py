@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.trace.oracle import Callee, Made, Oracle, Prediction, Same, TensorSpec, ValueNeededError
+from smp_strategy.trace.oracle import Oracle
+from smp_strategy.trace.prediction import Callee, Made, Prediction, Same, Unpredictable
+from smp_strategy.trace.spec import TensorSpec
 
 CPU = torch.device("cpu")
 
@@ -244,16 +246,51 @@ def test_hooks_of_a_unit_do_not_run():
 
 @pytest.mark.parametrize(
     "function",
-    [torch.nonzero, torch.unique, lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x * 2 if x.sum() > 0 else x],
+    [
+        *(torch.nonzero, torch.unique, lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x[:, x[0] > 0]),
+        *(lambda x: (x, x) if x.sum() > 0 else x, lambda x: x.new_zeros(int(x.sum())), lambda x: x.detach().numpy()),
+    ],
 )
 def test_a_result_that_depends_on_values_cannot_be_predicted(function):
-    with pytest.raises(ValueNeededError, match="."):
-        predict(function, real(3))
+    assert isinstance(predict(function, real(3, 3)), Unpredictable)
 
 
-def test_an_error_of_the_call_is_that_of_the_user():
-    with pytest.raises(RuntimeError, match="dim"):
-        predict(torch.matmul, real(2, 3), real(2, 3))
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * 2 if x.sum() > 0 else x * 3,
+        lambda x: x * x.max().item(),
+        lambda x: torch.zeros_like(x).index_add(0, *_some_rows(x)),
+        lambda x: x + sum(x.detach()[row].sum() for row in x[:, 0].nonzero()),
+        lambda x: x * float(torch.equal(x, x + 1)),
+    ],
+)
+def test_a_result_whose_metadata_is_the_same_for_all_values_is_predicted(function):
+    prediction = predict(function, real(3, 3))
+    assert isinstance(prediction, Prediction)
+    assert prediction.made == (TensorSpec.of(function(real(3, 3))),)
+
+
+def _some_rows(x):
+    (rows,) = torch.where(x[:, 0] > 0)
+    return rows, x[rows]
+
+
+def test_a_call_that_fails_is_left_to_the_real_run():
+    assert "dim" in predict(torch.matmul, real(2, 3), real(2, 3)).reason
+
+
+def test_a_dry_run_leaves_no_marks_on_a_unit():
+    class Caching(nn.Linear):
+        table = None
+
+        def forward(self, x):
+            self.table = torch.ones(3) if self.table is None else self.table
+            return super().forward(x) * self.table
+
+    unit = Caching(3, 3)
+    predict(unit, real(2, 3))
+    assert unit.table is None
 
 
 def test_a_spec_reads_well():

@@ -1,0 +1,168 @@
+"""Manual optimization: what the user's step calls by itself happens once per batch.
+
+The step runs once per microbatch, and on every rank. ``manual_backward``, the methods of optimizers and schedulers,
+toggling and clipping are replaced on the instances while a fit lasts: in a step they wait for all microbatches and are
+done once (:mod:`smp_strategy.manual`); anywhere else they are what they were. Lightning counts the optimizer's steps
+inside of what is replaced, so ``global_step`` counts batches.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from numbers import Number
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from smp_strategy.engine import Engine
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.lightning.gradients import loss_that_commits
+from smp_strategy.lightning.steps import Context
+
+__all__ = ["ManualOptimization"]
+
+
+class ManualOptimization:
+    """Stands in for the methods of one fit that a step calls once.
+
+    Args:
+        engine: partitions the module.
+        module: the LightningModule.
+        context: entered around what is done (the precision plugin's, as around the step).
+    """
+
+    def __init__(self, engine: Engine, module: Any, context: Context) -> None:
+        self._engine = engine
+        self._module = module
+        self._context = context
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def install(self, optimizers: Sequence[Optimizer], wrapped: Sequence[Any], schedulers: Sequence[Any]) -> None:
+        """Replace the methods.
+
+        Args:
+            optimizers: the user's.
+            wrapped: the same as LightningOptimizers.
+            schedulers: of their learning rates.
+        """
+        for index, pair in enumerate(zip(optimizers, wrapped, strict=True)):
+            for optimizer in pair:
+                self._replace(optimizer, "step", self._step(optimizer, f"`step` of optimizer {index}"))
+                self._replace(
+                    optimizer, "zero_grad", self._once(optimizer.zero_grad, f"`zero_grad` of optimizer {index}")
+                )
+        for index, scheduler in enumerate(schedulers):
+            name = f"`step` of learning rate scheduler {index}"
+            self._replace(scheduler, "step", self._once(scheduler.step, name, averaged=True))
+        module = self._module
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            self._replace(module, name, self._once(getattr(module, name), f"`{name}`", also_dry=True))
+        self._replace(module, "clip_gradients", self._once(self._clip(module.clip_gradients), "`clip_gradients`"))
+
+    def remove(self) -> None:
+        """Give the methods back."""
+        for owner, name, before in reversed(self._before):
+            if before is None:
+                del vars(owner)[name]
+            else:
+                vars(owner)[name] = before[0]
+        self._before.clear()
+
+    def backward(self, plain: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> None:
+        """The strategy's ``backward`` in a step.
+
+        Args:
+            plain: Lightning's own, with its hooks.
+            loss: of this microbatch.
+            args, kwargs: for ``Tensor.backward``.
+        """
+        refused = [f"argument {number}" for number in range(1, len(args) + 1)] + sorted({*kwargs} - {"retain_graph"})
+        if refused:
+            raise UnsupportedError(
+                f"`manual_backward` with {', '.join(refused)} is not built yet for strategy 'smp'. Only `retain_graph` "
+                "can be given."
+            )
+
+        def act(losses: list[Any]) -> None:
+            def commit(grad_output: Tensor) -> None:
+                factor = grad_output.item()
+                self._engine.manual.backward(losses, factor, retain_graph=bool(kwargs.get("retain_graph")))
+
+            with self._context():
+                plain(loss_that_commits(self._engine.manual.mean(losses), commit), None, **kwargs)
+
+        self._engine.manual.once("`manual_backward`", act, loss)
+
+    def _replace(self, owner: Any, name: str, method: Any) -> None:
+        own = vars(owner)
+        self._before.append((owner, name, (own[name],) if name in own else None))
+        own[name] = method
+
+    def _once(
+        self, method: Callable[..., Any], name: str, *, also_dry: bool = False, averaged: bool = False
+    ) -> Callable[..., Any]:
+        manual = self._engine.manual
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not manual.is_in_step:
+                return method(*args, **kwargs)
+
+            def act(given: list[Any]) -> Any:
+                args, kwargs = _agreed(name, given, manual.mean if averaged else None)
+                with self._context():
+                    return method(*args, **kwargs)
+
+            return manual.once(name, act, (args, kwargs), also_dry=also_dry)
+
+        return call
+
+    def _step(self, optimizer: Any, name: str) -> Callable[..., Any]:
+        method = optimizer.step
+
+        @functools.wraps(method)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            self._reduce(optimizer)
+            return method(*args, **kwargs)
+
+        once = self._once(step, name)
+
+        @functools.wraps(method)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if self._engine.manual.is_in_step and (args or kwargs.get("closure") is not None):
+                raise UnsupportedError(
+                    "`optimizer.step(closure)` under manual optimization is not built yet for strategy 'smp'. Call "
+                    "`self.manual_backward(loss)` before it, and `optimizer.step()` without a closure."
+                )
+            return once(*args, **kwargs)
+
+        return checked
+
+    def _clip(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def clip(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._reduce(optimizer)
+            return method(optimizer, *args, **kwargs)
+
+        return clip
+
+    def _reduce(self, optimizer: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._engine.manual.reduce_gradients(parameters)
+
+
+def _agreed(name: str, given: list[Any], mean: Callable[[list[Any]], Tensor] | None) -> Any:
+    """The arguments for the batch, of those that the microbatches have given; numbers by ``mean`` where they differ."""
+
+    def agree(values: list[Any]) -> Any:
+        if not any(isinstance(value, Tensor) for value in values) and all(value == values[0] for value in values):
+            return values[0]
+        if mean is None or not all(isinstance(value, (Tensor, Number)) for value in values):
+            raise UnsupportedError(
+                f"{name} is done once for the batch, but its microbatches give it different arguments: "
+                f"{', '.join(map(repr, values))}. Compute them from something that is the same for all samples."
+            )
+        return mean(values)
+
+    args = [agree(list(column)) for column in zip(*(args for args, _ in given), strict=True)]
+    return args, {key: agree([kwargs[key] for _, kwargs in given]) for key in given[0][1]}

@@ -1,0 +1,96 @@
+"""Training steps that run their backward and step their optimizers themselves (manual optimization).
+
+In such a step, backward and optimizer steps stand in the midst of the user's code, which runs once per microbatch; but
+they concern the whole batch. Each of them is a *barrier*: the microbatches run up to it one after the other, then it
+is done once, then all go on. At a backward, the microbatches' losses are weighted by samples and their gradients added
+to ``.grad`` in the order of the microbatches: the numbers of one process that does the same.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.hidden_gradients import HiddenGradients
+from smp_strategy.interception import UnitCalls
+from smp_strategy.optim.reduction import Reduction
+from smp_strategy.pipeline.turns import Barrier, Job, StepRun
+
+__all__ = ["ManualSteps"]
+
+
+@final
+class ManualSteps:
+    """What the code of a manual step can ask for.
+
+    Args:
+        calls: leads to the runtime, which exists from the first step on.
+    """
+
+    def __init__(self, calls: UnitCalls) -> None:
+        self._calls = calls
+        self._reduction: Reduction | None = None
+        self._hidden: HiddenGradients | None = None
+        self._weights: Sequence[float] = ()
+
+    def begin(self, parameters: Sequence[nn.Parameter], reduction: Reduction) -> None:
+        """The model is partitioned: this rank holds ``parameters``, and ``reduction`` sums up their gradients."""
+        self._reduction = reduction
+        self._hidden = HiddenGradients(parameters)
+
+    def run(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
+        """Run a step."""
+        assert self._calls.runtime is not None
+        assert self._hidden is not None
+        self._weights = job.weights
+        with self._hidden.hidden():
+            return self._calls.runtime.run_with_barriers(job, microbatches)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the caller is code of a step, dry or not."""
+        return self._calls.runtime is not None and self._calls.runtime.is_in_step
+
+    def once(self, name: str, act: Callable[[list[Any]], Any], value: Any = None, *, also_dry: bool = False) -> Any:
+        """In the code of a step: wait for all microbatches, then do something once for the batch.
+
+        Args:
+            name: what it is, for messages. Microbatches that wait for different things are an error.
+            act: gets the ``value`` of each microbatch. Gradients are real and those of this rank meanwhile.
+            value: what this microbatch brings.
+            also_dry: do it in a dry run, too.
+
+        Returns:
+            What ``act`` returns, in all microbatches. Outside of a step it is called at once.
+        """
+        runtime, hidden = self._calls.runtime, self._hidden
+        if runtime is None or not runtime.is_in_step:
+            return act([value])
+
+        def with_gradients(values: list[Any]) -> Any:
+            if hidden is None:
+                return act(values)
+            with hidden.shown():
+                return act(values)
+
+        return runtime.once(Barrier(name, with_gradients, value), also_dry=also_dry)
+
+    def backward(self, losses: Sequence[Tensor], factor: float, *, retain_graph: bool = False) -> None:
+        """In an action of :meth:`once`: add ``factor`` times the gradient of the mean loss to ``.grad``."""
+        assert self._calls.runtime is not None
+        assert self._reduction is not None
+        self._reduction.begin_backward()
+        self._calls.runtime.backward(losses, factor, retain_graph=retain_graph)
+
+    def mean(self, values: Sequence[Any]) -> Tensor:
+        """In an action of :meth:`once`: the mean over the batch of a number of each microbatch, real everywhere."""
+        assert self._calls.runtime is not None
+        real = [torch.as_tensor(value).reshape(()) for value in self._calls.runtime.make_real(list(values))]
+        stacked = torch.stack(real)
+        return (stacked * stacked.new_tensor(self._weights)).sum()
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make the gradients of ``parameters`` whole: summed over stages and averaged over replicas; collective."""
+        if self._reduction is not None:
+            self._reduction.reduce(parameters)

@@ -1,0 +1,149 @@
+"""The real tensors of one microbatch on one stage, and how they cross the borders of its segments.
+
+Autograd runs here and only here: inside a segment tensors are what they are in one process; where a tensor enters a
+segment (received from another stage, or made by an earlier segment of this one) the graph is cut, and both ends of
+the cut are remembered for backward (see :mod:`smp_strategy.pipeline.segments`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.routing import Move, Placement
+from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
+from smp_strategy.pipeline.transport import Receipt, Transport
+
+__all__ = ["LocalGraph"]
+
+# Tags of one microbatch: value and gradient of each move.
+TAGS_PER_MICROBATCH = 1 << 16
+MOST_MOVES = TAGS_PER_MICROBATCH // 2
+
+
+@final
+class LocalGraph:
+    """See the module docstring.
+
+    Args:
+        stage: this rank's stage.
+        microbatch: number of the microbatch; message tags are made of it.
+        transport: carries values between stages; ``None`` where there is only one.
+        pause: hands control to the scheduler; called with the receives that the program waits for, or with none
+            where it is about to compute while it was only meant to get ready.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int,
+        microbatch: int,
+        transport: Transport | None,
+        pause: Callable[[Sequence[Receipt]], None],
+    ) -> None:
+        self.segments = [Segment(0)]
+        self.glue = Segment(-1)
+        self._stage = stage
+        self._microbatch = microbatch
+        self._transport = transport
+        self._pause = pause
+        self._worked = False
+        self._begun = False
+
+    @property
+    def current(self) -> int:
+        """Number of the running segment."""
+        return self.segments[-1].index
+
+    def begin_work(self) -> None:
+        """This stage is about to compute."""
+        if not self._begun:
+            self._begun = True
+            self._pause([])
+        self._worked = True
+
+    def exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
+        """Send what other stages need for an event, and wait for what this one needs.
+
+        Args:
+            placement: the decision about the event.
+            placed: its inputs.
+        """
+        tensors = {tensor.value.id: tensor for tensor in placed}
+        waiting: list[tuple[Move, PlacedTensor, Receipt]] = []
+        for move in placement.moves:
+            tensor = tensors[move.value.id]
+            if move.source.stage == self._stage:
+                self._send(move, tensor)
+            elif move.target.stage == self._stage:
+                assert self._transport is not None
+                receipt = self._transport.receive(tensor.spec, move.source.stage, self._tag(move))
+                waiting.append((move, tensor, receipt))
+        if waiting:
+            self._wait_for(waiting)
+
+    def real(self, leaf: Any) -> Any:
+        """What the running segment works on in the place of ``leaf``."""
+        if isinstance(leaf, PlacedTensor):
+            return self._local(leaf)
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+            return self._enter(self.glue.export(id(leaf), leaf))
+        return leaf
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.segments.clear()
+        self.glue.exports.clear()
+        self._pause = _ended
+
+    def _send(self, move: Move, tensor: PlacedTensor) -> None:
+        assert self._transport is not None
+        assert tensor.origin is not None
+        segment, real = tensor.origin
+        self._worked = True
+        self._transport.send(real, tensor.spec, move.target.stage, self._tag(move))
+        if real.requires_grad:
+            export = self.segments[segment].export(tensor.value.id, real)
+            export.uses.append(Remote(move.target.stage, self._tag(move), tensor.spec))
+
+    def _wait_for(self, waiting: Sequence[tuple[Move, PlacedTensor, Receipt]]) -> None:
+        if self._worked:
+            self.segments.append(Segment(len(self.segments)))
+            self._worked = False
+        segment = self.segments[-1]
+        assert segment.index == waiting[0][0].target.number, "the segments of the run and of the rule have diverged"
+        self._begun = True
+        self._pause([receipt for _, _, receipt in waiting])
+        for move, tensor, receipt in waiting:
+            real = receipt.wait()
+            if tensor.spec.requires_grad:
+                record = Import(tensor.value.id, Remote(move.source.stage, self._tag(move), tensor.spec))
+                segment.imports.append(record)
+                real = enter(real, record)
+            tensor.origin = tensor.current = (segment.index, real)
+
+    def _tag(self, move: Move) -> int:
+        # Even for the value; the gradient on the way back has the next odd number.
+        return self._microbatch * TAGS_PER_MICROBATCH + 2 * move.number
+
+    def _local(self, placed: PlacedTensor) -> Tensor:
+        assert placed.current is not None
+        assert placed.origin is not None
+        segment, tensor = placed.current
+        if segment != self.current:
+            origin_segment, origin = placed.origin
+            if tensor.requires_grad:
+                tensor = self._enter(self.segments[origin_segment].export(placed.value.id, origin))
+            placed.current = (self.current, tensor)
+        return tensor
+
+    def _enter(self, export: Export) -> Tensor:
+        record = Import(export.value, None)
+        export.uses.append(record)
+        self.segments[-1].imports.append(record)
+        return enter(export.tensor, record)
+
+
+def _ended(receipts: Sequence[Receipt]) -> None:
+    raise AssertionError("a program was resumed after its step")

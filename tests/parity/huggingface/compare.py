@@ -1,0 +1,116 @@
+"""One optimizer step of one process against the same step on a pipeline."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.pipeline.microbatch import split
+from smp_strategy.testing import run_ranks
+from smp_strategy.units import choose_units
+
+from .architecture import Architecture
+
+__all__ = ["STAGES", "Comparison", "compare", "one_process", "one_rank"]
+
+STAGES, MICROBATCHES = 2, 2
+TOLERANCE = 1e-6
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out."""
+
+    stages: tuple[int, ...]
+    """Number of units on each stage."""
+    difference: float
+    """Largest difference of a gradient or weight, relative to the largest element of that tensor."""
+    surprising: tuple[str, ...]
+    """Tensors that differ at all, although nothing is added in another order than in one process: their parameters are
+    on one stage and belong to a unit that runs once per microbatch."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether a pipeline may be that far from one process."""
+        return self.difference <= TOLERANCE and not self.surprising
+
+
+def one_process(architecture: Architecture) -> tuple[Tensors, Tensors, set[str]]:
+    """Gradients and weights after one step of a plain process that accumulates over the microbatches, and the names of
+    units that run more than once per microbatch."""
+    model = architecture.build()
+    calls = Counter[str]()
+    for unit in choose_units(model, STAGES):
+        unit.module.register_forward_hook(lambda *_, name=unit.name: calls.update([name]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts, sizes = split(architecture.batch(model.model.config), MICROBATCHES)
+    for part, size in zip(parts, sizes, strict=True):
+        (model.step(part) * (size / sum(sizes))).backward()
+    gradients = _gradients(model)
+    optimizer.step()
+    return gradients, model.state_dict(), {name for name, number in calls.items() if number > MICROBATCHES}
+
+
+def one_rank(architecture: Architecture) -> tuple[Tensors, Tensors, list[int]]:
+    """The same on one rank of a pipeline: its gradients, all weights on rank 0, and the stages of the units."""
+    model = architecture.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(SMPConfig(pipeline_parallel_degree=STAGES, microbatches=MICROBATCHES))
+    engine.attach(model, [optimizer])
+    result = engine.train_step(model.step, architecture.batch(model.model.config), loss_of=lambda loss: loss)
+    optimizer.zero_grad()
+    result.commit(torch.ones(()), reduce=True)
+    gradients = _gradients(model)
+    optimizer.step()
+    return gradients, engine.full_state_dict(), list(engine.partition.stage_of.values())
+
+
+def compare(architecture: Architecture, timeout: float = 30.0) -> Comparison:
+    """Run both and look for the largest difference."""
+    gradients, weights, reused = one_process(architecture)
+    assert any(gradient.abs().sum() > 0 for gradient in gradients.values())
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    ranks = run_ranks(one_rank, STAGES, architecture, timeout=timeout)
+    merged: Tensors = {}
+    shared: set[str] = set()
+    for found, *_ in ranks:
+        shared |= merged.keys() & found.keys()
+        assert all(torch.equal(merged[name], found[name]) for name in shared & found.keys()), "stages disagree"
+        merged.update(found)
+    _, found_weights, stages = ranks[0]
+    differences = _differences(gradients, merged) | _differences(weights, found_weights)
+    in_order = [name for name in differences if name not in shared and not _is_in(name, reused)]
+    return Comparison(
+        tuple(stages.count(stage) for stage in range(STAGES)),
+        max(differences.values(), default=0.0),
+        tuple(in_order),
+    )
+
+
+def _gradients(model: nn.Module) -> Tensors:
+    return {name: p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+
+
+def _differences(expected: Tensors, found: Tensors) -> dict[str, float]:
+    """Relative differences of the tensors that are not equal."""
+    assert expected.keys() == found.keys(), sorted(expected.keys() ^ found.keys())
+    return {
+        name: _relative(tensor, found[name])
+        for name, tensor in expected.items()
+        if not torch.equal(tensor, found[name])
+    }
+
+
+def _relative(expected: Tensor, found: Tensor) -> float:
+    scale = expected.abs().max().item()
+    error = (expected - found).abs().max().item()
+    return error / scale if scale else float("inf")
+
+
+def _is_in(name: str, modules: set[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)

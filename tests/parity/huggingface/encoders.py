@@ -1,0 +1,46 @@
+"""Encoders that fill in tokens."""
+
+from .architecture import Architecture, family
+from .inputs import masked_tokens
+
+__all__ = ["ENCODERS", "REFORMER"]
+
+_WITH_COMMON_SIZES = (
+    "AlbertForMaskedLM BertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM ConvBertForMaskedLM "
+    "Data2VecTextForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM "
+    "ErnieForMaskedLM EsmForMaskedLM EsmcForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FlaubertWithLMHeadModel "
+    "FunnelForMaskedLM GteForMaskedLM IBertForMaskedLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM "
+    "LongformerForMaskedLM LukeForMaskedLM MPNetForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM "
+    "ModernBertForMaskedLM MraForMaskedLM NomicBertForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM "
+    "RoCBertForMaskedLM RoFormerForMaskedLM RobertaForMaskedLM RobertaPreLayerNormForMaskedLM "
+    "SqueezeBertForMaskedLM TapasForMaskedLM UltrabertForMaskedLM XLMRobertaForMaskedLM XLMRobertaXLForMaskedLM "
+    "YosoForMaskedLM"
+)
+
+REFORMER = {
+    "axial_pos_embds": False,
+    "attention_head_size": 8,
+    "feed_forward_size": 32,
+    "attn_layers": ["local", "lsh", "local", "lsh"],
+    "lsh_attn_chunk_length": 4,
+    "local_attn_chunk_length": 4,
+    "hash_seed": 0,
+}
+
+ENCODERS: list[Architecture] = [
+    *family("encoder", masked_tokens, _WITH_COMMON_SIZES.split()),
+    *family(
+        "encoder",
+        masked_tokens,
+        {
+            "XmodForMaskedLM": {"default_language": "en_XX"},
+        },
+    ),
+    *family(
+        "encoder",
+        masked_tokens,
+        {"ReformerForMaskedLM": REFORMER},
+        whole=("reformer.encoder",),
+        note="its reversible layers are one autograd Function: the encoder is marked as a unit",
+    ),
+]

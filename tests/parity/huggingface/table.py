@@ -1,0 +1,22 @@
+"""All architectures."""
+
+from .architecture import Architecture
+from .audio import AUDIO
+from .decoders import DECODERS
+from .encoder_decoders import ENCODER_DECODERS
+from .encoders import ENCODERS
+from .experts import EXPERTS
+from .recurrent import RECURRENT
+from .vision import VISION
+
+__all__ = ["ARCHITECTURES"]
+
+ARCHITECTURES: list[Architecture] = [
+    *DECODERS,
+    *EXPERTS,
+    *RECURRENT,
+    *ENCODERS,
+    *ENCODER_DECODERS,
+    *VISION,
+    *AUDIO,
+]
