@@ -21,7 +21,6 @@ from smp_strategy.testing import run_ranks
 
 __all__ = [
     "GLUE",
-    "LAYOUT",
     "REUSED",
     "SAMPLES",
     "USES",
@@ -44,7 +43,6 @@ TOLERANCE = 1e-6
 REUSED = "a weight gets gradients on several stages or in several segments: their sums over the microbatches are added"
 GLUE = "every stage has a part of the gradient of a weight that the glue computes with: the parts are added last"
 USES = "a value or weight has three uses or more on several stages: each stage adds up its own uses first"
-LAYOUT = "a gradient from another stage lies in memory like its value; in one process it may lie otherwise"
 
 
 @dataclass(frozen=True)
