@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compare import GLUE, REUSED, SAMPLES, USES, WIDTH, Block, Blocks, Case, check, mean_square
+from .compare import GLUE, REUSED, SAMPLES, USES, WIDTH, Block, Blocks, Case, check, in_order, mean_square
 
 # What units take and return
 
@@ -359,12 +359,6 @@ class OfAnySize(Blocks):
     def batch(generator: torch.Generator) -> Any:
         samples = int(torch.randint(3, 10, (), generator=generator))
         return {"x": torch.randn(samples, WIDTH, generator=generator)}
-
-
-def in_order(net: Any, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x)
-    return mean_square(x)
 
 
 class InParts(nn.Module):
