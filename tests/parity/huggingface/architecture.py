@@ -35,6 +35,9 @@ class Architecture:
     """Picks the loss out of what the model returns."""
     whole: tuple[str, ...] = ()
     """Modules that the user has to mark with :func:`smp_strategy.unit`."""
+    is_random: bool = False
+    """Whether it draws random numbers even without dropout. They are those of a pipeline of one stage, not of a plain
+    process."""
     note: str = ""
     """What is special about it."""
 

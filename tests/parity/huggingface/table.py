@@ -6,7 +6,10 @@ from .decoders import DECODERS
 from .encoder_decoders import ENCODER_DECODERS
 from .encoders import ENCODERS
 from .experts import EXPERTS
+from .multimodal import MULTIMODAL
 from .recurrent import RECURRENT
+from .scenes import SCENES
+from .series import SERIES
 from .vision import VISION
 
 __all__ = ["ARCHITECTURES"]
@@ -19,4 +22,7 @@ ARCHITECTURES: list[Architecture] = [
     *ENCODER_DECODERS,
     *VISION,
     *AUDIO,
+    *MULTIMODAL,
+    *SCENES,
+    *SERIES,
 ]
