@@ -86,8 +86,10 @@ def main(chosen: list[str]) -> None:
     }
     if not chosen:
         summary = (
-            f"{score['right']} of {score['architectures']} have the numbers of one process, {score['bit_identical']} of "
-            "them bit by bit: " + ", ".join(f"{family} {share}" for family, share in score["families"].items()) + "."
+            f"{score['right']} of {score['architectures']} have the numbers of one process, "
+            f"{score['bit_identical']} of them bit by bit: "
+            + ", ".join(f"{family} {share}" for family, share in score["families"].items())
+            + "."
         )
         text = INTRODUCTION.format(version=transformers.__version__, stages=STAGES, score=summary)
         PAGE.write_text(text + "\n".join(map(str, rows)) + "\n")

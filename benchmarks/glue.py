@@ -63,7 +63,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         program.close()
 
     forward(program)
-    return lambda: forward(stage.program(microbatch=0, seed=0)), len(program.record)
+    return lambda: forward(stage.program(microbatch=0, seed=0)), len(program.record.events)
 
 
 def bare_forward(ids: torch.Tensor) -> Callable[[], Any]:

@@ -45,7 +45,7 @@ class DryRun:
 def dry_run(
     step: Step,
     microbatch: Any,
-    loss_of: Callable[[Any], Tensor] | None,
+    loss_of: Callable[[Any], Tensor | None] | None,
     *,
     module: nn.Module,
     units: Sequence[Unit],

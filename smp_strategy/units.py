@@ -39,6 +39,7 @@ _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.RNNBase,
 )
+_DISTRIBUTED = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
 Target = TypeVar("Target", nn.Module, type[nn.Module])
@@ -80,8 +81,9 @@ def choose_units(root: nn.Module, num_stages: int = 1, unit_classes: Sequence[st
         unit_classes: classes whose modules stay whole, by name or by qualified name (``package.module.Class``).
 
     Raises:
-        ConfigError: the model has no module of a class in ``unit_classes``.
+        ConfigError: the model has no module of a class in ``unit_classes``, or a module that distributes itself.
     """
+    _refuse_wrappers(root)
     indivisible = _Indivisible(root, unit_classes)
     units: list[Unit] = []
     for depth in range(1, 8):
@@ -91,6 +93,16 @@ def choose_units(root: nn.Module, num_stages: int = 1, unit_classes: Sequence[st
         if not any(_has_blocks(unit.module, indivisible) for unit in units):
             return _without_doubles(_layers(root, indivisible))
     return units
+
+
+def _refuse_wrappers(root: nn.Module) -> None:
+    for name, module in root.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _DISTRIBUTED]
+        if kinds:
+            raise ConfigError(
+                f"`{name or type(root).__name__}` is a {kinds[0]}, which distributes what the strategy distributes "
+                "already. Give the strategy the module inside of it."
+            )
 
 
 def _visit(name: str, module: nn.Module, depth: int, indivisible: "_Indivisible") -> Iterator[Unit]:

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-__all__ = ["loss_that_commits", "with_global_norm"]
+from smp_strategy.errors import UnsupportedError
+
+__all__ = ["evaluated_once", "loss_that_commits", "with_global_norm"]
 
 
 class ClipGradNorm(Protocol):
@@ -44,6 +46,28 @@ class _Commit(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[None, None, None]:
         ctx.commit(grad_output)  # type: ignore[attr-defined]
         return None, None, None
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+    """``closure``, which refuses to be called again.
+
+    An optimizer that evaluates the loss again does so at weights that it has changed by what it knows of all
+    gradients (a line search, a perturbation of a given norm); on a rank it knows those of one stage.
+    """
+    calls = 0
+
+    def once() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise UnsupportedError(
+                f"The optimizer {type(optimizer).__name__} evaluates the loss several times per step, which is not "
+                "built yet for strategy 'smp': it would decide by the gradients of one stage. Use an optimizer that "
+                "calls its closure once."
+            )
+        return closure()
+
+    return once
 
 
 def with_global_norm(plugin: Any, clip_grad_norm: ClipGradNorm) -> Any:

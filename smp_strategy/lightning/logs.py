@@ -48,11 +48,14 @@ class LogRecorder:
         self._log: Callable[..., None] = module.log  # type: ignore[assignment]
         self._notes = threading.local()
 
+    def __deepcopy__(self, memo: Any) -> "LogRecorder":
+        return self  # a hook that copies the module takes this along in the copy's `log`
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While this is open, ``module.log`` and ``module.log_dict`` (which calls it) take notes."""
         # On the instance, past nn.Module.__setattr__, so that a `log` that the user overrides is only called at replay.
-        before = vars(self._module).get("log")  # that of a step in which a hook runs
+        before = vars(self._module).get("log")  # that of a hook, which runs this step inside itself
         object.__setattr__(self._module, "log", self._note)
         try:
             yield

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
@@ -19,19 +20,26 @@ from smp_strategy.pipeline.microbatch import merge
 if TYPE_CHECKING:
     from smp_strategy.engine import Engine
 
-__all__ = ["Context", "run_eval_step", "run_manual_step", "run_training_step"]
+__all__ = ["Context", "accumulation_window", "run_eval_step", "run_manual_step", "run_training_step"]
 
 Context = Callable[[], AbstractContextManager[Any]]
 
 
 def run_training_step(
-    engine: "Engine", module: Any, args: Sequence[Any], *, context: Context, reduce: Callable[[], bool]
+    engine: "Engine",
+    module: Any,
+    args: Sequence[Any],
+    *,
+    context: Context,
+    reduce: Callable[[], bool],
+    window: tuple[int, int] = (0, 1),
 ) -> Any:
     """Run ``module.training_step`` over the microbatches of ``args[0]``, forward and backward.
 
     Args:
         context: entered around the forward of each microbatch (the precision plugin's autocast).
         reduce: asked when the gradients are handed over: does this batch end the accumulation window?
+        window: number of this batch in its accumulation window, and batches in it.
 
     Returns:
         What the step returned, merged; the loss hands its gradients over in ``backward()``.
@@ -39,13 +47,23 @@ def run_training_step(
     recorder = LogRecorder(module)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
-        result = engine.train_step(step, args[0], loss_of=_loss_of)
+        number, length = window
+        result = engine.train_step(step, args[0], loss_of=_loss_of, factor=1 / length, continues=number > 0)
     outputs = _replay(recorder, result.outputs, result.sizes)
-    loss = loss_that_commits(result.loss, lambda grad: result.commit(grad, reduce=reduce()))
-    if not isinstance(outputs[0], Mapping):
+    # Where all microbatches are skipped, other replicas may not skip theirs: there is a loss, without a gradient.
+    mean = torch.zeros(()) if result.loss is None else result.loss
+    loss = loss_that_commits(mean, lambda grad: result.commit(grad, reduce=reduce()))
+    present = [(output, size) for output, size in zip(outputs, result.sizes, strict=True) if output is not None]
+    if not present or not isinstance(present[0][0], Mapping):
         return loss
-    extras = [{name: value for name, value in output.items() if name != "loss"} for output in outputs]
-    return {"loss": loss, **merge(extras, result.sizes)}
+    extras = [{name: value for name, value in output.items() if name != "loss"} for output, _ in present]
+    return {"loss": loss, **merge(extras, [size for _, size in present])}
+
+
+def accumulation_window(trainer: Any) -> tuple[int, int]:
+    """Number of the current batch in its accumulation window, as Lightning counts, and batches in a window."""
+    length = trainer.accumulate_grad_batches
+    return trainer.fit_loop.epoch_loop.batch_idx % length, length
 
 
 def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:
@@ -88,18 +106,15 @@ def _process_wide(context: Context) -> AbstractContextManager[Any]:
     return context() if str(getattr(plugin, "precision", "")).endswith("-true") else nullcontext()
 
 
-def _loss_of(returned: tuple[Any, Any]) -> Tensor:
+def _loss_of(returned: tuple[Any, Any]) -> Tensor | None:
     output = returned[0]
+    if output is None:
+        return None
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, Tensor):
         return loss
-    if output is None:
-        raise UnsupportedError(
-            "`training_step` returned None to skip a batch, but the other pipeline ranks cannot know that. "
-            "Return a loss of zero instead, e.g. `0.0 * loss`."
-        )
     raise UnsupportedError(
-        "`training_step` must return the loss as a tensor, or a dict with the loss under the key 'loss', "
+        "`training_step` must return the loss as a tensor, a dict with the loss under the key 'loss', or None to skip, "
         f"but returned {type(output).__name__}{f' with keys {sorted(output)}' if isinstance(output, Mapping) else ''}."
     )
 

@@ -57,7 +57,7 @@ class Backward:
         self._seeds: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._receipts: dict[Remote, Receipt] = {}
         loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
-        _, uses = gradient_uses(program.record, loss_value)
+        _, uses = gradient_uses(program.record.events, loss_value)
         self._remote_uses = {(value, user.stage) for value, user in uses}
         self._plant(loss, weight, stage == num_stages - 1)
         self._post_receives()

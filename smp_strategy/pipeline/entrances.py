@@ -34,16 +34,26 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
 @contextmanager
-def watched_entrances() -> Iterator[None]:
-    """While this is open, calls with placed tensors come here."""
+def watched_entrances(active: "Callable[[], Program | None]") -> Iterator[None]:
+    """While this is open, calls with placed tensors come here.
+
+    Args:
+        active: the program that runs now; what it gives to `checkpoint` may be plain, and still meet units inside.
+    """
     apply = vars(torch.autograd.Function)["apply"]
     generator = vars(torch_checkpoint)[_CHECKPOINT]
 
+    def glue() -> "Program | None":
+        program = active()
+        return None if program is None or program.enclosing is not None else program
+
     def watched_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is torch_checkpoint.CheckpointFunction:
+            return _reentrant(apply.__func__, glue(), *args)
         return _apply(apply.__func__, function, args, kwargs)
 
     type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))
-    setattr(torch_checkpoint, _CHECKPOINT, functools.partial(_checkpoint, generator))
+    setattr(torch_checkpoint, _CHECKPOINT, functools.partial(_checkpoint, generator, glue))
     try:
         yield
     finally:
@@ -60,21 +70,26 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
             "A backward hook is registered on a module above the units, whose input and output are on several stages. "
             "Register it on the modules inside (blocks, layers), or on a tensor."
         )
-    if function is not torch_checkpoint.CheckpointFunction:
-        before, program.function = program.function, function.__name__
-        try:
-            return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
-        finally:
-            program.function = before
-    run, _preserve_rng_state, *inputs = args
+    before, program.function = program.function, function.__name__
+    try:
+        return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
+    finally:
+        program.function = before
+
+
+def _reentrant(original: Callable[..., Any], program: "Program | None", run: Any, preserve: Any, *inputs: Any) -> Any:
+    if program is None:
+        return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
     # As in torch: where no input needs a gradient, the parameters inside get none either.
     wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
     with program.recomputing(), torch.set_grad_enabled(wanted):
         return run(*inputs)
 
 
-def _checkpoint(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    program = _program_of((function, args, kwargs))
+def _checkpoint(
+    original: Callable[..., Any], glue: "Callable[[], Program | None]", function: Any, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    program = glue()
     if program is None:
         yield from original(function, *args, **kwargs)
         return

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.segments import start_of_gradient
 from smp_strategy.trace.prediction import Absent, Made, Prediction, Same, is_constant
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten
@@ -26,12 +27,15 @@ MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), F
 """Metadata of a description: other stages must know the size of every message beforehand."""
 
 
-def made_tensors(name: str, prediction: Prediction, output: Any) -> tuple[list[Any], list[Tensor]]:
+def made_tensors(
+    name: str, prediction: Prediction, inputs: Sequence[Any], output: Any
+) -> tuple[list[Any], list[Tensor]]:
     """Take the result of a call apart.
 
     Args:
         name: of the call.
         prediction: what the other stages go by.
+        inputs: its flattened arguments.
         output: what the call returned.
 
     Returns:
@@ -41,7 +45,8 @@ def made_tensors(name: str, prediction: Prediction, output: Any) -> tuple[list[A
         UnsupportedError: the result is not as predicted.
     """
     flat, _ = flatten(output)
-    if len(flat) != len(prediction.outputs) or not all(map(_agrees, flat, prediction.outputs)):
+    same_length = len(flat) == len(prediction.outputs)
+    if not same_length or not all(_agrees(leaf, p, inputs) for leaf, p in zip(flat, prediction.outputs, strict=True)):
         raise UnsupportedError(
             f"`{name}` returned {_shown(flat)} where its dry run returned {_shown(prediction.outputs)}: what it "
             "returns depends on tensor values or on the state of an object, so other stages cannot know it."
@@ -49,6 +54,9 @@ def made_tensors(name: str, prediction: Prediction, output: Any) -> tuple[list[A
     made: list[Tensor] = []
     for leaf, predicted in zip(flat, prediction.outputs, strict=True):
         if isinstance(predicted, Made):
+            if predicted.spec.requires_grad and not leaf.requires_grad:
+                # A path without weights, as in a block that skips itself by chance: the gradient ends here.
+                leaf = start_of_gradient(leaf)
             check_tensor(name, predicted.spec, leaf)
             made.append(leaf)
     return flat, made
@@ -105,15 +113,23 @@ def _sendable(output: Any) -> Any:
     return Absent(type(output).__name__)
 
 
-def _agrees(found: Any, predicted: Any) -> bool:
+def _agrees(found: Any, predicted: Any, inputs: Sequence[Any]) -> bool:
     """Whether an output is of the kind that the other stages expect."""
     if isinstance(predicted, Made):
         return isinstance(found, Tensor)
+    if isinstance(predicted, Same):
+        return found is inputs[predicted.leaf]
     if is_constant(predicted):
         return type(found) is type(predicted) and (found == predicted or found != found)
     return True
 
 
 def _shown(outputs: Sequence[Any]) -> str:
-    kinds = [repr(leaf) if is_constant(leaf) else "a tensor" for leaf in outputs]
+    kinds = [_kind(leaf) for leaf in outputs]
     return kinds[0] if len(kinds) == 1 else f"{len(kinds)} values ({', '.join(kinds)})"
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Same):
+        return "one of its arguments"
+    return repr(leaf) if is_constant(leaf) else "a tensor" if isinstance(leaf, Tensor | Made) else type(leaf).__name__

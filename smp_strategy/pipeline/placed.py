@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.routing import SegmentId
+from smp_strategy.pipeline.segments import start_of_gradient
 from smp_strategy.trace.events import Value
 from smp_strategy.trace.spec import TensorSpec
 
@@ -72,9 +73,10 @@ def _setter(name: str) -> Any:
 _REFUSED: dict[Any, str] = {
     Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
     Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
-    Tensor.requires_grad_: "Create the tensor inside a module.",
     Tensor.data_ptr: "A placed tensor has memory on one stage only.",
     Tensor.share_memory_: "A placed tensor has memory on one stage only.",
+    Tensor.untyped_storage: "A placed tensor has memory on one stage only.",
+    Tensor.__reduce_ex__: "It cannot be pickled. Return it from the step and save what the step returned.",
     Tensor.resize_: "Make a new tensor instead.",
     Tensor.set_: "Make a new tensor instead.",
     _setter("data"): "Use an operation that returns a new tensor.",
@@ -187,6 +189,21 @@ class PlacedTensor(Tensor):
         self.memory.changed = (value, where, self.family)
         self.version = self.memory.version
 
+    def begin_gradient(self, requires_grad: bool = True) -> "PlacedTensor":
+        """``requires_grad_``: let gradients flow back to here, where what comes before needs none."""
+        if requires_grad == self.spec.requires_grad:
+            return self
+        if not requires_grad:
+            raise RuntimeError(
+                "`requires_grad_(False)` of a tensor that was computed, in PyTorch as here: use `detach`."
+            )
+        begun = self.program.operation("requires_grad_", start_of_gradient, (self,), {})
+        with torch._C.DisableTorchFunctionSubclass():
+            self.requires_grad_()
+        self.value, self.spec, self.born = begun.value, begun.spec, begun.born
+        self.origin, self.current = begun.origin, begun.current
+        return self
+
     def refresh(self, value: Value, spec: TensorSpec) -> None:
         """Become the tensor that a change through another one left behind, on the stage where both share memory."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -208,11 +225,28 @@ class PlacedTensor(Tensor):
         """Gradients of activations stay on the stage that computes them."""
         return
 
+    def __copy__(self) -> Tensor:
+        return self._without_history().detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = made = self._without_history().clone()
+        return made
+
+    def _without_history(self) -> "PlacedTensor":
+        if self.spec.requires_grad:
+            raise RuntimeError(
+                "The `copy` module copies only tensors without a history, in PyTorch as here: use `detach` first, or "
+                "`clone`."
+            )
+        return self
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1 and any(getattr(kind, "has_home", False) for kind in types):
+            return NotImplemented  # what hooks do with weights is not routed here
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -221,6 +255,8 @@ class PlacedTensor(Tensor):
         program = _program_of(args, kwargs)
         if func is Tensor.register_hook:
             return program.hook_gradient(*args, **kwargs)
+        if func is Tensor.requires_grad_:
+            return args[0].begin_gradient(*args[1:], **kwargs)
         if func in _READS:
             return program.read(_name(func), func, args, kwargs)
         return program.operation(_name(func), func, args, kwargs)

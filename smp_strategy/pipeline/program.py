@@ -28,15 +28,19 @@ from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward_hooks import with_backward_hooks
-from smp_strategy.pipeline.local_graph import MOST_MOVES, LocalGraph
+from smp_strategy.pipeline.kept import Kept, call_with_known
+from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import MESSAGE, check_tensor, decode, encode, made_tensors
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.plain import is_plain, must_run_everywhere, refuse_changed_plain
+from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.rng import derive_seed, seeded
-from smp_strategy.pipeline.routing import Placement, Router, SegmentId
+from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.trace.dispatch import Meter
+from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
+from smp_strategy.trace.fake import refuse_left_behind
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import (
     Callee,
@@ -95,9 +99,8 @@ class Program:
         surroundings: of all programs of this stage.
         microbatch: its number in the step.
         seed: where its random numbers derive from.
-        router: the routing state of this microbatch.
+        record: of the calls that it will make.
         graph: the real tensors of this microbatch on this stage.
-        expected: signatures of the events that the plan was made for; ``None`` where there is no plan.
     """
 
     def __init__(
@@ -106,53 +109,46 @@ class Program:
         *,
         microbatch: int,
         seed: int,
-        router: Router,
+        record: Record,
         graph: LocalGraph,
-        expected: Sequence[object] | None = None,
     ) -> None:
         self.microbatch = microbatch
         self.graph = graph
         self.is_survey = surroundings.is_survey
-        self.record: list[tuple[Event, Placement]] = []
+        self.record = record
         self.closed = False
-        # Whether it took another path than the plan was made for.
-        self.left_plan = False
         # The unit that runs just now, for real or dry.
         self.enclosing: nn.Module | None = None
         self.is_predicting = False
         # The autograd Function of the glue that runs just now.
         self.function = ""
-        self._expected = expected
         self._recompute = False
         self._seed = seed
         self._stage = surroundings.stage
         self._oracle = surroundings.oracle
         self._active = surroundings.active
         self._share = surroundings.share
-        self._router = router
-        self._num_values = 0
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
-        # Tensors of programs that have ended, and what stands for them here.
-        self._kept: dict[int, tuple[PlacedTensor, PlacedTensor]] = {}
+        self._kept = Kept()
+        # Containers in objects that a dry run lends to units, with what was in them.
+        self._lent: list[tuple[Any, Any]] = []
 
     @property
     def computes_here(self) -> bool:
         """Whether there are values at all: a dry run has none."""
         return self._stage >= 0
 
-    def end(self) -> None:
-        """The user's code is through."""
-        self.left_plan |= self._expected is not None and len(self.record) < len(self._expected)
-
     def close(self) -> None:
         """End of the step: nothing of this program stays in memory but the tensors that the user keeps."""
         self.closed = True
         self.graph.close()
         self._kept.clear()
+        put_back(self._lent[::-1])
+        self._lent.clear()
 
     def lives_on(self, tensor: PlacedTensor) -> int:
         """The stage that made ``tensor``."""
-        return self._router.home(tensor.value.id)
+        return self.record.home(tensor.value)
 
     def check_current(self, tensor: PlacedTensor) -> None:
         """Refuse a result whose memory was changed through a view on another stage."""
@@ -167,7 +163,8 @@ class Program:
             stages: who holds it.
             tensor: it, on these stages; ``None`` elsewhere.
         """
-        placed = PlacedTensor(self, *self._given(spec, stages))
+        value, home = self.record.given(spec, stages)
+        placed = PlacedTensor(self, value, spec, home)
         if tensor is not None:
             placed.origin = placed.current = (self.graph.current, tensor)
         return placed
@@ -183,25 +180,32 @@ class Program:
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
-        return self._call("unit", name, callee, args, kwargs)
+        result = self._call("unit", name, callee, args, kwargs)
+        return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
         if self.closed:
-            return self._afterwards(Program.operation, name, function, args, kwargs)
+            program = self._active()
+            if program is not None:
+                return program.operation(name, function, args, kwargs)
+            return call_with_known(function, args, kwargs, self._share)
         self._refuse_inside_unit(name)
         return self._call("op", name, Callee(function, function), args, kwargs)
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let Python code see values: every stage gets them and computes ``function`` from them."""
         if self.closed:
-            return self._afterwards(Program.read, name, function, args, kwargs)
+            program = self._active()
+            if program is not None:
+                return program.read(name, function, args, kwargs)
+            return call_with_known(function, args, kwargs, self._share)
         self._refuse_inside_unit(name)
         if not self.computes_here:
             raise ValueNeededError(name)
         leaves, structure = flatten_call(args, kwargs)
         placed = self._placed(leaves)
-        self._exchange(self._place(Event("read", name, _values(placed), ())), placed)
+        self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)
         args, kwargs = unflatten_call([self.graph.real(leaf) for leaf in leaves], structure)
         return function(*args, **kwargs)
 
@@ -214,6 +218,11 @@ class Program:
     # Calls
 
     def _call(self, kind: Literal["unit", "op"], name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UnsupportedError(
+                f"`{name}` is called under a transform of torch.func (grad, vmap ...) in code above the units. Move "
+                "the transform into an nn.Module that belongs to a unit."
+            )
         leaves, structure = flatten_call(args, kwargs)
         placed = self._placed(leaves)
         if kind == "op" and not placed:
@@ -231,7 +240,7 @@ class Program:
             placed += [self._take(leaves[position]) for position in plain]
         made, changed = self._values_of(prediction)
         costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
-        placement = self._place(Event(kind, name, _values(placed), (*made, *changed), *costs))
+        placement = self.record.place(Event(kind, name, _values(placed), (*made, *changed), *costs))
         self._exchange(placement, placed)
         ran = self._run(call, prediction.random) if self._stage in placement.stages else None
         return self._hand_out(call, prediction, placement.segments[0], (made, changed), ran)
@@ -240,9 +249,9 @@ class Program:
         """A call with a result that cannot be predicted: its stage runs it, and the others wait to be told."""
         if not self.computes_here:
             raise ValueNeededError(f"{call.name}: {why.reason}")
-        message = self._new_value(MESSAGE)
-        position = len(self.record)
-        placement = self._place(Event(call.kind, call.name, _values(call.placed), (message,)), on_path=False)
+        message = self.record.value(MESSAGE)
+        position = len(self.record.events)
+        placement = self.record.place(Event(call.kind, call.name, _values(call.placed), (message,)), is_whole=False)
         self._exchange(placement, call.placed)
         (segment,) = placement.segments
         note = PlacedTensor(self, message, MESSAGE, segment)
@@ -250,18 +259,14 @@ class Program:
         if self._stage in placement.stages:
             ran, prediction = self._observe(call)
             note.origin = note.current = (self.graph.current, encode(call.name, prediction))
-        self._exchange(self._place(Event("read", "description", (message,), ()), on_path=False), [note])
+        self._exchange(self.record.place(Event("read", "description", (message,), ()), is_whole=False), [note])
         if prediction is None:
             assert note.origin is not None
             prediction = decode(note.origin[1])
         refuse_changed_plain(call.name, call.leaves, prediction)
         made, changed = self._values_of(prediction)
-        self._router.settle((*made, *changed), placement.stages)
         costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
-        event = Event(call.kind, call.name, _values(call.placed), (message, *made, *changed), *costs)
-        self.record[position] = (event, placement)
-        self._check_path(position)
-        self._check_path(position + 1)
+        self.record.complete(position, (*made, *changed), costs)
         return self._hand_out(call, prediction, segment, (made, changed), ran)
 
     def _observe(self, call: _Call) -> tuple[_Ran, Prediction]:
@@ -291,7 +296,7 @@ class Program:
                 source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
                 result.share(source, is_view=alias.is_view)
         if ran is not None:
-            constants, tensors = made_tensors(call.name, prediction, ran.output)
+            constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
             for result, tensor in zip(results, tensors, strict=True):
                 real = cut_off(tensor) if self.is_survey else tensor
                 result.origin = result.current = (self.graph.current, real)
@@ -310,7 +315,9 @@ class Program:
             function = with_backward_hooks(call.callee.module, function)
         if self._recompute and call.kind == "unit" and torch.is_grad_enabled():
             function = functools.partial(checkpoint, function, use_reentrant=False)
-        seed = derive_seed(self._seed, len(self.record)) if random else 0
+        if call.kind == "unit":
+            function = watched(function)
+        seed = derive_seed(self._seed, len(self.record.events)) if random else 0
         self.enclosing = call.callee.module
         try:
             with seeded(seed, self._oracle.device) if random else nullcontext():
@@ -322,7 +329,9 @@ class Program:
         given = [self._spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
-            return self._oracle.predict(call.callee, given, call.structure)
+            if not self.computes_here and call.kind == "unit":
+                self._lent += contents_of_objects(given)
+            return self._oracle.predict(call.callee, given, call.structure, leave_marks=not self.computes_here)
         finally:
             self.enclosing, self.is_predicting = None, False
 
@@ -344,42 +353,13 @@ class Program:
                 "dataclass."
             )
 
-    # The record
-
-    def _place(self, event: Event, *, on_path: bool = True) -> Placement:
-        placement = self._router.place(event)
-        if placement.moves and placement.moves[-1].number >= MOST_MOVES:
-            raise UnsupportedError(
-                f"A microbatch moves more than {MOST_MOVES} tensors between stages. Move loops that cross stages "
-                "(text generation, say) out of the step."
-            )
-        self.record.append((event, placement))
-        if on_path:
-            self._check_path(len(self.record) - 1)
-        return placement
-
-    def _check_path(self, position: int) -> None:
-        if self._expected is not None and not self.left_plan:
-            signature = self.record[position][0].signature
-            self.left_plan = position >= len(self._expected) or signature != self._expected[position]
-
     def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
         if placement.moves and self.computes_here:
             self.graph.exchange(placement, placed)
 
-    def _new_value(self, spec: TensorSpec) -> Value:
-        self._num_values += 1
-        return Value(self._num_values - 1, spec.nbytes, spec.requires_grad)
-
     def _values_of(self, prediction: Prediction) -> tuple[list[Value], list[Value]]:
-        made = [self._new_value(spec) for spec in prediction.made]
-        return made, [self._new_value(spec) for spec in prediction.changed.values()]
-
-    def _given(self, spec: TensorSpec, stages: Iterable[int]) -> tuple[Value, TensorSpec, SegmentId]:
-        value = self._new_value(spec)
-        home = tuple(sorted(stages))
-        self._place(Event("given", "", (), (value,), home=home))
-        return value, spec, SegmentId(home[0], 0)
+        made = [self.record.value(spec) for spec in prediction.made]
+        return made, [self.record.value(spec) for spec in prediction.changed.values()]
 
     # Tensors of other times and kinds
 
@@ -388,51 +368,25 @@ class Program:
         found = []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, PlacedTensor):
+                refuse_left_behind(leaf)
                 continue
             if leaf.program is not self:
                 if leaf.known is not None:
                     leaves[position] = leaf.known
                     continue
-                leaf = leaves[position] = self._adopt(leaf)
+                leaf = leaves[position] = self._kept.adopted(leaf, self)
             if leaf.is_stale:
                 self._refresh(leaf)
             found.append(leaf)
         return found
-
-    def _adopt(self, tensor: PlacedTensor) -> PlacedTensor:
-        """What stands in this program for a tensor that was kept from an earlier one; no gradient leads back there."""
-        other = tensor.program
-        if not other.closed:
-            raise UnsupportedError(
-                f"A tensor of microbatch {other.microbatch} is used in microbatch {self.microbatch} of the same step. "
-                "Return it from the step or log it, and use the result."
-            )
-        _refuse_survey(other)
-        if id(tensor) not in self._kept:
-            spec = dataclasses.replace(tensor.spec, requires_grad=False)
-            here = None if tensor.origin is None else tensor.origin[1].detach()
-            self._kept[id(tensor)] = (tensor, self.bring(spec, [other.lives_on(tensor)], here))
-        return self._kept[id(tensor)][1]
-
-    def _afterwards(self, method: Any, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call on tensors of this program, which has ended."""
-        program = self._active()
-        if program is not None:
-            return method(program, name, function, args, kwargs)
-        leaves, structure = flatten_call(args, kwargs)
-        kept = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
-        for tensor in kept:
-            _refuse_survey(tensor.program)
-        self._share([tensor for tensor in kept if tensor.known is None])
-        args, kwargs = unflatten_call([_known(leaf) for leaf in leaves], structure)
-        return function(*args, **kwargs)
 
     def _take(self, tensor: Tensor) -> PlacedTensor:
         """Turn a plain tensor, which all stages have, into a placed one."""
         spec = TensorSpec.of(tensor)
         # An alias: the tensor itself is about to become something else.
         real = self.graph.real(tensor.detach() if tensor.grad_fn is None else tensor.view_as(tensor))
-        taken = PlacedTensor.from_plain(tensor, self, *self._given(spec, range(self._router.num_stages)))
+        value, home = self.record.given(spec, range(self.record.num_stages))
+        taken = PlacedTensor.from_plain(tensor, self, value, spec, home)
         if self.computes_here:
             taken.origin = taken.current = (self.graph.current, real)
         return taken
@@ -450,9 +404,9 @@ class Program:
         spec = tensor.spec
         if family == tensor.family:
             spec = dataclasses.replace(spec, requires_grad=spec.requires_grad or changed.requires_grad)
-        value = self._new_value(spec)
+        value = self.record.value(spec)
         inputs = (tensor.value, changed) if family == tensor.family else (tensor.value,)
-        placement = self._place(Event("op", "alias", inputs, (value,)))
+        placement = self.record.place(Event("op", "alias", inputs, (value,)))
         assert not placement.moves, "views and their base are on one stage"
         tensor.refresh(value, spec)
         if where.stage == self._stage:
@@ -464,18 +418,6 @@ class Program:
 
 def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:
     return tuple([tensor.value for tensor in placed])
-
-
-def _known(leaf: Any) -> Any:
-    return leaf.known if isinstance(leaf, PlacedTensor) else leaf
-
-
-def _refuse_survey(program: Program) -> None:
-    if program.is_survey:
-        raise UnsupportedError(
-            "A tensor is used that the step kept during its dry run, in which it had no value. Keep it in an attribute "
-            "of the module, which is undone after the dry run, or return it from the step."
-        )
 
 
 def _assemble(prediction: Prediction, results: list[PlacedTensor], leaves: list[Any], constants: Sequence[Any]) -> Any:

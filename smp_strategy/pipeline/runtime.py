@@ -101,7 +101,7 @@ class Runtime:
         """
         turns = self._turns(job, microbatches)
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
                 for position, action in enumerate(actions):
                     with record_function(str(action)):
@@ -120,7 +120,7 @@ class Runtime:
         """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
         turns = self._meeting = self._turns(job, microbatches)
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 while turns.meet():
                     pass
             self._flush()
@@ -147,7 +147,7 @@ class Runtime:
         assert program is not None
         if program.is_survey:
             return barrier.act([barrier.value]) if also_dry else None
-        if self._meeting is None:
+        if self._meeting is None or not self._meeting.has(program):
             raise UnsupportedError(
                 f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
                 "in a training step under manual optimization."
@@ -178,7 +178,7 @@ class Runtime:
             private=private,
         )
 
-    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor] | None) -> Trace:
+    def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
         """Run ``step`` to look at it and return its trace.
 
         Raises:
@@ -214,7 +214,7 @@ class Runtime:
         """Calls of units in here are calls of ``program``."""
         self._program = program
         try:
-            with watched_entrances():
+            with watched_entrances(self._active):
                 yield
         except BaseException:
             program.close()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "enter"]
+__all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "enter", "start_of_gradient"]
 
 
 @final
@@ -93,11 +93,16 @@ class _Enter(torch.autograd.Function):
 
 def enter(tensor: Tensor, record: Import) -> Tensor:
     """``tensor``, without its history, as the start of a graph whose gradient ends up in ``record``."""
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
         return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-untyped-call]
 
 
 def cut_off(tensor: Tensor) -> Tensor:
     """``tensor`` without its history, which is freed, but in a graph as before."""
-    return enter(tensor, Import(-1, None)) if tensor.requires_grad else tensor
+    return start_of_gradient(tensor) if tensor.requires_grad else tensor
+
+
+def start_of_gradient(tensor: Tensor) -> Tensor:
+    """``tensor`` in a graph that ends here: it requires a gradient, and nobody gets it."""
+    return enter(tensor, Import(-1, None))

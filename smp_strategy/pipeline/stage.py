@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program, Surroundings
+from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.oracle import Oracle
@@ -59,9 +60,8 @@ class Stage:
             surroundings,
             microbatch=microbatch,
             seed=seed,
-            router=Router(self.stage_of, self.num_stages),
+            record=Record(Router(self.stage_of, self.num_stages), expected),
             graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
-            expected=expected,
         )
 
     def make_known(self, tensors: Sequence[PlacedTensor]) -> None:

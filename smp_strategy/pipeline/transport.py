@@ -23,7 +23,7 @@ from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import blame
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Receipt", "Transport"]
+__all__ = ["Receipt", "Transport", "empty"]
 
 
 @final
@@ -87,7 +87,8 @@ class Transport:
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
-        message = _message(spec)
+        with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
+            message = _message(spec)
         with _peer(self._ranks[stage], "waiting for a tensor from"):
             work = dist.irecv(message, self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
@@ -129,6 +130,12 @@ class Transport:
         return [result.clone() for result in results]
 
 
+def empty(spec: TensorSpec) -> Tensor:
+    """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
+    layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
+    return torch.empty_like(layout, device=spec.device)
+
+
 def _message(spec: TensorSpec) -> Tensor:
     """Memory for the elements of ``spec`` and its strides."""
     return torch.empty(spec.nbytes + len(spec.size) * torch.int64.itemsize, dtype=torch.uint8, device=spec.device)
@@ -146,8 +153,9 @@ def _unpacked(message: Tensor, spec: TensorSpec) -> Tensor:
     dense = _elements(message, spec, strides)
     is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, spec.size, strict=True))
     if is_expanded or dense.stride() == tuple(strides):
-        return dense
-    return torch.empty_strided(spec.size, strides, dtype=spec.dtype, device=spec.device).copy_(dense)
+        return dense.data  # no view of bytes, for autograd
+    with torch.inference_mode(False):
+        return torch.empty_strided(spec.size, strides, dtype=spec.dtype, device=spec.device).copy_(dense)
 
 
 def _wait(work: dist.Work, rank: int, what: str, timeout: timedelta) -> None:

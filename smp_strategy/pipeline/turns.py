@@ -43,8 +43,9 @@ class Job:
     """The user's code."""
     seed: int
     """Where all random numbers of the step derive from."""
-    loss_of: Callable[[Any], Tensor] | None = None
-    """Picks the loss out of what ``step`` returns; ``None``: forward only."""
+    loss_of: Callable[[Any], Tensor | None] | None = None
+    """Picks the loss out of what ``step`` returns, or ``None`` where the step skips its microbatch; no function:
+    forward only."""
     weights: Sequence[float] = ()
     """Factor of each microbatch's loss."""
     expected: Sequence[object] | None = None
@@ -71,10 +72,10 @@ class StepRun:
 
     outputs: list[Any]
     """The step's return values, one per microbatch, with real detached tensors on every stage."""
-    losses: list[Tensor]
-    """Loss of each microbatch, real and detached on every stage; empty for a forward-only step."""
+    losses: list[Tensor | None]
+    """Loss of each microbatch that has one, real and detached on every stage."""
     trace: Trace
-    """Events of the first microbatch."""
+    """Events of the first microbatch that has a loss, if any has."""
 
 
 @final
@@ -144,13 +145,13 @@ class Turns:
             self._forward(action.microbatch, action.segment)
         else:
             self._forward(action.microbatch, ALL_SEGMENTS)
-            if not self.has_left_plan:
+            if not self.has_left_plan and action.microbatch in self._backwards:
                 self._backwards[action.microbatch].run_from(action.segment)
 
     @property
     def has_left_plan(self) -> bool:
         """Whether a microbatch is known to take another path than the plan was made for."""
-        return any(program.left_plan for program in self._programs)
+        return any(program.record.left_plan for program in self._programs)
 
     def improvise(self) -> None:
         """Do whatever can be done, until everything is: the plan is for another path, and could wait in a circle.
@@ -172,8 +173,8 @@ class Turns:
                 time.sleep(POLL_SECONDS)
 
     def _is_through(self, number: int) -> bool:
-        done = self._coroutines[number].finished
-        return done and (self._job.loss_of is None or self._backwards[number].is_done)
+        has_more = number in self._backwards and not self._backwards[number].is_done
+        return self._coroutines[number].finished and not has_more
 
     def _advance(self, number: int) -> bool:
         """Let a microbatch go on forward if it can."""
@@ -190,6 +191,10 @@ class Turns:
         following = next((action for action in actions[position:] if action.kind == "F"), None)
         if following is not None and following.microbatch not in self._waiting:
             self._resume(following.microbatch)
+
+    def has(self, program: Program) -> bool:
+        """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
+        return self._programs[program.microbatch] is program
 
     def stop_at(self, barrier: Barrier, program: Program) -> Any:
         """Called by a program: wait until all microbatches are at ``barrier`` and it is done."""
@@ -226,7 +231,7 @@ class Turns:
             if self.has_left_plan:
                 self.improvise()
                 return
-            if self._job.loss_of is not None:
+            if number in self._backwards:
                 self._backwards[number].run_from(0)
 
     def cancel(self) -> None:
@@ -251,9 +256,10 @@ class Turns:
     def result(self) -> StepRun:
         """Make results real on every stage."""
         outputs = [coroutine.result for coroutine in self._coroutines]
-        trace = trace_of(self._programs[0], self._losses.get(0))
-        real_outputs, real_losses = self._stage.make_real((outputs, [self._losses.get(n) for n in range(len(outputs))]))
-        losses = [loss for loss in real_losses if loss is not None]
+        first = min(self._losses, default=0)
+        trace = trace_of(self._programs[first], self._losses.get(first))
+        losses = [self._losses.get(number) for number in range(len(outputs))]
+        real_outputs, losses = self._stage.make_real((outputs, losses))
         self._let_go()
         return StepRun(real_outputs, losses, trace)
 
@@ -283,14 +289,17 @@ class Turns:
                 self._private.leave(number)
             self._enter(None)
         if finished:
-            self._programs[number].end()
+            self._programs[number].record.end()
             self._waiting.pop(number, None)
             if self._job.loss_of is not None:
                 self._begin_backward(number)
 
     def _begin_backward(self, number: int) -> None:
         assert self._job.loss_of is not None
-        loss = self._losses[number] = self._job.loss_of(self._coroutines[number].result)
+        loss = self._job.loss_of(self._coroutines[number].result)
+        if loss is None:
+            return
+        self._losses[number] = loss
         self._backwards[number] = self._backward_of(number, loss)
 
     def _backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> Backward:
@@ -320,4 +329,4 @@ def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:
 def trace_of(program: Program, loss: Any) -> Trace:
     """The record of a program whose loss is ``loss``."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
-    return Trace([event for event, _ in program.record], number)
+    return Trace([event for event, _ in program.record.events], number)

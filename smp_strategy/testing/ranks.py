@@ -9,6 +9,7 @@ computes (``tests/conftest.py`` does).
 """
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -49,6 +50,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             f"run_ranks forks, which hangs after torch has computed with several threads, but torch runs "
             f"{torch.get_num_threads()}. Call torch.set_num_threads(1) first."
         )
+    # Dry runs need it and it takes a second to import: once here, and not once in every rank.
+    importlib.import_module("torch._dynamo")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()

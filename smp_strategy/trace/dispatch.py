@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from smp_strategy.errors import UnsupportedError
 
 __all__ = ["Meter"]
 
@@ -23,16 +26,20 @@ class Meter(TorchDispatchMode):
 
     Args:
         assumed: what a dry run takes a number or a count for that it cannot know; ``None``: it fails there.
+        unit: name of the unit that runs dry; it must not use what another unit has left somewhere.
     """
 
-    def __init__(self, assumed: int | None = None) -> None:
+    def __init__(self, assumed: int | None = None, unit: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.flops = 0
         self.random = False
         self._assumed = assumed
+        self._unit = unit
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._unit is not None:
+            self._refuse_foreign(args, kwargs)
         try:
             result = _grouped_mm(*args, **kwargs) if func is _aten._grouped_mm.default else func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -41,10 +48,23 @@ class Meter(TorchDispatchMode):
             result = _assume(func, args, self._assumed)
             if result is NotImplemented:
                 raise
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, FakeTensor) and self._unit is not None:
+                tensor.made_by = self._unit  # type: ignore[attr-defined]
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         return result
+
+    def _refuse_foreign(self, args: Any, kwargs: Any) -> None:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            maker = getattr(tensor, "made_by", self._unit)
+            if maker != self._unit:
+                raise UnsupportedError(
+                    f"Unit `{self._unit}` uses a tensor that unit `{maker}` put into an object (a cache, say), but the "
+                    "two may live on different stages. Return the tensor and give it as an argument, or use a list or "
+                    "dict among the arguments."
+                )
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:

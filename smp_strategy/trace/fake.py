@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from smp_strategy.trace.prediction import IMMUTABLE, Callee
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.trace.effects import is_object, watched
+from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["call", "frozen_rng", "imitate", "stand_in", "tensors_of", "tracked"]
+__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "refuse_left_behind", "stand_in", "tensors_of", "tracked"]
 
 
 class _Fresh(torch.autograd.Function):
@@ -51,10 +54,25 @@ def stand_in(leaf: Any) -> Any:
     """What the dry run gets instead of an argument: nothing that it does to it may reach the original."""
     if isinstance(leaf, TensorSpec):
         return imitate(leaf)
-    if isinstance(leaf, (*IMMUTABLE, slice, nn.Module, type)) or callable(leaf):
+    if not is_object(leaf):
         return leaf
     with _CopyAsFake():
         return copy.deepcopy(leaf)
+
+
+def is_left_behind(leaf: Any) -> bool:
+    """Whether ``leaf`` is of a dry run, and should have gone with it."""
+    return isinstance(leaf, FakeTensor)
+
+
+def refuse_left_behind(leaf: Any) -> None:
+    """Refuse an argument that only the unit has which made it."""
+    if is_left_behind(leaf):
+        raise UnsupportedError(
+            "Code above the units uses a tensor that a unit did not return, but left in an attribute of itself, in an "
+            "object that it was given, or in a variable around it (by a hook on one of its parts, say). Other stages "
+            "do not have it: return it from the unit's forward."
+        )
 
 
 class _CopyAsFake(TorchFunctionMode):
@@ -70,7 +88,7 @@ def call(callee: Callee, stand_ins: dict[str, Tensor], args: Any, kwargs: Any) -
     """Call ``callee`` with ``stand_ins`` in the place of its unit's tensors, by name."""
     if callee.module is None:
         return callee.function(*args, **kwargs)
-    shim = _Shim(callee.module, callee.function)
+    shim = _Shim(callee.module, watched(callee.function))
     return torch.func.functional_call(shim, {f"unit.{name}": t for name, t in stand_ins.items()}, args, kwargs)
 
 

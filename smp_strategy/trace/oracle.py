@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smp_strategy.errors import SMPError
 from smp_strategy.trace.attributes import attributes_restored
 from smp_strategy.trace.dispatch import Meter
-from smp_strategy.trace.fake import call, frozen_rng, imitate, stand_in, tensors_of, tracked
+from smp_strategy.trace.effects import contents_of_objects, is_object, put_back
+from smp_strategy.trace.fake import call, frozen_rng, imitate, is_left_behind, stand_in, tensors_of, tracked
 from smp_strategy.trace.prediction import (
     IMMUTABLE,
     Callee,
@@ -64,13 +65,17 @@ class Oracle:
         self._known: dict[object, Prediction | Unpredictable] = {}
         self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
 
-    def predict(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> Prediction | Unpredictable:
+    def predict(
+        self, callee: Callee, leaves: Sequence[Any], structure: Any, *, leave_marks: bool = False
+    ) -> Prediction | Unpredictable:
         """Predict ``callee(*args, **kwargs)`` for flattened arguments.
 
         Args:
             callee: what is called.
             leaves: flattened arguments; a tensor may be given by its :class:`TensorSpec`.
             structure: how :func:`~smp_strategy.trace.tree.unflatten_call` puts them together.
+            leave_marks: let a dry run write to objects among the arguments, and set attributes to tensors with a
+                gradient, so that it shows who uses them next. The caller puts all of this back.
         """
         key = (callee.key, structure, *map(_key, leaves), self._switches(callee), self._ambient())
         prediction = self._known.get(key)
@@ -78,7 +83,7 @@ class Oracle:
             if len(self._known) >= MOST_PREDICTIONS:
                 self._known.clear()
             specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            prediction = self._known[key] = self._find(callee, specs, structure)
+            prediction = self._known[key] = self._find(callee, specs, structure, leave_marks)
         return prediction
 
     def _switches(self, callee: Callee) -> tuple[object, ...]:
@@ -95,18 +100,22 @@ class Oracle:
         autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()
 
-    def _find(self, callee: Callee, specs: list[Any], structure: Any) -> Prediction | Unpredictable:
+    def _find(self, callee: Callee, specs: list[Any], structure: Any, leave_marks: bool) -> Prediction | Unpredictable:
         with _quiet():
-            return self._attempt(callee, specs, structure)
+            return self._attempt(callee, specs, structure, leave_marks)
 
-    def _attempt(self, callee: Callee, specs: list[Any], structure: Any) -> Prediction | Unpredictable:
+    def _attempt(
+        self, callee: Callee, specs: list[Any], structure: Any, leave_marks: bool
+    ) -> Prediction | Unpredictable:
+        lent = contents_of_objects(specs) if leave_marks else []
         try:
-            return self._dry_run(callee, specs, structure)
+            return self._dry_run(callee, specs, structure, leave_marks=leave_marks)
         except SMPError:
             raise
         except Exception as error:
             # Whatever it is: if it is a mistake in the user's code, the real run will say so.
             unpredictable = Unpredictable(f"{type(error).__name__}: {error}")
+        put_back(lent)
         try:
             first, *others = (self._dry_run(callee, specs, structure, assumed) for assumed in ASSUMPTIONS)
         except SMPError:
@@ -115,8 +124,16 @@ class Oracle:
             return unpredictable
         return first if all(map(first.agrees, others)) else unpredictable
 
-    def _dry_run(self, callee: Callee, leaves: list[Any], structure: Any, assumed: int | None = None) -> Prediction:
-        meter = Meter(assumed)
+    def _dry_run(
+        self,
+        callee: Callee,
+        leaves: list[Any],
+        structure: Any,
+        assumed: int | None = None,
+        *,
+        leave_marks: bool = False,
+    ) -> Prediction:
+        meter = Meter(assumed, None if callee.module is None else str(callee.key))
         tensors = tensors_of(callee.module)
         saved: dict[int, int] = {}
 
@@ -125,8 +142,9 @@ class Oracle:
             return tensor
 
         modules = () if callee.module is None else tuple(callee.module.modules())
-        with tracked(), frozen_rng() as python_drew, attributes_restored(modules), self._mode:
-            fakes = [stand_in(leaf) for leaf in leaves]
+        restored = attributes_restored(modules, unless=lambda value: leave_marks and _is_mark(value))
+        with tracked(), frozen_rng() as python_drew, restored, self._mode:
+            fakes = [leaf if leave_marks and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             stand_ins = {name: imitate(TensorSpec.of(tensor), leaf=True) for name, tensor in tensors.items()}
             versions = versions_of(fakes)
             args, kwargs = unflatten_call(fakes, structure)
@@ -135,7 +153,16 @@ class Oracle:
             draws = meter.random or python_drew() or assumed is not None
         for tensor in stand_ins.values():
             saved.pop(tensor.untyped_storage()._cdata, None)
-        prediction = describe(result, fakes, versions, random=draws, flops=meter.flops, saved_bytes=sum(saved.values()))
+        prediction = describe(
+            result,
+            fakes,
+            versions,
+            # A unit that draws random numbers may return its input this time and something new the next.
+            returns_inputs=not draws or callee.module is None,
+            random=draws,
+            flops=meter.flops,
+            saved_bytes=sum(saved.values()),
+        )
         traffic = sum(spec.nbytes for spec in leaves if isinstance(spec, TensorSpec))
         traffic += sum(output.spec.nbytes for output in prediction.outputs if isinstance(output, Made))
         traffic += sum(tensor.nbytes for tensor in tensors.values())
@@ -151,6 +178,10 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def _is_mark(value: Any) -> bool:
+    return is_left_behind(value) and value.requires_grad
 
 
 def _key(leaf: Any) -> object:

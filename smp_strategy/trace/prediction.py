@@ -136,17 +136,20 @@ class Prediction:
         return mine == (other.outputs, other.structure, dict(other.changed), other.aliases)
 
 
-def describe(result: Any, inputs: Sequence[Any], versions: Mapping[int, int], **costs: Any) -> Prediction:
+def describe(
+    result: Any, inputs: Sequence[Any], versions: Mapping[int, int], *, returns_inputs: bool = True, **costs: Any
+) -> Prediction:
     """Read off a run what it returned and changed.
 
     Args:
         result: what the call returned.
         inputs: its flattened arguments, real or fake.
         versions: what :func:`versions_of` said of them before the call.
+        returns_inputs: an input among the results is meant to be one; otherwise it is taken for something new.
         costs: the remaining fields of the :class:`Prediction`.
     """
     flat, structure = flatten(result)
-    outputs = tuple(_classify(leaf, inputs) for leaf in flat)
+    outputs = tuple(_classify(leaf, inputs if returns_inputs else ()) for leaf in flat)
     made = [leaf for leaf, output in zip(flat, outputs, strict=True) if isinstance(output, Made)]
     after = versions_of(inputs)
     return Prediction(

@@ -55,14 +55,14 @@ def samples(name):
     return torch.randint(256, (STEPS * BATCH, 17), generator=generator)
 
 
-def train(folder, name, make, smp):
+def train(folder, name, make, smp, window=1):
     torch.manual_seed(0)
     module = make()
     if smp is None:
-        options = {"accumulate_grad_batches": MICROBATCHES}
+        options = {"accumulate_grad_batches": window * MICROBATCHES}
         batch_size = BATCH // MICROBATCHES
     else:
-        options, batch_size = {}, BATCH
+        options, batch_size = {"accumulate_grad_batches": window}, BATCH
     trainer = toy_trainer(folder, smp=smp, max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, **options)
     trainer.fit(module, DataLoader(samples(name), batch_size=batch_size, shuffle=False))
     trainer.save_checkpoint(folder / "end.ckpt")
@@ -77,6 +77,17 @@ def test_twenty_steps_give_identical_weights(name, pp, tmp_path):
     smp = {"pipeline_parallel_degree": pp, "microbatches": MICROBATCHES}
     found = on_ranks(train, pp, tmp_path / "smp", name, MODELS[name], smp)[0]
     assert list(found) == list(expected)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_accumulated_batches_give_identical_weights(pp, window, tmp_path):
+    with quiet():
+        expected = train(tmp_path / "one", "GPT-2", gpt2, None, window)
+    smp = {"pipeline_parallel_degree": pp, "microbatches": MICROBATCHES}
+    found = on_ranks(train, pp, tmp_path / "smp", "GPT-2", gpt2, smp, window)[0]
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
 

@@ -29,10 +29,6 @@ def takes_an_iterator(self, dataloader_iter):
     raise NotImplementedError
 
 
-def returns_none(self, batch, batch_idx):
-    return None
-
-
 @pytest.mark.parametrize(
     ("options", "callback", "overrides", "match"),
     [
@@ -40,7 +36,6 @@ def returns_none(self, batch, batch_idx):
         ({}, None, {"training_step": takes_an_iterator}, "dataloader_iter"),
         ({"precision": "16-true"}, None, {}, "16-true"),
         ({"sync_batchnorm": True}, None, {}, "sync_batchnorm"),
-        ({}, "EMAWeightAveraging", {}, "EMAWeightAveraging"),
     ],
 )
 def test_an_unsupported_feature_is_named_before_training(options, callback, overrides, match, tmp_path):
@@ -54,12 +49,6 @@ def test_all_problems_are_listed_together(tmp_path):
     overrides = {"configure_optimizers": lbfgs, "training_step": takes_an_iterator}
     [(_, text, _)] = on_ranks(refused, 1, tmp_path, {"precision": "16-true"}, None, overrides)
     assert text.startswith("3 options are wrong")
-
-
-def test_skipping_a_batch_is_refused_with_the_remedy(tmp_path):
-    [(kind, text, _)] = on_ranks(refused, 1, tmp_path, {}, None, {"training_step": returns_none})
-    assert kind == "UnsupportedError"
-    assert "0.0 * loss" in text
 
 
 def test_wrong_options_are_refused_when_the_strategy_is_made():

@@ -1,0 +1,76 @@
+"""Tensors that the user keeps beyond the step that made them: a hidden state for the next step, losses for a mean.
+
+They still live on one stage. A later program takes them in like any tensor that exists already (no gradient leads back
+to the earlier step). Outside of steps, where all stages run the same hooks, their values are given to all stages.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.trace.tree import flatten_call, unflatten_call
+
+if TYPE_CHECKING:
+    from smp_strategy.pipeline.program import Program
+
+__all__ = ["Kept", "call_with_known"]
+
+
+@final
+class Kept:
+    """What stands in one program for tensors of programs that have ended."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[PlacedTensor, PlacedTensor]] = {}
+
+    def adopted(self, tensor: PlacedTensor, program: "Program") -> PlacedTensor:
+        """The tensor of ``program`` that stands for ``tensor``."""
+        other = tensor.program
+        if not other.closed:
+            raise UnsupportedError(
+                f"A tensor of microbatch {other.microbatch} is used in microbatch {program.microbatch} of the same "
+                "step. Return it from the step or log it, and use the result."
+            )
+        _refuse_survey(tensor)
+        if id(tensor) not in self._found:
+            spec = dataclasses.replace(tensor.spec, requires_grad=False)
+            here = None if tensor.origin is None else tensor.origin[1].detach()
+            self._found[id(tensor)] = (tensor, program.bring(spec, [other.lives_on(tensor)], here))
+        return self._found[id(tensor)][1]
+
+    def clear(self) -> None:
+        """The program has ended."""
+        self._found.clear()
+
+
+def call_with_known(
+    function: Callable[..., Any], args: Any, kwargs: Any, share: Callable[[Sequence[PlacedTensor]], None]
+) -> Any:
+    """Call ``function``, outside of steps, with the values of placed tensors; collective over the stages.
+
+    Args:
+        function: what the user calls.
+        args, kwargs: its arguments.
+        share: gives every stage the values of the tensors that it gets.
+    """
+    leaves, structure = flatten_call(args, kwargs)
+    kept = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+    for tensor in kept:
+        _refuse_survey(tensor)
+    share([tensor for tensor in kept if tensor.known is None])
+    args, kwargs = unflatten_call([_known(leaf) for leaf in leaves], structure)
+    return function(*args, **kwargs)
+
+
+def _known(leaf: Any) -> Any:
+    return leaf.known if isinstance(leaf, PlacedTensor) else leaf
+
+
+def _refuse_survey(tensor: PlacedTensor) -> None:
+    if tensor.program.is_survey:
+        raise UnsupportedError(
+            "A tensor is used that the step kept during its dry run, in which it had no value. Keep it in an attribute "
+            "of the module, which is undone after the dry run, or return it from the step."
+        )

@@ -1,0 +1,113 @@
+"""What comes out of a step, and how its gradients are handed over.
+
+A step computes its gradients before it is known what they are added to: Lightning and Accelerate run the step first,
+then ``zero_grad``, then ``backward``. So they are kept aside until ``backward``. Sums of floating-point numbers depend
+on their order, though: where the gradients will be added to those of earlier batches, the step already continues with
+a copy of them, and what is handed over is the new sum.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.optim.reduction import Reduction
+
+__all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating"]
+
+
+@final
+@dataclass(frozen=True)
+class EvalStep:
+    """Results of a step that hands over no gradients, the same on every rank of a replica."""
+
+    outputs: list[Any]
+    """What the step returned for each microbatch, with real detached tensors."""
+    sizes: tuple[int, ...]
+    """Samples in each microbatch."""
+
+
+@final
+@dataclass(frozen=True)
+class Accumulated:
+    """The gradients of a step."""
+
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Of the parameters that have one; on top of ``base``."""
+    base: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
+    """What they continue: the earlier ``.grad`` and its version."""
+
+
+@contextmanager
+def accumulating(parameters: Sequence[nn.Parameter], *, continues: bool) -> Iterator[Accumulated]:
+    """Catch the gradients that are added to ``parameters`` while this is open; ``.grad`` is put back."""
+    before = [parameter.grad for parameter in parameters]
+    found = Accumulated()
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = None
+        if continues and gradient is not None:
+            found.base[parameter] = (gradient, gradient._version)
+            parameter.grad = gradient.clone()
+    try:
+        yield found
+        found.gradients.update((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@final
+@dataclass(frozen=True)
+class TrainStep:
+    """Results of a training step, and its gradients until they are handed over."""
+
+    outputs: list[Any]
+    """What the step returned for each microbatch, with real detached tensors."""
+    sizes: tuple[int, ...]
+    """Samples in each microbatch."""
+    loss: Tensor | None
+    """Mean over the samples of the batch, to which skipped microbatches add nothing; a scalar, the same on every rank
+    of a replica. ``None``: all were skipped."""
+    _accumulated: Accumulated
+    _factor: float
+    _reduction: Reduction
+
+    def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
+        """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
+
+        Args:
+            grad_output: gradient of whatever is minimised with respect to the loss; a scalar.
+            reduce: this was the last step before the optimizer's: add up what several stages hold, and average over
+                the replicas. Collective over the ranks.
+        """
+        given = grad_output.item()
+        scale = 1.0 if given == grad_output.new_tensor(self._factor).item() else given / self._factor
+        self._reduction.begin_backward()
+        for parameter, gradient in self._accumulated.gradients.items():
+            self._hand_over(parameter, gradient, scale)
+        self._accumulated.gradients.clear()
+        self._accumulated.base.clear()
+        if reduce:
+            self._reduction.reduce()
+
+    def _hand_over(self, parameter: nn.Parameter, gradient: Tensor, scale: float) -> None:
+        base, version = self._accumulated.base.get(parameter, (None, 0))
+        if base is not None:
+            if base._version != version:
+                raise UnsupportedError(
+                    "Gradients of earlier batches were changed in place between `training_step` and `backward`, while "
+                    "batches are accumulated. Change them in `on_before_optimizer_step`."
+                )
+            if parameter.grad is base and scale == 1.0:
+                parameter.grad = gradient
+                return
+            gradient.sub_(base)
+        if scale != 1.0:
+            gradient.mul_(scale)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
