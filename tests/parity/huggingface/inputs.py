@@ -227,7 +227,7 @@ def decisions(draw: Draw, config: Any) -> dict[str, Tensor]:
 
 def next_colours(draw: Draw, config: Any) -> dict[str, Tensor]:
     """An image as a sequence of colours."""
-    tokens = draw.ids(LENGTH)
+    tokens = draw.ids(LENGTH, high=VOCABULARY - 1)  # the last one begins an image
     return {"input_ids": tokens, "labels": tokens}
 
 

@@ -37,11 +37,6 @@ MULTIMODAL: list[Architecture] = [
         "multimodal",
         image_and_text,
         {
-            "BridgeTowerForImageAndTextRetrieval": {
-                **_TOWERS,
-                "num_hidden_layers": 2,
-                "vision_config": {"num_hidden_layers": 2, "num_attention_heads": 2},
-            },
             "VisualBertForQuestionAnswering": {},
         },
     ),
