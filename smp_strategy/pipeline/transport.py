@@ -3,8 +3,8 @@
 Sender and receiver know the shape and dtype of every message from the program, so there are no headers. A message is
 the raw elements in the order in which they stand in memory, and after them the strides: kernels add in another order
 where the layout is another, be it by gaps, and that of a gradient, or of a result whose prediction is wrong about it,
-is known to the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot
-reach the message. A receive is posted when it is known and waited for when it is needed.
+is known to the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in
+place cannot reach the message. A receive is posted when it is known and waited for when it is needed.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
