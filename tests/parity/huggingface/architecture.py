@@ -38,6 +38,9 @@ class Architecture:
     is_random: bool = False
     """Whether it draws random numbers even without dropout. They are those of a pipeline of one stage, not of a plain
     process."""
+    is_in_order: bool = True
+    """Whether gradients are added in the order of one process where weights are not tied. They are not where a value is
+    used on several stages: each adds up its own uses first."""
     note: str = ""
     """What is special about it."""
 

@@ -98,6 +98,7 @@ SCENES: list[Architecture] = [
             }
         },
         is_random=True,
+        is_in_order=False,
         note="has dropout whatever its configuration says: against one stage",
     ),
     *family(
