@@ -439,7 +439,8 @@ class Engine:
         assert self._module is not None
         assert self._ownership is not None
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
-        view = HookView(list(self._module.parameters()), self._ownership, self.mesh, seed=seed)
+        parameters = list(self._module.parameters())
+        view = HookView(parameters, self._ownership, self.mesh, self.views.foresight, seed=seed)
         self._calls.in_hook = True
         try:
             return self.views.run(hook, view, self._calls.runtime, seed=seed)

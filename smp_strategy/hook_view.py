@@ -21,9 +21,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from smp_strategy.foresight import Argument, Foresight, flatten_call, spec_of, unflatten_call
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.placed import PlacedTensor
@@ -31,6 +31,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.stage_tensors import Home, StageTensor, home_of, in_plain_sight
+from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["HookView", "Views"]
 
@@ -54,11 +55,18 @@ class HookView:
         parameters: all parameters of the module, in the same order on every rank.
         ownership: who holds what.
         mesh: where the ranks stand.
+        foresight: knows results by metadata.
         seed: where random numbers derive from.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], ownership: Ownership, mesh: ProcessMesh, *, seed: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        foresight: Foresight,
+        *,
+        seed: int,
     ) -> None:
         self._parameters = parameters
         self._ownership = ownership
@@ -67,7 +75,7 @@ class HookView:
         self._num_draws = 0
         self._exists: dict[int, bool] | None = None
         self._gradients: dict[int, Tensor | None] = {}
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._foresight = foresight
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -109,13 +117,13 @@ class HookView:
             return self._gradient(args[0])
         if func in (_GRADIENT.__set__, _GRADIENT.__delete__):
             return self._set_gradient(args[0], self._settled(args[1]) if len(args) > 1 else None)
-        name = str(getattr(func, "__name__", func))
-        args, kwargs = pytree.tree_map(self._settled, (args, kwargs))
         if func == _DATA.__set__:
-            return self._set_data(*args)
+            return self._set_data(args[0], self._settled(args[1]))
+        name = str(getattr(func, "__name__", func))
         if name.startswith("_foreach_"):
             return self._for_each(func, name, args, kwargs)
-        return self._call(func, name, args, kwargs)
+        with in_plain_sight():
+            return self._call(func, name, args, kwargs)
 
     def real(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors, on every stage."""
@@ -137,61 +145,48 @@ class HookView:
     # Operations
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves, structure = flatten_call(args, kwargs)
+        leaves = [self._settled(leaf) for leaf in leaves]
         homed = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
         target = _changed(name, args, kwargs, homed)
         if name in _READS or (target is not None and not isinstance(target, StageTensor)):
             # A tensor that every stage has is changed alike on every stage.
-            args, kwargs = self.real((args, kwargs))
-            return func(*args, **kwargs)
+            return self._with_values(func, leaves, structure)
         few = min(len(_home(tensor).holders) for tensor in homed)
         largest = max((t for t in homed if len(_home(t).holders) == few), key=lambda tensor: tensor.numel())
         holders = _home(largest if target is None else target).holders
-        args, kwargs = pytree.tree_map(lambda leaf: self._moved(leaf, holders), (args, kwargs))
+        leaves = [self._moved(leaf, holders) for leaf in leaves]
         if target is not None:
-            self._run(func, name, args, kwargs, holders)
+            self._run(func, name, leaves, structure, holders)
             return None if name == "__setitem__" or name.startswith("_foreach_") else target
         if func in _SAME_METADATA:
-            made = self._run(func, name, args, kwargs, holders)
-            return self._make(made, args[0], holders)
-        return self._predicted(func, name, args, kwargs, holders)
-
-    def _predicted(self, func: Any, name: str, args: Any, kwargs: Any, holders: frozenset[int]) -> Any:
-        stand_ins: dict[int, Any] = {}
-
-        def stand_in(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            fake = torch.empty_strided(leaf.size(), _stride(leaf), dtype=leaf.dtype, device=leaf.device)
-            stand_ins[id(fake)] = (fake, leaf)
-            return fake
-
-        try:
-            with self._fake, torch.no_grad():
-                fake_args, fake_kwargs = pytree.tree_map(stand_in, (args, kwargs))
-                expected = func(*fake_args, **fake_kwargs)
-        except Exception:
-            # The shape of the result depends on values, or nobody can say what the operation returns.
-            args, kwargs = self.real((args, kwargs))
-            return func(*args, **kwargs)
-        specs, structure = pytree.tree_flatten(expected)
-        made = pytree.tree_leaves(self._run(func, name, args, kwargs, holders))
+            made = self._run(func, name, leaves, structure, holders)
+            return self._make(made, spec_of(leaves[0]), holders)
+        foreseen = self._foresight.of(func, leaves, structure)
+        if foreseen is None:
+            return self._with_values(func, leaves, structure)
+        found = pytree.tree_leaves(self._run(func, name, leaves, structure, holders)) or [None] * len(foreseen.leaves)
         results = []
-        for number, spec in enumerate(specs):
-            if id(spec) in stand_ins:
-                results.append(stand_ins[id(spec)][1])
-            elif isinstance(spec, Tensor):
-                results.append(self._make(made[number] if made else None, spec, holders))
+        for told, real in zip(foreseen.leaves, found, strict=True):
+            if isinstance(told, Argument):
+                results.append(leaves[told.number])
             else:
-                results.append(spec)
-        return pytree.tree_unflatten(results, structure)
+                results.append(self._make(real, told, holders) if isinstance(told, TensorSpec) else told)
+        return pytree.tree_unflatten(results, foreseen.structure)
 
-    def _run(self, func: Any, name: str, args: Any, kwargs: Any, holders: frozenset[int]) -> Any:
+    def _with_values(self, func: Any, leaves: list[Any], structure: Any) -> Any:
+        """Let every stage do it, with the values of all operands."""
+        values = [self._everywhere(leaf) if isinstance(leaf, StageTensor) else leaf for leaf in leaves]
+        args, kwargs = unflatten_call(values, structure)
+        return func(*args, **kwargs)
+
+    def _run(self, func: Any, name: str, leaves: list[Any], structure: Any, holders: frozenset[int]) -> Any:
         """What ``func`` returns, where the values are; ``None`` elsewhere."""
         draws = any(word in name for word in _RANDOM)
         self._num_draws += draws
         if self._mesh.stage not in holders:
             return None
+        args, kwargs = unflatten_call(leaves, structure)
         with in_plain_sight(), torch.no_grad():
             if not draws:
                 return func(*args, **kwargs)
@@ -205,7 +200,8 @@ class HookView:
         for number in range(num):
             one = [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
             homed = any(isinstance(leaf, StageTensor) for leaf in pytree.tree_leaves((one, kwargs)))
-            results.append(self._call(func, name, one, kwargs) if homed else func(*one, **kwargs))
+            with in_plain_sight():
+                results.append(self._call(func, name, one, kwargs) if homed else func(*one, **kwargs))
         return None if name.endswith("_") else [item for result in results for item in result]
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
@@ -215,16 +211,16 @@ class HookView:
             if self._mesh.stage in holders:
                 tensor.data = value
             elif tensor.shape != value.shape or tensor.dtype != value.dtype:
-                tensor.data = _placeholder(value)
+                tensor.data = _placeholder(spec_of(value))
 
     def _copy(self, tensor: StageTensor) -> Tensor:
         home = _home(tensor)
         with in_plain_sight():
             value = tensor.detach().clone() if home.is_here else None
-            made = _placeholder(tensor) if value is None else value
+            made = _placeholder(spec_of(tensor)) if value is None else value
             if isinstance(tensor, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return self._take_in(made, home.holders, tuple(_stride(tensor)))
+        return self._take_in(made, home.holders, spec_of(tensor).stride)
 
     # Gradients
 
@@ -243,7 +239,7 @@ class HookView:
                 if gradient is None and home.is_here:  # one of several holders that did not use it
                     gradient = torch.zeros_like(parameter.detach())
                     parameter.grad = gradient
-                shown = self._make(gradient, parameter, home.holders)
+                shown = self._make(gradient, spec_of(parameter), home.holders)
             self._gradients[id(parameter)] = shown
         return self._gradients[id(parameter)]
 
@@ -262,7 +258,7 @@ class HookView:
         if not isinstance(leaf, PlacedTensor):
             return leaf
         value = None if leaf.origin is None else leaf.origin[1].detach()
-        return self._make(value, leaf, frozenset({leaf.program.lives_on(leaf)}))
+        return self._make(value, leaf.spec, frozenset({leaf.program.lives_on(leaf)}))
 
     def _moved(self, leaf: Any, holders: frozenset[int]) -> Any:
         """``leaf``, in the home ``holders``."""
@@ -272,7 +268,7 @@ class HookView:
             value: Tensor | None = self._everywhere(leaf)
         else:
             value = self._at(leaf, min(holders))
-        return self._make(value, leaf, holders)
+        return self._make(value, spec_of(leaf), holders)
 
     def _at(self, tensor: StageTensor, stage: int) -> Tensor | None:
         """The values of ``tensor`` on ``stage``; ``None`` elsewhere."""
@@ -300,13 +296,13 @@ class HookView:
             dist.broadcast(value, mesh.stage_ranks[source], group=mesh.pp_group)
         return value
 
-    def _make(self, value: Tensor | None, like: Tensor, holders: frozenset[int]) -> Tensor:
-        """A tensor that lives with ``holders``: ``value`` there, elsewhere something with the metadata of ``like``."""
+    def _make(self, value: Tensor | None, spec: TensorSpec, holders: frozenset[int]) -> Tensor:
+        """A tensor that lives with ``holders``: ``value`` there, elsewhere something with these metadata."""
         if isinstance(value, StageTensor):
             return value
         if value is None or self._mesh.stage not in holders:
-            value = _placeholder(like)
-        return self._take_in(value, holders, tuple(_stride(like)))
+            value = _placeholder(spec)
+        return self._take_in(value, holders, spec.stride)
 
     def _take_in(self, tensor: Tensor, holders: frozenset[int], stride: tuple[int, ...]) -> Tensor:
         home = Home(
@@ -324,9 +320,14 @@ class HookView:
 
 @final
 class Views:
-    """The view of the hook that runs just now, if one does."""
+    """The view of the hook that runs just now, if one does.
+
+    Attributes:
+        foresight: what all views know about results.
+    """
 
     def __init__(self) -> None:
+        self.foresight = Foresight()
         self._view: HookView | None = None
 
     @property
@@ -368,14 +369,9 @@ def _home(tensor: Any) -> Home:
     return home
 
 
-def _stride(tensor: Tensor) -> Sequence[int]:
-    home = home_of(tensor)
-    return tensor.stride() if home is None or home.is_here else home.stride
-
-
-def _placeholder(like: Tensor) -> Tensor:
-    fill = float("nan") if like.is_floating_point() or like.is_complex() else 0
-    return torch.full((1,) * like.ndim, fill, dtype=like.dtype, device=like.device).expand(like.size())
+def _placeholder(spec: TensorSpec) -> Tensor:
+    fill = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+    return torch.full((1,) * len(spec.size), fill, dtype=spec.dtype, device=spec.device).expand(spec.size)
 
 
 def _changed(name: str, args: Any, kwargs: Any, homed: Sequence[Tensor]) -> Tensor | None:

@@ -109,7 +109,7 @@ class StageTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _HARMLESS:
-            home = next(home for leaf in pytree.tree_leaves((args, kwargs)) if (home := home_of(leaf)))
+            home = _first_home(args, kwargs or {})
             if home.sight.call is not None:
                 return home.sight.call(func, args, kwargs or {})
             if func not in _GRADIENT:
@@ -167,6 +167,13 @@ class StageParameter(StageTensor, nn.Parameter):
 def home_of(tensor: Any) -> Home | None:
     """Where ``tensor`` lives, if operations on it arrive here."""
     return _home(tensor) if isinstance(tensor, StageTensor) else None
+
+
+def _first_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Home:
+    for leaf in args:
+        if isinstance(leaf, StageTensor):
+            return _home(leaf)
+    return next(home for leaf in pytree.tree_leaves((args, kwargs)) if (home := home_of(leaf)))
 
 
 def in_plain_sight() -> Any:
