@@ -9,13 +9,16 @@ from .tiny import VOCABULARY
 
 __all__ = [
     "Draw",
+    "answer",
     "boxes",
     "captions",
     "characters",
+    "choice",
     "colours_class",
     "contrastive",
     "decisions",
     "depth",
+    "first_and_second",
     "forecast",
     "image_and_text",
     "image_class",
@@ -27,6 +30,8 @@ __all__ = [
     "next_tokens",
     "patches_of_series",
     "small_image",
+    "text_class",
+    "token_classes",
     "spectrogram_class",
     "spectrogram_text",
     "translation",
@@ -76,6 +81,38 @@ def next_tokens(draw: Draw, config: Any) -> dict[str, Tensor]:
 def masked_tokens(draw: Draw, config: Any) -> dict[str, Tensor]:
     """Text for an encoder, which is asked for tokens that it may see."""
     return next_tokens(draw, config)
+
+
+def _text(draw: Draw) -> dict[str, Tensor]:
+    mask = draw.padding(LENGTH)
+    return {"input_ids": draw.ids(LENGTH).masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def text_class(draw: Draw, config: Any) -> dict[str, Tensor]:
+    """Text that ends with a special token, and its class."""
+    text = _text(draw)
+    text["input_ids"][:, -3] = END_OF_TEXT
+    return {**text, "labels": draw.classes()}
+
+
+def token_classes(draw: Draw, config: Any) -> dict[str, Tensor]:
+    """Text and the class of every token."""
+    return {**_text(draw), "labels": draw.classes(LENGTH)}
+
+
+def answer(draw: Draw, config: Any) -> dict[str, Tensor]:
+    """Text and where in it the answer stands."""
+    return {**_text(draw), "start_positions": draw.classes(high=4), "end_positions": draw.classes(high=LENGTH)}
+
+
+def choice(draw: Draw, config: Any) -> dict[str, Tensor]:
+    """Three texts, and which is right."""
+    return {"input_ids": draw.ids(3, LENGTH), "labels": draw.classes(high=3)}
+
+
+def first_and_second(draw: Draw, config: Any) -> dict[str, Tensor]:
+    """Text with masked tokens, and whether its second sentence follows the first."""
+    return {**_text(draw), "labels": draw.ids(LENGTH), "next_sentence_label": draw.classes()}
 
 
 def translation(draw: Draw, config: Any) -> dict[str, Tensor]:

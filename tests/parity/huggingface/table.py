@@ -6,6 +6,7 @@ from .decoders import DECODERS
 from .encoder_decoders import ENCODER_DECODERS
 from .encoders import ENCODERS
 from .experts import EXPERTS
+from .heads import HEADS
 from .multimodal import MULTIMODAL
 from .recurrent import RECURRENT
 from .scenes import SCENES
@@ -19,6 +20,7 @@ ARCHITECTURES: list[Architecture] = [
     *EXPERTS,
     *RECURRENT,
     *ENCODERS,
+    *HEADS,
     *ENCODER_DECODERS,
     *VISION,
     *AUDIO,
