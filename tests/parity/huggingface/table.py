@@ -8,6 +8,7 @@ from .encoders import ENCODERS
 from .experts import EXPERTS
 from .heads import HEADS
 from .multimodal import MULTIMODAL
+from .others import OTHERS
 from .recurrent import RECURRENT
 from .scenes import SCENES
 from .series import SERIES
@@ -27,4 +28,5 @@ ARCHITECTURES: list[Architecture] = [
     *MULTIMODAL,
     *SCENES,
     *SERIES,
+    *OTHERS,
 ]
