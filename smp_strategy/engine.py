@@ -109,7 +109,7 @@ class Engine:
         self._ownership: Ownership | None = None
         self._reduction: Reduction | None = None
         self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
-        self._used_by_glue: tuple[nn.Parameter, ...] = ()
+        self._used_by_glue: tuple[Tensor, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
         self._whole_on: RestoreModule = "all"
         self.views = Views()

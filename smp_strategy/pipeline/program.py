@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward_hooks import with_backward_hooks
+from smp_strategy.pipeline.collected import with_collected
 from smp_strategy.pipeline.kept import Kept, call_with_known
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import MESSAGE, check_tensor, decode, encode, made_tensors
@@ -180,8 +181,12 @@ class Program:
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
-        result = self._call("unit", name, callee, args, kwargs)
-        return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
+
+        def call(callee: Callee) -> Any:
+            result = self._call("unit", name, callee, args, kwargs)
+            return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
+
+        return with_collected(callee, call)
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""

@@ -2,9 +2,9 @@
 
 Sender and receiver know the shape and dtype of every message from the program, so there are no headers. A message is
 the raw elements in the order in which they stand in memory, and after them the strides: kernels add in another order
-where the layout is another, and that of a gradient, or of a result whose prediction is wrong about it, is known to
-the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot
-reach the message. A receive is posted when it is known and waited for when it is needed.
+where the layout is another, be it by gaps, and that of a gradient, or of a result whose prediction is wrong about it,
+is known to the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in
+place cannot reach the message. A receive is posted when it is known and waited for when it is needed.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
@@ -60,8 +60,7 @@ class Receipt:
             self._wait()
             self._wait = None
         if self._tensor is None:
-            strides = self._message[self._spec.nbytes :].clone().view(torch.int64).tolist()
-            self._tensor = _elements(self._message, self._spec, strides)
+            self._tensor = _unpacked(self._message, self._spec)
         return self._tensor
 
 
@@ -86,11 +85,9 @@ class Transport:
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
-        # Without the gaps and overlaps of a strided view.
-        strides = torch.empty_like(tensor, device="meta").stride()
         message = _message(spec)
-        _elements(message, spec, strides).copy_(tensor.detach())
-        message[spec.nbytes :].copy_(torch.tensor(strides, dtype=torch.int64).view(torch.uint8))
+        _elements(message, spec, tensor.stride()).copy_(tensor.detach())
+        message[spec.nbytes :].copy_(torch.tensor(tensor.stride(), dtype=torch.int64).view(torch.uint8))
         with _peer(self._ranks[stage], "sending a tensor to"):
             work = dist.isend(message, self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
@@ -195,8 +192,20 @@ def _message(spec: TensorSpec) -> Tensor:
 
 
 def _elements(message: Tensor, spec: TensorSpec, strides: Sequence[int]) -> Tensor:
-    """The tensor in ``message``."""
-    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, strides)
+    """The elements in ``message`` in the order that ``strides`` give them, without gaps and overlaps."""
+    strided = torch.empty_strided(spec.size, strides, dtype=spec.dtype, device="meta")
+    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, torch.empty_like(strided).stride())
+
+
+def _unpacked(message: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor in ``message``, with its gaps; one that was expanded takes the memory that it seems to take."""
+    strides = message[spec.nbytes :].clone().view(torch.int64).tolist()
+    dense = _elements(message, spec, strides)
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, spec.size, strict=True))
+    if is_expanded or dense.stride() == tuple(strides):
+        return dense.data  # no view of bytes, for autograd
+    with torch.inference_mode(False):
+        return torch.empty_strided(spec.size, strides, dtype=spec.dtype, device=spec.device).copy_(dense)
 
 
 def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:
