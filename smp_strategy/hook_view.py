@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.foresight import Argument, Foresight, flatten_call, spec_of, unflatten_call
+from smp_strategy.foresight import Argument, Foresight, spec_of
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.placed import PlacedTensor
@@ -31,7 +31,8 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.stage_tensors import Home, StageTensor, home_of, in_plain_sight
-from smp_strategy.trace.oracle import TensorSpec
+from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.tree import flatten_call, unflatten_call
 
 __all__ = ["HookView", "Views"]
 
