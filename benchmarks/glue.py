@@ -59,6 +59,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         assert calls.runtime is not None
         with calls.runtime.entered(program):
             model(input_ids=ids, labels=ids)
+        program.record.end()
         program.close()
 
     forward(program)

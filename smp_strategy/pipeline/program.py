@@ -209,7 +209,7 @@ class Program:
         if not self.computes_here:
             raise ValueNeededError(name)
         leaves, structure = flatten_call(args, kwargs)
-        placed = self._placed(leaves)
+        placed, _ = self._open(leaves)
         self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)
         args, kwargs = unflatten_call([self.graph.real(leaf) for leaf in leaves], structure)
         return function(*args, **kwargs)
@@ -229,13 +229,13 @@ class Program:
                 "the transform into an nn.Module that belongs to a unit."
             )
         leaves, structure = flatten_call(args, kwargs)
-        placed = self._placed(leaves)
+        placed, given = self._open(leaves)
         if kind == "op" and not placed:
             # All of them were kept from earlier steps, and are known everywhere by now.
             args, kwargs = unflatten_call(leaves, structure)
             return callee.function(*args, **kwargs)
         call = _Call(kind, name, callee, leaves, structure, placed)
-        prediction = self._predict(call)
+        prediction = self._predict(call, given)
         if isinstance(prediction, Unpredictable):
             return self._call_and_tell(call, prediction)
         plain = [position for position in prediction.changed if is_plain(leaves[position])]
@@ -243,12 +243,10 @@ class Program:
             if must_run_everywhere(name, leaves, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
             placed += [self._take(leaves[position]) for position in plain]
-        made, changed = self._values_of(prediction)
-        costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
-        placement = self.record.place(Event(kind, name, _values(placed), (*made, *changed), *costs))
+        event, placement = self.record.call(kind, name, _values(placed), prediction)
         self._exchange(placement, placed)
         ran = self._run(call, prediction.random) if self._stage in placement.stages else None
-        return self._hand_out(call, prediction, placement.segments[0], (made, changed), ran)
+        return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
     def _call_and_tell(self, call: _Call, why: Unpredictable) -> Any:
         """A call with a result that cannot be predicted: its stage runs it, and the others wait to be told."""
@@ -269,10 +267,11 @@ class Program:
             assert note.origin is not None
             prediction = decode(note.origin[1])
         refuse_changed_plain(call.name, call.leaves, prediction)
-        made, changed = self._values_of(prediction)
+        specs = (*prediction.made, *prediction.changed.values())
+        values = [self.record.value(spec) for spec in specs]
         costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
-        self.record.complete(position, (*made, *changed), costs)
-        return self._hand_out(call, prediction, segment, (made, changed), ran)
+        self.record.complete(position, values, costs)
+        return self._hand_out(call, prediction, segment, values, ran)
 
     def _observe(self, call: _Call) -> tuple[_Ran, Prediction]:
         """Run ``call`` and describe what it did; costs are worth measuring in a survey only."""
@@ -289,13 +288,13 @@ class Program:
         call: _Call,
         prediction: Prediction,
         segment: SegmentId,
-        values: tuple[list[Value], list[Value]],
+        values: Sequence[Value],
         ran: _Ran | None,
     ) -> Any:
         """What the program goes on with, on every stage."""
         leaves = call.leaves
         constants: Sequence[Any] = prediction.outputs
-        results = [PlacedTensor(self, v, spec, segment) for v, spec in zip(values[0], prediction.made, strict=True)]
+        results = [PlacedTensor(self, v, spec, segment) for v, spec in zip(values, prediction.made, strict=False)]
         for result, alias in zip(results, prediction.aliases, strict=True):
             if alias is not None:
                 source = results[alias.made] if alias.leaf is None else leaves[alias.leaf]
@@ -305,7 +304,7 @@ class Program:
             for result, tensor in zip(results, tensors, strict=True):
                 real = cut_off(tensor) if self.is_survey else tensor
                 result.origin = result.current = (self.graph.current, real)
-        for (position, spec), value in zip(prediction.changed.items(), values[1], strict=True):
+        for (position, spec), value in zip(prediction.changed.items(), values[len(results) :], strict=True):
             leaves[position].changed_in_place(value, spec, segment)
             here = None if ran is None else (self.graph.current, ran.inputs[position])
             leaves[position].origin = leaves[position].current = here
@@ -330,8 +329,7 @@ class Program:
         finally:
             self.enclosing = None
 
-    def _predict(self, call: _Call) -> Prediction | Unpredictable:
-        given = [self._spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+    def _predict(self, call: _Call, given: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
             if not self.computes_here and call.kind == "unit":
@@ -341,8 +339,6 @@ class Program:
             self.enclosing, self.is_predicting = None, False
 
     def _spec_of(self, tensor: Tensor) -> TensorSpec:
-        if isinstance(tensor, PlacedTensor):
-            return tensor.spec
         # A mask or a rotary table goes to every block.
         known = self._specs.get(id(tensor))
         same = known is not None and known[0]() is tensor and known[1].size == tensor.shape
@@ -362,29 +358,30 @@ class Program:
         if placement.moves and self.computes_here:
             self.graph.exchange(placement, placed)
 
-    def _values_of(self, prediction: Prediction) -> tuple[list[Value], list[Value]]:
-        made = [self.record.value(spec) for spec in prediction.made]
-        return made, [self.record.value(spec) for spec in prediction.changed.values()]
-
     # Tensors of other times and kinds
 
-    def _placed(self, leaves: list[Any]) -> list[PlacedTensor]:
-        """The placed tensors among ``leaves``, ready for use; those of ended programs are replaced."""
-        found = []
+    def _open(self, leaves: list[Any]) -> tuple[list[PlacedTensor], list[Any]]:
+        """Make arguments ready for use; tensors of ended programs are replaced in ``leaves``.
+
+        Returns:
+            The placed tensors among them, and all of them with tensors by their metadata.
+        """
+        placed, given = [], []
         for position, leaf in enumerate(leaves):
-            if not isinstance(leaf, PlacedTensor):
-                if isinstance(leaf, Tensor):
-                    refuse_left_behind(leaf)
-                continue
-            if leaf.program is not self:
-                if leaf.known is not None:
-                    leaves[position] = leaf.known
+            if isinstance(leaf, PlacedTensor):
+                if leaf.program is not self:
+                    leaf = leaves[position] = leaf.known if leaf.known is not None else self._kept.adopted(leaf, self)
+                if isinstance(leaf, PlacedTensor):
+                    if leaf.version != leaf.memory.version:
+                        self._refresh(leaf)
+                    placed.append(leaf)
+                    given.append(leaf.spec)
                     continue
-                leaf = leaves[position] = self._kept.adopted(leaf, self)
-            if leaf.is_stale:
-                self._refresh(leaf)
-            found.append(leaf)
-        return found
+            if isinstance(leaf, Tensor):
+                refuse_left_behind(leaf)
+                leaf = self._spec_of(leaf)
+            given.append(leaf)
+        return placed, given
 
     def _take(self, tensor: Tensor) -> PlacedTensor:
         """Turn a plain tensor, which all stages have, into a placed one."""

@@ -2,18 +2,30 @@
 
 Every stage writes the same record. The schedule of a step was made for the record of an earlier one; a program notices
 here that it takes another path.
+
+Nearly always it takes the path of the program that ended last. So a record *follows* that one as long as their events
+are the same, and takes its entries over instead of making and placing them anew; where they part, it places what it has
+taken over, and goes on by itself.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, final
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.local_graph import MOST_MOVES
 from smp_strategy.pipeline.routing import Placement, Router, SegmentId
 from smp_strategy.trace.events import Event, Value
+from smp_strategy.trace.prediction import Prediction
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Record"]
+__all__ = ["Latest", "Record"]
+
+
+@final
+class Latest:
+    """Holds the record of the program on a stage that has ended last, if any."""
+
+    record: "Record | None" = None
 
 
 @final
@@ -21,18 +33,32 @@ class Record:
     """See the module docstring.
 
     Args:
-        router: decides where events run.
+        new_router: makes a router, which decides where events run.
         expected: signatures of the events that the plan was made for; ``None`` where there is no plan.
+        latest: where to find a record to follow, and to leave this one.
     """
 
-    def __init__(self, router: Router, expected: Sequence[object] | None) -> None:
+    def __init__(self, new_router: Callable[[], Router], expected: Sequence[object] | None, latest: Latest) -> None:
         self.events: list[tuple[Event, Placement]] = []
-        self.num_stages = router.num_stages
         # Whether the program took another path than the plan was made for.
         self.left_plan = False
-        self._router = router
+        self._new_router = new_router
+        self._router = new_router()
         self._expected = expected
+        self._latest = latest
+        self._predictions: list[Prediction | None] = []
         self._num_values = 0
+        self._leader: Record | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self._router.num_stages
+
+    @property
+    def path(self) -> list[str]:
+        """Names of the events."""
+        return [event.name or event.kind for event, _ in self.events]
 
     def value(self, spec: TensorSpec) -> Value:
         """A new value."""
@@ -43,22 +69,45 @@ class Record:
         """The stage that made ``value``."""
         return self._router.home(value.id)
 
+    def call(
+        self, kind: Literal["unit", "op"], name: str, inputs: tuple[Value, ...], prediction: Prediction
+    ) -> tuple[Event, Placement]:
+        """Add a call of which the result is predicted, and decide where it runs."""
+        if not self.events:
+            self._follow()
+        position, leader = len(self.events), self._leader
+        if leader is not None:
+            if position < len(leader.events) and leader._predictions[position] is prediction:
+                entry = leader.events[position]
+                if entry[0].inputs == inputs and entry[0].name == name and entry[0].kind == kind:
+                    self._num_values += len(entry[0].outputs)
+                    self._add(entry, prediction)
+                    return entry
+            self._part()
+        outputs = [self.value(spec) for spec in (*prediction.made, *prediction.changed.values())]
+        costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
+        event = Event(kind, name, inputs, tuple(outputs), *costs)
+        entry = (event, self._route(event))
+        self._add(entry, prediction)
+        return entry
+
     def place(self, event: Event, *, is_whole: bool = True) -> Placement:
-        """Add ``event`` and decide where it runs.
+        """Add any other event, and decide where it runs.
 
         Args:
             event: what happens next.
             is_whole: its outputs are all known; otherwise :meth:`complete` has to follow.
         """
-        placement = self._router.place(event)
-        if placement.moves and placement.moves[-1].number >= MOST_MOVES:
-            raise UnsupportedError(
-                f"A microbatch moves more than {MOST_MOVES} tensors between stages. Move loops that cross stages "
-                "(text generation, say) out of the step."
-            )
-        self.events.append((event, placement))
-        if is_whole:
-            self._check_path(len(self.events) - 1)
+        if not self.events:
+            self._follow()
+        position, leader = len(self.events), self._leader
+        if leader is not None:
+            if is_whole and position < len(leader.events) and leader.events[position][0] == event:
+                self._add(leader.events[position], None)
+                return self.events[position][1]
+            self._part()
+        placement = self._route(event)
+        self._add((event, placement), None, is_whole=is_whole)
         return placement
 
     def complete(self, position: int, outputs: Sequence[Value], costs: tuple[int, int, int]) -> None:
@@ -79,14 +128,39 @@ class Record:
         self.place(Event("given", "", (), (value,), home=home))
         return value, SegmentId(home[0], 0)
 
-    @property
-    def path(self) -> list[str]:
-        """Names of the events."""
-        return [event.name or event.kind for event, _ in self.events]
-
     def end(self) -> None:
         """There are no more events."""
         self.left_plan |= self._expected is not None and len(self.events) < len(self._expected)
+        self._leader = None  # it would keep all records before it
+        self._latest.record = self
+
+    def _add(self, entry: tuple[Event, Placement], prediction: Prediction | None, *, is_whole: bool = True) -> None:
+        self.events.append(entry)
+        self._predictions.append(prediction)
+        leader = self._leader
+        is_known = leader is not None and leader._expected is self._expected and not leader.left_plan
+        if is_whole and not is_known:
+            self._check_path(len(self.events) - 1)
+
+    def _follow(self) -> None:
+        self._leader = self._latest.record
+        if self._leader is not None:
+            self._router = self._leader._router  # which knows where all values will be
+
+    def _part(self) -> None:
+        self._leader = None
+        self._router = self._new_router()
+        for event, _ in self.events:
+            self._router.place(event)
+
+    def _route(self, event: Event) -> Placement:
+        placement = self._router.place(event)
+        if placement.moves and placement.moves[-1].number >= MOST_MOVES:
+            raise UnsupportedError(
+                f"A microbatch moves more than {MOST_MOVES} tensors between stages. Move loops that cross stages "
+                "(text generation, say) out of the step."
+            )
+        return placement
 
     def _check_path(self, position: int) -> None:
         if self._expected is not None and not self.left_plan:

@@ -242,6 +242,8 @@ class Runtime:
     def close(self) -> None:
         """End the threads."""
         self._executor.shutdown(wait=False)
+        if self._stage.transport is not None:
+            self._stage.transport.close()
 
 
 def _holds(outer: nn.Module | None, inner: nn.Module | None) -> bool:

@@ -1,7 +1,7 @@
 """What every program on a stage has in common: where it runs, who predicts for it, and how values travel."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program, Surroundings
-from smp_strategy.pipeline.record import Record
+from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.oracle import Oracle
@@ -36,6 +36,8 @@ class Stage:
     """Carries values between stages; ``None`` where there is only one."""
     device: torch.device
     """Where the units run."""
+    latest: Latest = field(default_factory=Latest)
+    """The record that new programs begin by following."""
     is_survey: bool = False
     """Whether programs run to be looked at only."""
 
@@ -60,7 +62,7 @@ class Stage:
             surroundings,
             microbatch=microbatch,
             seed=seed,
-            record=Record(Router(self.stage_of, self.num_stages), expected),
+            record=Record(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
             graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
         )
 

@@ -133,6 +133,10 @@ class Transport:
         """One of them has arrived."""
         self._watch.go_on()
 
+    def close(self) -> None:
+        """End the threads."""
+        self._watch.close()
+
     def agree(self, digest: int, path: Callable[[], Sequence[str]]) -> None:
         """Make sure that all stages have run the same program; collective.
 

@@ -56,7 +56,7 @@ class Watch:
         self._ranks = ranks
         self._turn = 0
         self._seen: Mapping[int, Position] | None = None
-        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def wait(
@@ -105,6 +105,12 @@ class Watch:
             self._seen = None
         self._turn += 1
 
+    def close(self) -> None:
+        """End the thread, unless it stands in a wait that was given up."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread = None
+
     def _start(self, work: Callable[[], Any]) -> "Future[Any]":
         if self._thread is None:
             self._thread = _daemon(self._run)
@@ -113,8 +119,8 @@ class Watch:
         return done
 
     def _run(self) -> None:
-        while True:
-            _do(*self._tasks.get())
+        while (task := self._tasks.get()) is not None:
+            _do(*task)
 
 
 def in_background(work: Callable[[], Any]) -> "Future[Any]":
