@@ -112,6 +112,7 @@ class Engine:
         self._used_by_glue: tuple[Tensor, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
         self._whole_on: RestoreModule = "all"
+        self._transport: Transport | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
@@ -215,15 +216,15 @@ class Engine:
         # Anew each time: buffers may have been replaced in the meantime.
         self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
         self._release()
-        transport = None
+        self._transport = None
         if self.mesh.pp > 1:
-            transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
+            self._transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
         stage = Stage(
             number=self.mesh.stage,
             stage_of=stage_of,
             num_stages=self.mesh.pp,
             oracle=self._oracle,
-            transport=transport,
+            transport=self._transport,
             device=self._device,
         )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units()))
@@ -440,7 +441,8 @@ class Engine:
         assert self._ownership is not None
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         parameters = list(self._module.parameters())
-        view = HookView(parameters, self._ownership, self.mesh, self.views.foresight, seed=seed)
+        assert self._transport is not None
+        view = HookView(parameters, self._ownership, self.mesh, self._transport, self.views.foresight, seed=seed)
         self._calls.in_hook = True
         try:
             return self.views.run(hook, view, self._calls.runtime, seed=seed)

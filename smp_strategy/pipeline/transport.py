@@ -224,6 +224,8 @@ def _peer(rank: int, doing: str) -> Iterator[None]:
     """Turn a broken connection into the error of the rank that failed."""
     try:
         yield
+    except UnsupportedError:
+        raise  # the connection is fine
     except RuntimeError as error:
         cause = blame(error)
         if cause is not error:
