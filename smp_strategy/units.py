@@ -16,7 +16,8 @@ Rules, in order:
    module with constant buffers only (a mask, a rotary table) is glue: computing it everywhere is cheaper than sending
    it.
 
-A model without any list of blocks is opened down to its layers.
+A model without any list of blocks is opened down to its layers. A mere list
+or dict of modules or parameters is never a unit.
 """
 
 import difflib
@@ -41,6 +42,8 @@ _INDIVISIBLE = (
 )
 _DISTRIBUTED = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 Target = TypeVar("Target", nn.Module, type[nn.Module])
 
@@ -108,7 +111,11 @@ def _refuse_wrappers(root: nn.Module) -> None:
 def _visit(name: str, module: nn.Module, depth: int, indivisible: "_Indivisible") -> Iterator[Unit]:
     if not _has_state(module):
         return
-    if name and (indivisible.holds(module) or not (depth and _has_blocks(module, indivisible))):
+    if (
+        name
+        and not _is_mere_list(module)
+        and (indivisible.holds(module) or not (depth and _has_blocks(module, indivisible)))
+    ):
         yield Unit(name, module)
         return
     # Below a list, one level of nesting is used up.
@@ -122,13 +129,18 @@ def _layers(root: nn.Module, indivisible: "_Indivisible") -> Iterator[Unit]:
 
     def visit(name: str, module: nn.Module) -> Iterator[Unit]:
         own = next(module.parameters(recurse=False), None) is not None or isinstance(module, _NormBase)
-        if name and _has_state(module) and (own or indivisible.holds(module)):
+        if name and _has_state(module) and not _is_mere_list(module) and (own or indivisible.holds(module)):
             yield Unit(name, module)
             return
         for child_name, child in module.named_children():
             yield from visit(f"{name}.{child_name}" if name else child_name, child)
 
     yield from visit("", root)
+
+
+def _is_mere_list(module: nn.Module) -> bool:
+    """Whether it only holds modules or parameters: without a ``forward`` it cannot run as a whole."""
+    return isinstance(module, _LISTS) and type(module).forward is nn.Module.forward
 
 
 def _without_doubles(units: Iterable[Unit]) -> list[Unit]:

@@ -53,6 +53,14 @@ def test_places_in_a_list_may_be_empty():
     assert names(model) == names(GPT())
 
 
+def test_a_list_is_no_unit_but_what_is_in_it():
+    model = GPT()
+    model.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 2)])
+    model.last = nn.ModuleDict({"only": Block()})
+    model.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
+    assert names(model) == [*names(GPT()), "heads.0", "heads.1", "last.only"]
+
+
 def test_tied_modules_stay_two_units():
     assert names(GPT(tied=True)) == names(GPT())
 
