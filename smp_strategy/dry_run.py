@@ -23,6 +23,7 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.trace.attributes import attributes_restored
+from smp_strategy.trace.collectors import collectors, restore
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
@@ -98,8 +99,8 @@ def dry_run(
 
 @contextmanager
 def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
-    """Undo what the step does to the module: buffers, attributes, and the lists and dicts in attributes; let it print
-    nothing.
+    """Undo what the step does to the module (buffers, attributes, and the lists and dicts in attributes) and to
+    containers in context variables; let it print nothing.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
@@ -107,6 +108,7 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
     buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
+    collected = [(container, container.copy()) for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     with attributes_restored(module.modules()), redirect_stdout(io.StringIO()):
         try:
@@ -114,6 +116,8 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
         finally:
             for parameter, requires_grad in switches:
                 parameter.requires_grad_(requires_grad)
+            for container, contents in collected:
+                restore(container, contents)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -3,9 +3,9 @@
 The user's code is written for one pass at a time: ``self.features = h`` in ``forward``, a hook that fills a dict or a
 list, a loss that reads it at the end. Microbatches that interleave would find each other's tensors there. So when a
 microbatch pauses, the tensors that it has put into attributes of the glue, into dicts, lists, sets and objects in
-these attributes, and into variables and arguments of hooks, are taken out, and put back when it goes on. After the
-step they are all back, as if one microbatch had run after the other: a list has what each has appended, an attribute
-what the last one wrote.
+these attributes and in context variables, and into variables and arguments of hooks, are taken out, and put back when
+it goes on. After the step they are all back, as if one microbatch had run after the other: a list has what each has
+appended, an attribute what the last one wrote.
 
 What must not be private stays shared: everything without tensors (a counter counts), and tensors that take the place
 of a tensor or number (running statistics). A running sum of *placed* tensors would tie microbatches together; each
@@ -23,6 +23,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.trace.collectors import collectors
 
 __all__ = ["PrivateState"]
 
@@ -247,6 +248,8 @@ def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> Iterator[Any
         if hooks[module]:
             seen.add(id(vars(module)))
             yield vars(module)
+    for _, container in collectors():
+        yield from _visit(container, 1, seen)
     for of_module in hooks.values():
         for hook in of_module:
             yield from _visit_function(hook, seen)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp_strategy.errors import SMPError
 from smp_strategy.trace.attributes import attributes_restored
+from smp_strategy.trace.collectors import collector_key
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import contents_of_objects, is_object, put_back
 from smp_strategy.trace.fake import call, frozen_rng, imitate, is_left_behind, stand_in, tensors_of, tracked
@@ -87,13 +88,14 @@ class Oracle:
         return prediction
 
     def _switches(self, callee: Callee) -> tuple[object, ...]:
-        """What of the unit itself can be switched between two calls: training mode and frozen parameters."""
+        """What of the unit itself and around it can be switched between two calls: training mode, frozen parameters,
+        and what is collected from it."""
         if callee.module is None:
             return ()
         parts = self._parts.get(callee.key)
         if parts is None:
             parts = self._parts[callee.key] = (tuple(callee.module.modules()), tuple(callee.module.parameters()))
-        return tuple(map(_IS_TRAINING, parts[0])), tuple(map(_NEEDS_GRADIENT, parts[1]))
+        return tuple(map(_IS_TRAINING, parts[0])), tuple(map(_NEEDS_GRADIENT, parts[1])), collector_key()
 
     def _ambient(self) -> tuple[object, ...]:
         """The thread's modes that change what operations return."""

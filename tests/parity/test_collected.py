@@ -1,0 +1,128 @@
+"""What parts of units leave outside of the results: collected by hooks, kept in attributes, read by the step."""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from .compare import REUSED, SAMPLES, Blocks, Case, check, mean_square
+
+COLLECTED: ContextVar[Any] = ContextVar("collected", default=None)
+
+
+def in_order(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return mean_square(x)
+
+
+# Context variables
+
+
+def collect(key: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        found = COLLECTED.get()
+        if found is not None and isinstance(found[key], list):
+            found[key].append(output)
+        elif found is not None:
+            found[key][len(found[key])] = output
+
+    return hook
+
+
+def collecting(kind: type, again: bool = False) -> Case:
+    """Features of all blocks are collected; ``again``: the blocks run once more without that."""
+
+    def step(net: Any, x: Tensor) -> Tensor:
+        token = COLLECTED.set({"features": kind(), "unused": []})
+        try:
+            loss = in_order(net, x)
+            features = COLLECTED.get()["features"]
+        finally:
+            COLLECTED.reset(token)
+        features = list(features.values()) if isinstance(features, dict) else features
+        net.seen.append(len(features))
+        if again:
+            loss = loss + in_order(net, x)
+        return loss + sum(mean_square(feature) * 0.1 for feature in features)
+
+    def make() -> nn.Module:
+        net = Blocks(step)
+        for block in net.blocks:
+            block.mlp.register_forward_hook(collect("features"))
+        return net
+
+    return Case(make, differs=REUSED if again else "")
+
+
+# Hugging Face
+
+
+class Model(nn.Module):
+    """A language model whose loss takes more than its logits."""
+
+    def __init__(self, model: nn.Module, extra: Callable[[Any], Tensor], **options: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.extra = extra
+        self.options = options
+        self.seen: list[Any] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        output = self.model(input_ids=batch["ids"], labels=batch["ids"], **self.options)
+        return output.loss + self.extra(output)
+
+    @staticmethod
+    def batch(generator: torch.Generator) -> Any:
+        return {"ids": torch.randint(0, 32, (SAMPLES, 6), generator=generator)}
+
+
+SIZES = {
+    **{"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 16},
+    **{"num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "attn_implementation": "eager"},
+}
+
+
+def entropy_of_attention(output: Any) -> Tensor:
+    assert len(output.attentions) == 4
+    return -sum((a * a.clamp(min=1e-6).log()).sum(-1).mean() * 0.1 for a in output.attentions)
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.5)
+    return Model(transformers.MixtralForCausalLM(config), lambda output: output.aux_loss, output_router_logits=True)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(**SIZES)
+    return Model(transformers.LlamaForCausalLM(config), entropy_of_attention, output_attentions=True)
+
+
+def gpt2() -> nn.Module:
+    names = {"n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    config = transformers.GPT2Config(
+        **names, bos_token_id=0, eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, attn_implementation="eager"
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    return Model(model, entropy_of_attention, output_attentions=True, output_hidden_states=True)
+
+
+CASES = {
+    "lists in a context variable": collecting(list),
+    "dicts in a context variable": collecting(dict),
+    "not in all calls": collecting(list, again=True),
+    "router logits of Mixtral": Case(mixtral),
+    "attention maps of Llama": Case(llama),
+    "attention maps of GPT-2": Case(gpt2, differs=REUSED),
+}
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_what_parts_of_units_leave_outside_of_results_is_everywhere(name: str, pp: int) -> None:
+    check(CASES[name], pp)
