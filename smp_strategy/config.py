@@ -19,10 +19,11 @@ from typing import Any, Literal, Self
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["SMPConfig", "parse_recipe"]
+__all__ = ["RestoreModule", "SMPConfig", "parse_recipe"]
 
 Optimize = Literal["memory", "speed"]
 Schedule = Literal["interleaved", "simple"]
+RestoreModule = Literal["all", "rank_zero", "none"]
 
 ENV_PREFIX = "SMP_"
 ALIASES = {"partitions": "pipeline_parallel_degree"}
@@ -81,9 +82,13 @@ class PartitionOptions:
     """Measure unit times on the device instead of modelling them."""
     trace_memory_usage: bool = False
     """Measure activation memory on the device instead of modelling it."""
+    restore_module: RestoreModule = "all"
+    """Which ranks have an ordinary module with all weights again when a run (fit, test ...) ends. Elsewhere each rank
+    keeps its own units, and using others is an error. Every run begins with the whole module on all ranks."""
 
     def _problems(self) -> list[str]:
         found = _one_of(self, "optimize", typing.get_args(Optimize))
+        found += _one_of(self, "restore_module", typing.get_args(RestoreModule))
         weight = self.memory_weight
         if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight <= 1):
             found.append(f"`memory_weight` must be between 0 and 1, but is {weight!r}.")

@@ -7,6 +7,7 @@ Life of a model under the engine:
 2. The first step: its microbatch is traced without computing, the partition is decided and every rank lets go of the
    units of other stages.
 3. Every step: cut the batch, run the user's step once per microbatch under the schedule, hand out the results.
+4. :meth:`Engine.detach`: the module becomes an ordinary one again, on every rank that asks for it.
 
 Gradients are handed over separately (:meth:`TrainStep.commit`), because in Lightning and Accelerate the step comes
 first, then ``zero_grad``, then ``backward``.
@@ -22,21 +23,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.agreement import check_same_partition, start_alike
+from smp_strategy.agreement import start_alike
 from smp_strategy.checkpoint import full
-from smp_strategy.config import SMPConfig
-from smp_strategy.dry_run import DryRun, dry_run
+from smp_strategy.checkpoint.restore import restore
+from smp_strategy.config import RestoreModule, SMPConfig
+from smp_strategy.decision import decide
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.gradient_view import run_with_gradients
+from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.manual import ManualSteps
-from smp_strategy.mesh import MeshShape, ProcessMesh, check_degree
+from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import event_times, problem_of
-from smp_strategy.partition.solver import solve
+from smp_strategy.partition.problem import event_times
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
@@ -48,6 +49,7 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.report import render_layout, render_schedule
+from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
@@ -73,6 +75,9 @@ class Engine:
 
     Attributes:
         manual: what the code of a :meth:`manual_step` can ask for.
+        partition: which unit goes to which stage, once it is decided.
+        views: what hooks that run just now see.
+        copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
     """
 
     def __init__(
@@ -103,6 +108,12 @@ class Engine:
         self.manual = ManualSteps(self._calls)
         self._ownership: Ownership | None = None
         self._reduction: Reduction | None = None
+        self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        self._used_by_glue: tuple[nn.Parameter, ...] = ()
+        # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
+        self._whole_on: RestoreModule = "all"
+        self.views = Views()
+        self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         self._seed = 0
@@ -122,7 +133,7 @@ class Engine:
     def attach(
         self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
     ) -> None:
-        """Take on ``module``; collective. Calling it again with the same module only exchanges the optimizers.
+        """Take on ``module``, whole on every rank; collective. One that was detached is spread as before.
 
         Args:
             module: what is trained.
@@ -134,72 +145,75 @@ class Engine:
             ConfigError: the degrees do not fit the number of ranks or of units.
             SMPError: the engine already serves another module.
         """
+        if self._module is not None and not self.serves(module):
+            raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
         self._optimizers = optimizers
         self._keep_shared = keep_shared
-        if self._module is module:
+        if self._calls.are_intercepted:
             return
-        if self._module is not None:
-            raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
-        shape = self._choose_shape(module)
-        self._module = module
-        self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
-        self._units = self._choose_units(module, shape.pp)
-        self._seed = start_alike(module)
-        for unit in self._units:
-            self._calls.intercept(unit)
+        if self._module is None:
+            shape = choose_shape(self.config, module, self._report)
+            self._module = module
+            self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
+            self._units = self._choose_units(module, shape.pp)
+            self._seed = start_alike(module)
+        else:
+            start_alike(module)
+        self._calls.intercept(self._units)
 
     def _choose_units(self, module: nn.Module, num_stages: int) -> list[Unit]:
         return choose_units(module, num_stages, self.config.unit_classes)
 
-    def _choose_shape(self, module: nn.Module) -> MeshShape:
-        world_size = dist.get_world_size()
-        degree = self.config.pipeline_parallel_degree
-        if degree is None:
-            num_units = len(self._choose_units(module, world_size))
-            degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
-            self._report(
-                f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
-                f"{self.config.num_microbatches(degree)} microbatches where the batch has as many samples."
-            )
-        elif degree > 1 and self.config.num_microbatches(degree) == 1:
-            self._report(
-                f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
-                f"Set it to about {4 * degree}."
-            )
-        check_degree(degree, world_size, [unit.name for unit in self._choose_units(module, degree)])
-        return MeshShape.of_world(world_size, pp=degree, placement=self.config.placement_strategy)
+    def serves(self, module: nn.Module) -> bool:
+        """Whether this engine has taken on ``module``, with the units that it has now."""
+        if self._module is not module:
+            return False
+        units = self._choose_units(module, self.mesh.pp)
+        return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
+
+    def detach(self, *, failed: bool = False) -> None:
+        """Let go of the module; :meth:`attach` takes it on again. Collective unless the run has failed.
+
+        Calls reach the module directly again, and the ranks that ``restore_module`` names get all of its values back.
+        The state of the optimizers stays where it is.
+
+        Args:
+            failed: the other ranks may not come here; the module stays as it is.
+        """
+        self._calls.give_back()
+        if not failed:
+            self._restore(self.config.restore_module)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks lack values of the module."""
+        return self._whole_on != "all"
+
+    def restore_everywhere(self) -> None:
+        """Give every rank the whole module, whatever the options say. Collective."""
+        self._restore("all")
+
+    def _restore(self, where: RestoreModule) -> None:
+        if not self.is_spread or where == "none":
+            return
+        assert self._module is not None
+        assert self._ownership is not None
+        if where == "all" or self.mesh.dp_rank == 0:
+            keep = where == "all" or self.mesh.rank == 0
+            restore(self._module, self._units, self._ownership, self.mesh, keep=keep)
+        self._whole_on = where
 
     # The first step
 
-    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
-        """Trace, partition, and let go of what belongs to other stages."""
+    def _spread(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
+        """Let go of what belongs to other stages, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
-        found = DryRun(None, ())
-        if not self.config.skip_tracing:
-            found = dry_run(
-                step,
-                microbatch,
-                loss_of,
-                module=self._module,
-                units=self._units,
-                calls=self._calls,
-                oracle=self._oracle,
-                device=self._device,
-            )
-        parameters = {
-            unit.name: {index_of: parameter.nbytes for index_of, parameter in self._numbered(unit)}
-            for unit in self._units
-        }
-        problem = problem_of(
-            found.trace or Trace([]),
-            parameters,
-            num_stages=self.mesh.pp,
-            memory_weight=self.config.resolved_memory_weight,
-        )
-        self.partition = Partition.of(problem, solve(problem))
-        check_same_partition(self.partition)
+        if self.partition is None:
+            self._decide(kind, step, microbatch, loss_of)
+        assert self.partition is not None
         stage_of = self.partition.stage_of
-        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=found.used_by_glue)
+        # Anew each time: buffers may have been replaced in the meantime.
+        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
         self._release()
         transport = None
         if self.mesh.pp > 1:
@@ -216,17 +230,26 @@ class Engine:
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
+
+    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
+        """Trace and partition."""
+        assert self._module is not None
+        self.partition, found = decide(
+            self.config,
+            self._module,
+            self._units,
+            self.mesh.pp,
+            calls=self._calls,
+            oracle=self._oracle,
+            device=self._device,
+            first=(step, microbatch, loss_of),
+        )
+        self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
         if self.config.partition_file and self.mesh.rank == 0:
             self.partition.save(self.config.partition_file)
-
-    def _numbered(self, unit: Unit) -> list[tuple[int, nn.Parameter]]:
-        """The unit's parameters with numbers that are the same on every rank."""
-        assert self._module is not None
-        numbers = {id(parameter): number for number, parameter in enumerate(self._module.parameters())}
-        return [(numbers[id(parameter)], parameter) for parameter in unit.module.parameters()]
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         assert self._module is not None
@@ -237,21 +260,25 @@ class Engine:
     def _release(self) -> None:
         assert self._ownership is not None
         mesh, ownership = self.mesh, self._ownership
-        ownership.release(mesh.stage)
+        ownership.release(mesh.stage, self.copies())
+        self._whole_on = "none" if mesh.pp > 1 else "all"
         local = {id(parameter) for parameter in ownership.local_parameters(mesh.stage)}
         for optimizer in self._optimizers:
             for parameter in [parameter for parameter in optimizer.state if id(parameter) not in local]:
                 del optimizer.state[parameter]
-        shared = []
-        for stages, parameters in ownership.shared().items():
-            if mesh.stage not in stages:
+        for stages in ownership.shared():
+            if mesh.stage not in stages or stages in self._groups:
                 continue
             ranks = [mesh.stage_ranks[stage] for stage in sorted(stages)]
             whole = len(ranks) == mesh.pp
-            group = (
+            self._groups[stages] = (
                 mesh.pp_group if whole else dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
             )
-            shared.append((group, parameters))
+        shared = [
+            (self._groups[stages], parameters)
+            for stages, parameters in ownership.shared().items()
+            if mesh.stage in stages
+        ]
         local_parameters = ownership.local_parameters(mesh.stage)
         self._reduction = Reduction(local_parameters, shared, self._counts_here, mesh.dp_group)
         self.manual.begin(local_parameters, self._reduction)
@@ -284,7 +311,7 @@ class Engine:
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
-            self._decide("train", step, microbatches[0], loss_of)
+            self._spread("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
         assert self._reduction is not None
         job = self._training_job(step, sizes, loss_of)
@@ -318,7 +345,7 @@ class Engine:
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
-            self._decide(kind, step, microbatches[0], None)
+            self._spread(kind, step, microbatches[0], None)
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
         run = self._run(kind, Job(step=step, seed=seed), microbatches)
@@ -333,7 +360,7 @@ class Engine:
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         if self._calls.runtime is None:
-            self._decide("manual", step, microbatches[0], None)
+            self._spread("manual", step, microbatches[0], None)
         run = self.manual.run(self._training_job(step, sizes), microbatches)
         return EvalStep(run.outputs, sizes)
 
@@ -395,35 +422,37 @@ class Engine:
             norm_type: order of the norm.
         """
         parameters = list(parameters)
-        norm = global_norm(parameters, self._counts_here, self.mesh.pp_group, norm_type)
-        local = [parameter for parameter in parameters if parameter.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
+        with self.views.put_aside():
+            norm = global_norm(parameters, self._counts_here, self.mesh.pp_group, norm_type)
+            local = [parameter for parameter in parameters if parameter.grad is not None]
+            torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
 
-    def with_gradients(self, hook: Callable[[], Any]) -> Any:
-        """Run the user's ``hook`` with the gradients of all stages in sight; collective over the ranks of a replica.
+    def run_hook(self, hook: Callable[[], Any]) -> Any:
+        """Run the user's ``hook`` with weights and gradients of all stages in sight; collective over a replica.
 
         Returns:
             What ``hook`` returns, with real tensors on every rank.
         """
+        if self._calls.runtime is None or self.mesh.pp == 1 or self.views.is_open:
+            return hook()
         assert self._module is not None
-        assert self._calls.runtime is not None
         assert self._ownership is not None
-        return run_with_gradients(
-            hook,
-            list(self._module.parameters()),
-            runtime=self._calls.runtime,
-            ownership=self._ownership,
-            mesh=self.mesh,
-            seed=derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK),
-        )
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
+        parameters = list(self._module.parameters())
+        view = HookView(parameters, self._ownership, self.mesh, self.views.foresight, seed=seed)
+        self._calls.in_hook = True
+        try:
+            return self.views.run(hook, view, self._calls.runtime, seed=seed)
+        finally:
+            self._calls.in_hook = False
 
     # State
 
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._module is not None
-        return full.state_dict(self._module, self._ownership, self.mesh)
+        return full.state_dict(self._module, self._ownership if self._whole_on == "none" else None, self.mesh)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
@@ -432,7 +461,10 @@ class Engine:
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
         assert self._module is not None
-        full.load_state_dict(self._module, state_dict, self._ownership, self.mesh, strict=strict)
+        is_whole_here = self._whole_on == "all" or (self._whole_on == "rank_zero" and self.mesh.rank == 0)
+        full.load_state_dict(
+            self._module, state_dict, None if is_whole_here else self._ownership, self.mesh, strict=strict
+        )
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
@@ -448,5 +480,4 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's threads; the module stays as it is."""
-        if self._calls.runtime is not None:
-            self._calls.runtime.close()
+        self._calls.close()

@@ -1,19 +1,21 @@
 """Calls of units go through the runtime; hooks that the user registered on them stay outside of it.
 
 The ``forward`` of each unit is replaced on the instance, so ``unit(...)`` still runs its hooks, on every stage, with
-placed tensors. Nothing else of the model is touched.
+placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_back` leaves no trace.
 """
 
 import dataclasses
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from smp_strategy.pipeline.backward_hooks import hide_backward_hooks
+from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.units import Unit
 
@@ -26,16 +28,52 @@ class UnitCalls:
 
     Attributes:
         runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
+        in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
+        self.in_hook = False
+        # Each unit with the ``forward`` that its instance had of its own, if any.
+        self._before: list[tuple[nn.Module, Any]] = []
         self._callees: dict[str, Callee] = {}
 
-    def intercept(self, unit: Unit) -> None:
-        """Let calls of ``unit`` come here."""
+    @property
+    def are_intercepted(self) -> bool:
+        """Whether calls come here."""
+        return bool(self._before)
+
+    def intercept(self, units: Sequence[Unit]) -> None:
+        """Let calls of ``units`` come here."""
+        for unit in units:
+            self._before.append((unit.module, vars(unit.module).get("forward")))
+            self._intercept(unit)
+
+    def give_back(self) -> None:
+        """Let calls of the units reach them directly, as before; ends the runtime."""
+        self.close()
+        for module, own in self._before:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+            show_backward_hooks(module)
+        self._before.clear()
+        self._callees.clear()
+
+    def close(self) -> None:
+        """End the runtime's threads."""
+        if self.runtime is not None:
+            self.runtime.close()
+            self.runtime = None
+
+    def _intercept(self, unit: Unit) -> None:
         original = unit.module.forward
         self._callees[unit.name] = Callee(unit.name, original, unit.module)
+
+        def plainly(*args: Any, **kwargs: Any) -> Any:
+            with in_plain_sight():
+                return original(*args, **kwargs)
 
         @functools.wraps(original)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +82,10 @@ class UnitCalls:
                 return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
             if self.runtime is None:
                 return original(*args, **kwargs)
-            return self.runtime.call_unit(self._callees[unit.name], args, kwargs)
+            callee = self._callees[unit.name]
+            if self.in_hook:
+                callee = dataclasses.replace(callee, function=plainly, compiled=None)
+            return self.runtime.call_unit(callee, args, kwargs)
 
         unit.module.forward = types.MethodType(forward, unit.module)
         hide_backward_hooks(unit.module)

@@ -1,20 +1,22 @@
 """What each stage holds of the model.
 
 Until the partition is decided every rank holds the whole model. Then a rank lets go of the units of other stages:
-their parameters keep name, shape, dtype, device and identity (optimizers and hooks go on referring to them), but are
-backed by a single NaN, so that an accidental use shows up as NaN and never as a plausible number. They get no gradient
-and so no optimizer state.
+their parameters keep name, shape, dtype, device and identity (optimizers and hooks go on referring to them), but no
+values, and an accidental use is an error (:mod:`smp_strategy.stage_tensors`). They get no gradient and so no optimizer
+state.
 
 A parameter can be held by several stages: one that two units share (tied weights) by the stages of both, one that
 the glue has or computes with by all. The lowest of these stages counts it in norms and saves it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.stage_tensors import Home, Sight, StageTensor, home_of
 from smp_strategy.units import Unit
 
 __all__ = ["Ownership"]
@@ -42,6 +44,7 @@ class Ownership:
         used_by_glue: Iterable[nn.Parameter] = (),
     ) -> None:
         self._root = root
+        self.stage_of = stage_of
         everywhere = frozenset(range(num_stages))
         holders: dict[int, frozenset[int]] = {}
         for unit in units:
@@ -50,8 +53,14 @@ class Ownership:
         holders.update((id(parameter), everywhere) for parameter in used_by_glue)
         self._holders: dict[int, frozenset[int]] = holders
         self._everywhere = everywhere
+        self._stage = -1
         # Buffers may be replaced by assignment during training, parameters keep their identity.
         self._by_name = {name: self.holders(tensor) for name, tensor in _named_tensors(root)}
+        self._homes: dict[str, Home] = {}
+        self._guests: dict[int, tuple[weakref.ref[Tensor], Home]] = {}
+        self._guest_numbers: dict[int, int] = {}
+        self._num_guests = 0
+        self.sight = Sight()
 
     def holders(self, tensor: Tensor) -> frozenset[int]:
         """Stages that hold ``tensor``."""
@@ -82,18 +91,60 @@ class Ownership:
         """Parameters that ``stage`` holds, in order of registration."""
         return [parameter for parameter in self._root.parameters() if stage in self.holders(parameter)]
 
-    def release(self, stage: int) -> None:
-        """Let go of everything that ``stage`` does not hold."""
+    def release(self, stage: int, copies: Iterable[nn.Module] = ()) -> None:
+        """Let go of everything that ``stage`` does not hold.
+
+        Args:
+            stage: that of this rank.
+            copies: modules with the same names (averages of weights, say), whose tensors get the same homes.
+        """
+        self._stage = stage
         with torch.inference_mode(False), torch.no_grad():
-            for _, tensor in _named_tensors(self._root):
-                if stage not in self.holders(tensor):
-                    tensor.data = _placeholder(tensor)
-                    tensor.grad = None
+            for _, tensor, home in self.residents():
+                if not home.is_here and home_of(tensor) is None:
+                    StageTensor.send_away(tensor, home)
+            for module in copies:
+                for name, tensor in _named_tensors(module):
+                    home = self._home(name, tensor)
+                    if len(home.holders) < len(self._everywhere) and home_of(tensor) is None:
+                        self.take_in(tensor, home)
+                        if not home.is_here:
+                            StageTensor.send_away(tensor, home)
 
+    def residents(self) -> Iterator[tuple[str, Tensor, Home]]:
+        """The module's own parameters and buffers as they are now, and where they live."""
+        for name, tensor in _named_tensors(self._root):
+            yield name, tensor, home_of(tensor) or self._home(name, tensor)
 
-def _placeholder(tensor: Tensor) -> Tensor:
-    fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((1,) * tensor.ndim, fill, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    def take_in(self, tensor: Tensor, home: Home) -> None:
+        """Remember where a tensor lives that is not the module's own, as long as the user keeps it."""
+        number = self._guest_numbers.get(id(tensor), -1)
+        if number in self._guests and self._guests[number][0]() is tensor:
+            return
+        self._guests[self._num_guests] = (weakref.ref(tensor), home)
+        self._guest_numbers[id(tensor)] = self._num_guests
+        self._num_guests += 1
+
+    def guests(self) -> list[tuple[int, Tensor, Home]]:
+        """Tensors that were taken in and still exist. Their numbers are the same on every rank, which of them have
+        been collected is not."""
+        found = [(number, reference(), home) for number, (reference, home) in self._guests.items()]
+        self._guests = {number: self._guests[number] for number, tensor, _ in found if tensor is not None}
+        self._guest_numbers = {id(tensor): number for number, tensor, _ in found if tensor is not None}
+        return [(number, tensor, home) for number, tensor, home in found if tensor is not None]
+
+    def _home(self, name: str, tensor: Tensor) -> Home:
+        known = self._homes.get(name)
+        if known is None or known.kind is not type(tensor) or known.stride != tensor.stride():
+            known = self._homes[name] = Home(
+                name=name,
+                holders=self._by_name.get(name, self._everywhere),
+                stage=self._stage,
+                kind=type(tensor),
+                stride=tuple(tensor.stride()),
+                sight=self.sight,
+            )
+        return known
 
 
 def _named_tensors(root: nn.Module) -> list[tuple[str, Tensor]]:

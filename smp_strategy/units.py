@@ -146,7 +146,8 @@ def _has_blocks(module: nn.Module, indivisible: "_Indivisible") -> bool:
 def _is_block_list(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
-    blocks = [child for child in module if any(child.children()) and _has_state(child)]
+    # A place in the list may be empty: `children` leaves these out.
+    blocks = [child for child in module.children() if any(child.children()) and _has_state(child)]
     return len(blocks) >= 2
 
 

@@ -5,6 +5,7 @@ loading lets every rank take its share out of the whole. Names, shapes and param
 module, so that a file written under one layout is read under any other, or by plain PyTorch.
 """
 
+from collections import OrderedDict
 from typing import Any
 
 import torch.distributed as dist
@@ -14,16 +15,20 @@ from torch.optim import Optimizer
 from smp_strategy.checkpoint.gather import collect
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
+from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["load_optimizer_state", "load_state_dict", "optimizer_state", "state_dict"]
 
 
 def state_dict(module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh) -> dict[str, Any]:
     """The whole state dict on global rank 0, ``{}`` elsewhere; collective."""
-    items = module.state_dict()
     if ownership is None:
-        return items if mesh.rank == 0 else {}
-    return _collect(items, {name: ownership.saver(name) for name in items}, mesh)
+        return module.state_dict() if mesh.rank == 0 else {}
+    with in_plain_sight():
+        items = module.state_dict()
+    known = _gathered(list(items), mesh)
+    savers = {name: ownership.saver(name) for name in _merged(known)}
+    return _collect(items, {name: saver for name, saver in savers.items() if name in known[saver]}, mesh)
 
 
 def optimizer_state(optimizer: Optimizer, ownership: Ownership | None, mesh: ProcessMesh) -> dict[str, Any]:
@@ -32,9 +37,7 @@ def optimizer_state(optimizer: Optimizer, ownership: Ownership | None, mesh: Pro
     if ownership is None:
         return state if mesh.rank == 0 else {}
     savers = {number: min(ownership.holders(parameter)) for number, parameter in enumerate(_parameters(optimizer))}
-    known: list[Any] = [None] * mesh.pp
-    dist.all_gather_object(known, list(state["state"]), group=mesh.pp_group)
-    numbers = sorted(set().union(*known))
+    numbers = sorted(set().union(*_gathered(list(state["state"]), mesh)))
     items = {str(number): value for number, value in state["state"].items()}
     collected = _collect(items, {str(number): savers[number] for number in numbers}, mesh)
     if mesh.rank != 0:
@@ -53,7 +56,8 @@ def load_state_dict(
     if ownership is None:
         module.load_state_dict(state, strict=strict)
         return
-    own = module.state_dict()
+    with in_plain_sight():
+        own = module.state_dict()
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
@@ -65,8 +69,11 @@ def load_state_dict(
     ]
     if other:
         raise RuntimeError(f"The state dict does not fit the module: {', '.join(other)}.")
-    mine = {name: value for name, value in state.items() if ownership.is_held(name, mesh.stage)}
-    module.load_state_dict(mine, strict=False)
+    mine = OrderedDict((name, value) for name, value in state.items() if ownership.is_held(name, mesh.stage))
+    if hasattr(state, "_metadata"):  # the versions of the modules that wrote it
+        mine._metadata = state._metadata  # type: ignore[attr-defined]
+    with in_plain_sight():
+        module.load_state_dict(mine, strict=False)
 
 
 def load_optimizer_state(
@@ -86,6 +93,26 @@ def load_optimizer_state(
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """The optimizer's parameters in the order of the numbers in its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _gathered(items: list[Any], mesh: ProcessMesh) -> list[list[Any]]:
+    """The ``items`` of every stage."""
+    found: list[Any] = [None] * mesh.pp
+    # The group lists its ranks in ascending order, not in that of the stages.
+    dist.all_gather_object(found, (mesh.stage, items), group=mesh.pp_group)
+    return [items for _, items in sorted(found, key=lambda pair: pair[0])]
+
+
+def _merged(lists: list[list[str]]) -> list[str]:
+    """All names, each at the place that it has where it is known: a stage may have buffers that others never see."""
+    merged = list(lists[0])
+    known = set(merged)
+    for names in lists[1:]:
+        for before, name in zip([None, *names], names, strict=False):
+            if name not in known:
+                merged.insert(merged.index(before) + 1 if before is not None else 0, name)
+                known.add(name)
+    return merged
 
 
 def _collect(items: dict[str, Any], savers: dict[str, int], mesh: ProcessMesh) -> dict[str, Any]:

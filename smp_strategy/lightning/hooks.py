@@ -1,26 +1,45 @@
-"""Hooks that look at gradients see those of all stages, and what they log is logged on every rank.
+"""Hooks see the weights and gradients of all stages, and what they log is logged on every rank.
 
-A rank has the gradients of its own stage. ``on_after_backward`` and ``on_before_optimizer_step`` of the module and of
-callbacks are where users log gradient norms or rescale gradients; those that are overridden run with the gradients of
-the whole model in sight (:mod:`smp_strategy.gradient_view`). Others cost nothing.
+A rank has its own stage's share. The hooks of the module and of callbacks are where users average weights, clip them,
+log norms, rescale gradients, or put averages into checkpoints. Those that are overridden run with the whole model in
+sight (:mod:`smp_strategy.hook_view`). Others cost nothing, nor do those of Lightning's own callbacks, of which few
+touch weights.
+
+Copies of the module that callbacks make before it is spread over the ranks (averages of weights, as a rule) are found
+in the callbacks' attributes and spread with it.
 
 Inside an accumulation window the gradients of replicas and of weights tied across stages are not summed yet, as with
 any data-parallel strategy: ``on_after_backward`` sees what has arrived so far.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from smp_strategy.engine import Engine
 from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.logs import LogRecorder
 
-__all__ = ["GradientHooks"]
+__all__ = ["UserHooks", "copies_of"]
 
-NAMES = ("on_after_backward", "on_before_optimizer_step")
+_LOOPS = ("train", "validation", "test", "predict")
+_MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+_BACKWARD = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_LOGGING = (
+    *(f"on_{loop}_{moment}" for loop in _LOOPS for moment in _MOMENTS),
+    *("on_sanity_check_start", "on_sanity_check_end", *_BACKWARD, "configure_gradient_clipping"),
+)
+# The step happens inside, and logs by itself.
+_ENCLOSING = ("optimizer_step", "optimizer_zero_grad")
+# What they give away goes into the checkpoint, which global rank 0 writes.
+_SAVING = ("on_save_checkpoint", "state_dict")
+# Of Lightning's own callbacks, those that work on weights.
+_ON_WEIGHTS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning", "BaseFinetuning"}
 
 
-class GradientHooks:
+class UserHooks:
     """Stands in for the overridden hooks of one run.
 
     Args:
@@ -33,39 +52,88 @@ class GradientHooks:
         self._engine = engine
         self._module = module
         self._tree = tree
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
 
-    def install(self, callbacks: list[Any]) -> None:
+    def install(self, callbacks: Iterable[Any]) -> None:
         """Replace the hooks of the module and of ``callbacks``, on the instances."""
-        is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
-        kinds = (
-            self._tree.pytorch("core.module").LightningModule,
-            self._tree.pytorch("callbacks.callback").Callback,
-        )
-        owners = [(self._module, kinds[0]), *((callback, kinds[1]) for callback in callbacks)]
-        for owner, kind in owners:
-            for name in NAMES:
-                if is_overridden(name, owner, parent=kind):
-                    object.__setattr__(owner, name, self._with_gradients(getattr(owner, name)))
-                    self._replaced.append((owner, name))
+        lightning_module = self._tree.pytorch("core.module").LightningModule
+        callback_class = self._tree.pytorch("callbacks.callback").Callback
+        self._install(self._module, lightning_module, ("on_save_checkpoint",))
+        for callback in callbacks:
+            self._install(callback, callback_class, _SAVING)
+
+    def _install(self, owner: Any, kind: type, saving: Iterable[str]) -> None:
+        stand_ins = [(_LOGGING, self._logging), (_ENCLOSING, self._enclosing), (saving, self._saving)]
+        for names, stand_in in stand_ins:
+            for name in names:
+                if self._is_users(name, owner, kind):
+                    self._replaced.append((owner, name, vars(owner).get(name)))
+                    object.__setattr__(owner, name, stand_in(getattr(owner, name)))
 
     def remove(self) -> None:
         """Give the hooks back."""
-        for owner, name in self._replaced:
+        for owner, name, before in self._replaced:
             object.__delattr__(owner, name)
+            if before is not None:
+                object.__setattr__(owner, name, before)
         self._replaced.clear()
 
-    def _with_gradients(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _is_users(self, name: str, owner: Any, kind: type) -> bool:
+        is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
+        if not hasattr(kind, name) or not is_overridden(name, owner, parent=kind):
+            return False
+        if _ON_WEIGHTS.intersection(base.__name__ for base in type(owner).__mro__):
+            return True
+        return not str(getattr(getattr(owner, name), "__module__", "")).startswith(f"{self._tree.root}.")
+
+    def _logging(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         recorder = LogRecorder(self._module)
 
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(*args: Any, **kwargs: Any) -> Any:
             def noted() -> Any:
                 with recorder.notes() as notes:
-                    hook(*args, **kwargs)
-                return notes
+                    return hook(*args, **kwargs), notes
 
             with recorder.installed():
-                notes = self._engine.with_gradients(noted)
+                result, notes = self._engine.run_hook(noted)
             recorder.replay([notes], [1])
+            return result
 
         return run
+
+    def _enclosing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._engine.run_hook(lambda: hook(*args, **kwargs))
+
+    def _saving(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            def collected() -> Any:
+                result = hook(*args, **kwargs)
+                for mapping in (result, *args):
+                    if isinstance(mapping, dict):
+                        _collect_in(mapping, self._engine)
+                return result
+
+            return self._engine.run_hook(collected)
+
+        return run
+
+
+def _collect_in(mapping: dict[str, Any], engine: Engine) -> None:
+    for key, value in mapping.items():
+        if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in pytree.tree_leaves(value)):
+            mapping[key] = engine.views.collected(value)
+
+
+def copies_of(module: nn.Module, owners: Iterable[Any]) -> Iterator[nn.Module]:
+    """Modules in the attributes of ``owners`` with the type of ``module`` and its parameters by name and shape."""
+    for owner in owners:
+        for value in vars(owner).values():
+            if value is module or not isinstance(value, nn.Module):
+                continue
+            for part in value.modules():
+                if part is not module and type(part) is type(module) and _shapes(part) == _shapes(module):
+                    yield part
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -8,7 +8,8 @@ and logged once, on every rank alike, so that checkpoint and early-stopping deci
     microbatch 0   log("loss", 2.0)   log("acc", 0.5)  --.
     microbatch 1   log("loss", 4.0)   log("acc", 1.0)  --+->  log("loss", 3.0)   log("acc", 0.75)
 
-The microbatches of a step take turns in threads of their own; each thread has its own notes.
+The microbatches of a step take turns in threads of their own; each thread has its own notes. Calls of loggers and
+``self.print`` are noted in the same way.
 """
 
 import threading
@@ -20,8 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-__all__ = ["LogRecorder", "LoggedCall", "merge_calls"]
+from smp_strategy.lightning.loggers import merge_arguments, noting
+
+__all__ = ["DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +40,21 @@ class LoggedCall:
     """Named arguments."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DirectCall:
+    """One call of a logger, or of ``self.print``; its arguments travel beside it."""
+
+    name: str
+    """What tells it from other calls of the same step."""
+    function: Callable[..., Any]
+    """What is called; another one on each rank."""
+
+
+Notes = tuple[list[LoggedCall | DirectCall], list[Any]]
+
+
 class LogRecorder:
-    """Stands in for ``module.log`` during a step.
+    """Stands in for ``module.log``, ``module.print`` and the loggers during a step.
 
     Args:
         module: the LightningModule.
@@ -46,24 +63,30 @@ class LogRecorder:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._log: Callable[..., None] = module.log  # type: ignore[assignment]
+        self._print: Callable[..., None] = getattr(module, "print", print)
         self._notes = threading.local()
+
+    def __deepcopy__(self, memo: Any) -> "LogRecorder":
+        return self  # a hook that copies the module takes this along in the copy's `log`
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is open, ``module.log`` and ``module.log_dict`` (which calls it) take notes."""
+        """While this is open, ``module.log``, ``module.log_dict`` (which calls it) and the others take notes."""
         # On the instance, past nn.Module.__setattr__, so that a `log` that the user overrides is only called at replay.
-        before = vars(self._module).get("log")  # that of a step in which a hook runs
+        own = vars(self._module)
+        before = {name: own[name] for name in own.keys() & {"log", "print"}}  # those of a hook around this step
         object.__setattr__(self._module, "log", self._note)
+        object.__setattr__(self._module, "print", self._noting(self._print, "print"))
         try:
-            yield
+            with noting(getattr(self._module, "loggers", ()), self._noting):
+                yield
         finally:
-            if before is None:
-                object.__delattr__(self._module, "log")
-            else:
-                object.__setattr__(self._module, "log", before)
+            for name in ("log", "print"):
+                object.__delattr__(self._module, name)
+            own.update(before)
 
     @contextmanager
-    def notes(self) -> Iterator[tuple[list[LoggedCall], list[Any]]]:
+    def notes(self) -> Iterator[Notes]:
         """The calls and their values that this thread makes while this is open."""
         self._notes.current = ([], [])
         try:
@@ -71,10 +94,24 @@ class LogRecorder:
         finally:
             del self._notes.current
 
-    def replay(self, notes: Sequence[tuple[list[LoggedCall], list[Any]]], sizes: Sequence[int]) -> None:
+    def replay(self, notes: Sequence[Notes], sizes: Sequence[int]) -> None:
         """Log what the microbatches noted, once; the values must be real by now."""
         for call, value in merge_calls(notes, sizes):
             self._log(call.name, value, *call.flags, **call.options)
+        for function, args, kwargs in direct_calls(notes, sizes):
+            function(*args, **kwargs)
+
+    def _noting(self, function: Callable[..., Any], name: str) -> Callable[..., None]:
+        def note(*args: Any, **kwargs: Any) -> None:
+            current = getattr(self._notes, "current", None)
+            if current is None:
+                function(*args, **kwargs)
+                return
+            told = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, str)]
+            current[0].append(DirectCall(name=" ".join([name, *told]), function=function))
+            current[1].append(pytree.tree_map(_as_it_is_now, (args, kwargs)))
+
+        return note
 
     def _note(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
         current = getattr(self._notes, "current", None)
@@ -83,13 +120,15 @@ class LogRecorder:
             return
         calls, values = current
         calls.append(LoggedCall(name=name, flags=flags, options=options))
-        # The step may go on to change the tensor in place; what counts is the value at this moment.
-        values.append(value.detach().clone() if isinstance(value, Tensor) else value)
+        values.append(_as_it_is_now(value))
 
 
-def merge_calls(
-    notes: Sequence[tuple[list[LoggedCall], list[Any]]], sizes: Sequence[int]
-) -> Iterator[tuple[LoggedCall, Any]]:
+def _as_it_is_now(value: Any) -> Any:
+    """The step may go on to change a tensor in place; what counts is the value at this moment."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def merge_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[LoggedCall, Any]]:
     """Yield one call per logged key and occurrence, in the order of first appearance.
 
     Args:
@@ -101,6 +140,8 @@ def merge_calls(
     for (calls, values), size in zip(notes, sizes, strict=True):
         seen: dict[str, int] = {}
         for call, value in zip(calls, values, strict=True):
+            if isinstance(call, DirectCall):
+                continue
             occurrence = seen[call.name] = seen.get(call.name, -1) + 1
             groups.setdefault((call.name, occurrence), []).append((call, value, size))
     for members in groups.values():
@@ -109,6 +150,26 @@ def merge_calls(
         options = {**call.options, "batch_size": batch_size} if batch_size is not None else call.options
         value = _merge_values([value for _, value, _ in members], weights, call.options.get("reduce_fx", "mean"))
         yield replace(call, options=options), value
+
+
+def direct_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
+    """Yield the calls of loggers with their arguments: one for all microbatches where these go together.
+
+    Args:
+        notes: calls and values of each microbatch.
+        sizes: samples of each microbatch.
+    """
+    groups: dict[tuple[str, int], list[tuple[DirectCall, Any, int]]] = {}
+    for (calls, values), size in zip(notes, sizes, strict=True):
+        seen: dict[str, int] = {}
+        for call, value in zip(calls, values, strict=True):
+            if isinstance(call, DirectCall):
+                occurrence = seen[call.name] = seen.get(call.name, -1) + 1
+                groups.setdefault((call.name, occurrence), []).append((call, value, size))
+    for members in groups.values():
+        merged = merge_arguments([value for _, value, _ in members], [size for _, _, size in members])
+        for call, value, _ in members if merged is None else [(members[0][0], merged, 0)]:
+            yield call.function, *value
 
 
 def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> tuple[list[int], int | None]:

@@ -15,8 +15,6 @@ from smp_strategy.errors import ConfigError
 __all__ = ["refuse_unsupported"]
 
 PRECISIONS: Final = ("32-true", "64-true", "bf16-mixed", "bf16-true")
-# They copy the whole model before it is partitioned and average with it afterwards.
-WEIGHT_COPYING_CALLBACKS: Final = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer]) -> None:
@@ -45,13 +43,6 @@ def _of_trainer(trainer: Any) -> list[str]:
         )
     if trainer.strategy._layer_sync is not None:
         found.append("`sync_batchnorm=True` is not built yet for strategy 'smp'. Leave it out or use another norm.")
-    for callback in trainer.callbacks:
-        kinds = {kind.__name__ for kind in type(callback).__mro__}
-        if kinds.intersection(WEIGHT_COPYING_CALLBACKS):
-            found.append(
-                f"The callback {type(callback).__name__} keeps a copy of all weights, which is not built yet for "
-                "strategy 'smp'. Remove the callback."
-            )
     return found
 
 

@@ -11,7 +11,7 @@ one subject each. The order in which Lightning calls (fit)::
     per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
                             under manual optimization all of it in training_step: see manual.py
     checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint
-    end                     teardown
+    end                     teardown                     the module is whole again
 
 ``fit``, ``validate``, ``test`` and ``predict`` each run through all of it, so every hook may be called again. The
 model is partitioned inside the first step, on real shapes; until then it is whole on every rank.
@@ -19,7 +19,6 @@ model is partitioned inside the first step, on real shapes; until then it is who
 
 import traceback
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,13 +30,13 @@ from torch.optim import Optimizer
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.errors import ConfigError, PeerFailedError, SMPError
+from smp_strategy.errors import PeerFailedError, SMPError
 from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
 from smp_strategy.lightning.gradients import evaluated_once, with_global_norm
-from smp_strategy.lightning.hooks import GradientHooks
+from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
@@ -49,8 +48,8 @@ __all__ = ["SMPHooks"]
 
 # Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
 CHECKPOINT_KEY = "smp_strategy"
-# The attribute of a module that refers to the engine that serves it.
-_ENGINE = "_smp_engine"
+# The attribute of a module that some ranks have a part of only.
+_LEFT = "_smp_left"
 
 
 class SMPHooks(CommunicationHooks):
@@ -98,10 +97,11 @@ class SMPHooks(CommunicationHooks):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._data_stream: DataStream | None = None
-        self._gradient_hooks: GradientHooks | None = None
+        self._user_hooks: UserHooks | None = None
         self._metric_updates: MetricUpdates | None = None
         self._manual: ManualOptimization | None = None
         self._may_reduce = True
+        self._has_failed = False
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree rejects the strategy.
@@ -172,6 +172,12 @@ class SMPHooks(CommunicationHooks):
         device = None if self.root_device.type == "cpu" else self.root_device
         options = {} if self._timeout is None else {"timeout": self._timeout}
         distributed._init_dist_connection(self.cluster_environment, backend, device_id=device, **options)
+        self._has_failed = False
+        # An earlier run may have left the module spread over the ranks. Everything from here on, callbacks that copy
+        # it in `setup` for instance, meets an ordinary module.
+        left = vars(self.lightning_module).pop(_LEFT, None)
+        if left is not None and left.engine is not None:
+            left.engine.restore_everywhere()
 
     # Model and optimizers
 
@@ -182,9 +188,8 @@ class SMPHooks(CommunicationHooks):
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == self.tree.pytorch("trainer.states").TrainerFn.FITTING
-        if not _is_partitioned(module):
-            self.model = self.precision_plugin.convert_module(module)
-            self.model_to_device()
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
         refuse_unsupported(trainer, module, self.optimizers)
@@ -199,13 +204,13 @@ class SMPHooks(CommunicationHooks):
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._metric_updates = MetricUpdates(self._engine, module)
         self._metric_updates.install()
-        if fitting:
-            self._gradient_hooks = GradientHooks(self._engine, module, self.tree)
-            self._gradient_hooks.install(trainer.callbacks)
-            if not module.automatic_optimization:
-                self._manual = ManualOptimization(self._engine, module, self.precision_plugin.train_step_context)
-                schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-                self._manual.install(self.optimizers, self._lightning_optimizers, schedulers)
+        self._engine.copies = lambda: copies_of(module, trainer.callbacks)
+        self._user_hooks = UserHooks(self._engine, module, self.tree)
+        self._user_hooks.install(trainer.callbacks)
+        if fitting and not module.automatic_optimization:
+            self._manual = ManualOptimization(self._engine, module, self.precision_plugin.train_step_context)
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            self._manual.install(self.optimizers, self._lightning_optimizers, schedulers)
 
     def model_to_device(self) -> None:
         """Move the whole model; the engine moves the parts once it is partitioned."""
@@ -213,24 +218,14 @@ class SMPHooks(CommunicationHooks):
         self.model.to(self.root_device)
 
     def _engine_for(self, module: Any) -> Engine:
-        """The engine that has partitioned ``module``, maybe for an earlier Trainer, or a new one."""
-        if _is_partitioned(module):
-            engine = _engine_of(module)
-            assert engine is not None
-            if engine.config != self.config:
-                raise ConfigError(
-                    f"This {type(module).__name__} is partitioned already, under other options than this strategy has. "
-                    "Pass the same options, or build the module anew and load its weights from a checkpoint."
-                )
-            return engine
+        """The engine of the last run, if it fits ``module`` as it is now, or a new one."""
+        if self._engine is not None and self._engine.serves(module):
+            return self._engine
         tell = self.tree.pytorch("utilities.rank_zero").rank_zero_info
         # A progress bar may stand on the current line.
-        engine = Engine(
+        return Engine(
             self.config, report=lambda text: tell(f"\n{text}"), device=self.root_device, timeout=self._timeout
         )
-        # Weak: the module must not keep the engine in a copy of itself.
-        object.__setattr__(module, _ENGINE, weakref.ref(engine))
-        return engine
 
     @property
     def precision_plugin(self) -> Any:
@@ -264,10 +259,6 @@ class SMPHooks(CommunicationHooks):
             return plain(closure_loss, optimizer, *args, **kwargs)
         return self._manual.backward(plain, closure_loss, *args, **kwargs)
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """One step of ``optimizer``, which may evaluate the loss once."""
-        return super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
-
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward of all microbatches."""
         return self._eval_step("validation_step", self.precision_plugin.val_step_context, *args, *kwargs.values())
@@ -282,6 +273,11 @@ class SMPHooks(CommunicationHooks):
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
         return run_eval_step(self.engine, self.lightning_module, name, args, context=context)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
+        with self.engine.views.put_aside():
+            return super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -333,10 +329,10 @@ class SMPHooks(CommunicationHooks):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's share of the weights; before the first step that is all of them."""
         module = self.lightning_module
-        if _is_partitioned(module):
-            self._engine_for(module).load_state_dict(dict(checkpoint["state_dict"]), strict=strict)
+        assert module is not None
+        if self._engine is not None and self._engine.serves(module):
+            self._engine.load_state_dict(checkpoint["state_dict"], strict=strict)
         else:
-            assert module is not None
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -350,6 +346,7 @@ class SMPHooks(CommunicationHooks):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one ends, and see to it that they end."""
+        self._has_failed = True
         if dist.is_initialized() and not isinstance(exception, PeerFailedError):
             store = dist.distributed_c10d._get_default_store()
             publish(store, self.global_rank, "".join(traceback.format_exception(exception)))
@@ -359,37 +356,44 @@ class SMPHooks(CommunicationHooks):
             self._launcher.end_children(patience)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
-        """End one of fit, validate, test, predict; another may follow.
-
-        Unlike Lightning's own this does not move the model to the CPU: parameters that live on other ranks are only
-        shapes here, and moving would give them memory.
-        """
+        """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._gradient_hooks is not None:
-            self._gradient_hooks.remove()
+        if self._user_hooks is not None:
+            self._user_hooks.remove()
         if self._metric_updates is not None:
             self._metric_updates.remove()
         if self._manual is not None:
             self._manual.remove()
             self._manual = None
+        if self._engine is not None:
+            self._engine.detach(failed=self._has_failed)
+            if self._engine.is_spread:
+                vars(self.lightning_module)[_LEFT] = _Left(self._engine)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
 
+class _Left:
+    """On a module that a run has left spread over ranks: the engine that can restore it. Copies do not take it along.
+
+    Args:
+        engine: knows who has what; ``None`` on a copy.
+    """
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: Any) -> "_Left":
+        return _Left()
+
+    def __reduce__(self) -> Any:
+        return _Left, ()
+
+
 def _unwrap(optimizer: Any) -> Optimizer:
     """The user's optimizer inside a LightningOptimizer."""
     unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return unwrapped
-
-
-def _engine_of(module: Any) -> Engine | None:
-    reference = vars(module).get(_ENGINE)
-    return None if reference is None else reference()
-
-
-def _is_partitioned(module: Any) -> bool:
-    engine = _engine_of(module)
-    return engine is not None and engine.partition is not None

@@ -245,6 +245,8 @@ class PlacedTensor(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1 and any(getattr(kind, "has_home", False) for kind in types):
+            return NotImplemented  # what hooks do with weights is not routed here
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -368,7 +368,8 @@ class Program:
         found = []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, PlacedTensor):
-                refuse_left_behind(leaf)
+                if isinstance(leaf, Tensor):
+                    refuse_left_behind(leaf)
                 continue
             if leaf.program is not self:
                 if leaf.known is not None:

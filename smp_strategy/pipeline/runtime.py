@@ -147,7 +147,7 @@ class Runtime:
         assert program is not None
         if program.is_survey:
             return barrier.act([barrier.value]) if also_dry else None
-        if self._meeting is None:
+        if self._meeting is None or not self._meeting.has(program):
             raise UnsupportedError(
                 f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
                 "in a training step under manual optimization."

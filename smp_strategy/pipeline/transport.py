@@ -1,7 +1,9 @@
 """Moving tensors between the stages of one replica.
 
-Sender and receiver know the metadata of every message from the program, so there are no headers: a message is the
-raw elements. A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot
+Sender and receiver know the shape and dtype of every message from the program, so there are no headers. A message is
+the raw elements in the order in which they stand in memory, and after them the strides: kernels add in another order
+where the layout is another, and that of a gradient, or of a result whose prediction is wrong about it, is known to
+the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot
 reach the message. A receive is posted when it is known and waited for when it is needed.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
@@ -21,15 +23,17 @@ from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import blame
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Receipt", "Transport"]
+__all__ = ["Receipt", "Transport", "empty"]
 
 
 @final
 class Receipt:
     """A receive that is under way."""
 
-    def __init__(self, buffer: Tensor, work: dist.Work, source: int, timeout: timedelta) -> None:
-        self._buffer = buffer
+    def __init__(self, message: Tensor, spec: TensorSpec, work: dist.Work, source: int, timeout: timedelta) -> None:
+        self._message = message
+        self._spec = spec
+        self._tensor: Tensor | None = None
         self._work: dist.Work | None = work
         self._source = source
         self._timeout = timeout
@@ -50,7 +54,10 @@ class Receipt:
         if self._work is not None:
             _wait(self._work, self._source, "a tensor from", self._timeout)
             self._work = None
-        return self._buffer
+        if self._tensor is None:
+            strides = self._message[self._spec.nbytes :].clone().view(torch.int64).tolist()
+            self._tensor = _elements(self._message, self._spec, strides)
+        return self._tensor
 
 
 @final
@@ -71,21 +78,24 @@ class Transport:
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
-        message = _buffer(spec)
-        message.copy_(tensor.detach())
+        # Without the gaps and overlaps of a strided view.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        message = _message(spec)
+        _elements(message, spec, strides).copy_(tensor.detach())
+        message[spec.nbytes :].copy_(torch.tensor(strides, dtype=torch.int64).view(torch.uint8))
         with _peer(self._ranks[stage], "sending a tensor to"):
-            work = dist.isend(_elements(message), self._ranks[stage], group=self._group, tag=tag)
+            work = dist.isend(message, self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
         self._sent[stage, tag] = (work, message)
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
-            buffer = _buffer(spec)
+            message = _message(spec)
         with _peer(self._ranks[stage], "waiting for a tensor from"):
-            work = dist.irecv(_elements(buffer), self._ranks[stage], group=self._group, tag=tag)
+            work = dist.irecv(message, self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
-        return Receipt(buffer, work, self._ranks[stage], self._timeout)
+        return Receipt(message, spec, work, self._ranks[stage], self._timeout)
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
@@ -123,15 +133,20 @@ class Transport:
         return [result.clone() for result in results]
 
 
-def _buffer(spec: TensorSpec) -> Tensor:
+def empty(spec: TensorSpec) -> Tensor:
     """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
     layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
     return torch.empty_like(layout, device=spec.device)
 
 
-def _elements(buffer: Tensor) -> Tensor:
-    """All elements of a dense tensor in memory order."""
-    return buffer.as_strided((buffer.numel(),), (1,))
+def _message(spec: TensorSpec) -> Tensor:
+    """Memory for the elements of ``spec`` and its strides."""
+    return torch.empty(spec.nbytes + len(spec.size) * torch.int64.itemsize, dtype=torch.uint8, device=spec.device)
+
+
+def _elements(message: Tensor, spec: TensorSpec, strides: Sequence[int]) -> Tensor:
+    """The tensor in ``message``."""
+    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, strides)
 
 
 def _wait(work: dist.Work, rank: int, what: str, timeout: timedelta) -> None:

@@ -192,6 +192,10 @@ class Turns:
         if following is not None and following.microbatch not in self._waiting:
             self._resume(following.microbatch)
 
+    def has(self, program: Program) -> bool:
+        """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
+        return self._programs[program.microbatch] is program
+
     def stop_at(self, barrier: Barrier, program: Program) -> Any:
         """Called by a program: wait until all microbatches are at ``barrier`` and it is done."""
         self._barriers[program.microbatch] = barrier

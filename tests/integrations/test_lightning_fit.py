@@ -194,11 +194,6 @@ def test_a_second_trainer_goes_on_with_the_module(tmp_path):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_second_trainer_with_another_layout_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match="is partitioned already, under other options"):
-        on_ranks(two_trainers, 2, tmp_path, SMP, {**SMP, "pipeline_parallel_degree": 1})
-
-
 def fit_with_gradient_hooks(folder, smp):
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.utilities import grad_norm

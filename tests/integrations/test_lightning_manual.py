@@ -135,6 +135,15 @@ def toggling_and_reading_step(self, batch, batch_idx):
     assert all(parameter.requires_grad for parameter in self.parameters())
 
 
+def toggle_model_step(self, batch, batch_idx):
+    for optimizer in self.optimizers():
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(self.loss(batch))
+            if batch_idx % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def with_plateau(self):
     optimizer = sgd(self)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
@@ -160,6 +169,7 @@ CASES = {
         tied_classifier,
         {"training_step": again_after_the_step, "configure_optimizers": sgd},
     ),
+    "toggle_model": (classifier, {"training_step": toggle_model_step, "configure_optimizers": two_halves}),
     "plateau": (classifier, {"training_step": plateau_step, "configure_optimizers": with_plateau}),
 }
 
@@ -174,6 +184,7 @@ def fit(folder, name, smp, options, train_dataloader=None, batch_size=BATCH):
     trainer = toy_trainer(folder, smp=smp, max_steps=-1, max_epochs=1, **options)
     loader = None if train_dataloader else DataLoader(toy_data(STEPS * BATCH), batch_size=batch_size)
     trainer.fit(module, loader)
+    assert not {"toggle_optimizer", "untoggle_optimizer", "clip_gradients"}.intersection(vars(module))
     trainer.save_checkpoint(folder / "end.ckpt")
     found = torch.load(folder / "end.ckpt", weights_only=True)
     return {
@@ -320,8 +331,8 @@ def test_hooks_run_once_per_batch_and_see_all_gradients(pp, tmp_path):
         assert also_logged == pytest.approx(logged, rel=1e-4)
 
 
-def refusal(folder, step, microbatches):
-    module = toy_module(training_step=step, configure_optimizers=sgd)
+def refusal(folder, step, microbatches, **overrides):
+    module = toy_module(training_step=step, configure_optimizers=sgd, **overrides)
     classifier(module)
     trainer = toy_trainer(folder, smp={"pipeline_parallel_degree": 2, "microbatches": microbatches}, max_epochs=1)
     try:
@@ -406,3 +417,22 @@ def twice(self, batch, batch_idx):
 def test_a_second_backward_without_retain_graph_is_the_error_of_one_process(tmp_path):
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         on_ranks(refusal, 2, tmp_path, twice, 2)
+
+
+def zeroes(self, optimizer):
+    optimizer.zero_grad()
+
+
+def refusal_in_a_hook(folder):
+    return refusal(folder, plain_step, 2, on_before_optimizer_step=zeroes)
+
+
+def plain_step(self, batch, batch_idx):
+    self.manual_backward(self.loss(batch))
+    self.optimizers().step()
+
+
+def test_a_hook_that_sees_gradients_cannot_call_what_is_done_once(tmp_path):
+    messages = {message for message in on_ranks(refusal_in_a_hook, 2, tmp_path) if message}
+    assert len(messages) == 1, messages
+    assert "`zero_grad` of optimizer 0 is called in a hook that sees gradients" in messages.pop()

@@ -36,7 +36,6 @@ def takes_an_iterator(self, dataloader_iter):
         ({}, None, {"training_step": takes_an_iterator}, "dataloader_iter"),
         ({"precision": "16-true"}, None, {}, "16-true"),
         ({"sync_batchnorm": True}, None, {}, "sync_batchnorm"),
-        ({}, "EMAWeightAveraging", {}, "EMAWeightAveraging"),
     ],
 )
 def test_an_unsupported_feature_is_named_before_training(options, callback, overrides, match, tmp_path):

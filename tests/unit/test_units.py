@@ -47,6 +47,12 @@ def test_the_outer_module_only_adds_its_name():
     assert names(Wrapped(GPT())) == [f"model.{name}" for name in names(GPT())]
 
 
+def test_places_in_a_list_may_be_empty():
+    model = GPT()
+    model.blocks.append(None)
+    assert names(model) == names(GPT())
+
+
 def test_tied_modules_stay_two_units():
     assert names(GPT(tied=True)) == names(GPT())
 

@@ -1,0 +1,45 @@
+"""How many stages, where the user does not say: as many as ranks and units allow."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import nn
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.mesh import MeshShape, check_degree
+from smp_strategy.units import Unit, choose_units
+
+__all__ = ["choose_shape"]
+
+
+def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], None]) -> MeshShape:
+    """The degrees of every axis for the ranks that there are.
+
+    Args:
+        config: all options.
+        module: what will be partitioned.
+        report: told what was chosen, or what is not worth a pipeline.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of ranks or of units.
+    """
+    world_size = dist.get_world_size()
+
+    def units(num_stages: int) -> list[Unit]:
+        return choose_units(module, num_stages, config.unit_classes)
+
+    degree = config.pipeline_parallel_degree
+    if degree is None:
+        num_units = len(units(world_size))
+        degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
+        report(
+            f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
+            f"{config.num_microbatches(degree)} microbatches where the batch has as many samples."
+        )
+    elif degree > 1 and config.num_microbatches(degree) == 1:
+        report(
+            f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
+            f"Set it to about {4 * degree}."
+        )
+    check_degree(degree, world_size, [unit.name for unit in units(degree)])
+    return MeshShape.of_world(world_size, pp=degree, placement=config.placement_strategy)

@@ -1,0 +1,26 @@
+"""The scripts in benchmarks/ run and end with one line of JSON; what they measure is not asserted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Small runs: a few rounds, a few architectures.
+SCRIPTS = {
+    "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_benchmark_ends_with_its_figures(script):
+    arguments, names = SCRIPTS[script]
+    command = [sys.executable, ROOT / "benchmarks" / script, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert names <= figures.keys()

@@ -1,0 +1,44 @@
+"""Tensors arrive as they were: elements, dtype and the order in which they stand in memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.pipeline.transport import Transport
+from smp_strategy.testing import run_ranks
+from smp_strategy.trace.spec import TensorSpec
+
+TENSORS: dict[str, Tensor] = {
+    "contiguous": torch.arange(24.0).reshape(2, 3, 4),
+    "permuted": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+    "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "with gaps": torch.arange(24).reshape(4, 6)[:, ::2],
+    "expanded": torch.arange(3.0).expand(4, 3),
+    "scalar": torch.tensor(True),
+    "odd bytes": torch.arange(3, dtype=torch.uint8),
+    "half": torch.rand(3, 5).to(torch.bfloat16).T,
+    "complex": torch.rand(3, dtype=torch.complex64).conj(),
+    "empty": torch.empty(0, 3),
+}
+
+
+def sent_to_the_other_stage(name: str) -> Tensor | None:
+    tensor = TENSORS[name]
+    # The other stage expects another layout: predictions can be wrong about it.
+    spec = TensorSpec.of(tensor.contiguous())
+    transport = Transport([0, 1], dist.group.WORLD)
+    if dist.get_rank() == 0:
+        transport.send(tensor, spec, 1, 0)
+        transport.flush()
+        return None
+    return transport.receive(spec, 0, 0).wait()
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_arrives_with_its_own_layout(name):
+    _, found = run_ranks(sent_to_the_other_stage, 2, name)
+    expected = torch.empty_like(TENSORS[name]).copy_(TENSORS[name])
+    assert found.stride() == expected.stride()
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected)
