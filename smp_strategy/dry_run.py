@@ -6,9 +6,10 @@ its own, and whatever it does to the module (counters, lists of losses, buffers 
 """
 
 import copy
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -29,7 +30,7 @@ from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
 from smp_strategy.units import Unit
 
-__all__ = ["DryRun", "dry_run"]
+__all__ = ["DryRun", "dry_run", "look_for_exposed"]
 
 
 @final
@@ -69,32 +70,73 @@ def dry_run(
     Raises:
         UnsupportedError: the glue changes tensors of units in place.
     """
-    trace: Trace | None = None
+    survey = functools.partial(
+        _survey, step, microbatch, loss_of, module=module, units=units, calls=calls, oracle=oracle, device=device
+    )
     for computes in (False, True):
-        # A step that looks at values is run for real: every rank still has the whole module.
-        stage = Stage(
-            number=0 if computes else -1,
-            stage_of={unit.name: 0 for unit in units},
-            num_stages=1,
-            oracle=oracle,
-            transport=None,
-            device=device,
-            is_survey=True,
-        )
-        uses = GlueUses(units, lambda: runtime.is_inside_unit)  # noqa: B023
-        runtime = calls.runtime = Runtime(stage, told=uses.note)
-        # With gradients also where the first step is a validation step: the partition weighs what training keeps.
-        gradients = torch.enable_grad()
         try:
-            with seeded(0, device), torch.inference_mode(False), gradients, _untouched(module, units), uses:
-                trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+            # With gradients also where the first step is a validation step: the partition weighs what training keeps.
+            with torch.inference_mode(False), torch.enable_grad():
+                return survey(computes=computes)
         except ValueNeededError:
+            # A step that looks at values is run for real: every rank still has the whole module.
             continue
-        finally:
-            runtime.close()
-            calls.runtime = None
-        break
-    return DryRun(trace, tuple(uses.found.values()))
+    return DryRun(None, ())
+
+
+def look_for_exposed(step: Step, microbatch: Any, **surroundings: Any) -> None:
+    """Run a later kind of step dry, too, because it may read attributes of units that the first one has not read.
+
+    Args:
+        step: the user's code.
+        microbatch: what it gets.
+        surroundings: as for :func:`dry_run`.
+    """
+    with suppress(ValueNeededError):
+        _survey(step, microbatch, None, computes=False, **surroundings)
+
+
+def _survey(
+    step: Step,
+    microbatch: Any,
+    loss_of: Callable[[Any], Tensor | None] | None,
+    *,
+    computes: bool,
+    module: nn.Module,
+    units: Sequence[Unit],
+    calls: UnitCalls,
+    oracle: Oracle,
+    device: torch.device,
+) -> DryRun:
+    """Run ``step`` to look at it: again as long as that shows attributes of units that others use."""
+    leftovers, before = calls.leftovers, calls.runtime
+    stage = Stage(
+        number=0 if computes else -1,
+        stage_of={unit.name: 0 for unit in units},
+        num_stages=1,
+        oracle=oracle,
+        transport=None,
+        device=device,
+        leftovers=leftovers,
+    )
+    uses = GlueUses(units, lambda: runtime.running_unit, leftovers)
+    runtime = calls.runtime = Runtime(stage, told=uses.note)
+    try:
+        while True:
+            leftovers.next_round()
+            try:
+                with seeded(0, device), _untouched(module, units), uses:
+                    trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+            except Exception:
+                if not leftovers.has_news:
+                    raise
+            if not leftovers.has_news:
+                return DryRun(trace, tuple(uses.found.values()))
+            calls.expose()
+    finally:
+        leftovers.let_go()
+        runtime.close()
+        calls.runtime = before
 
 
 @contextmanager

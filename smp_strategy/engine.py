@@ -226,7 +226,7 @@ class Engine:
             transport=transport,
             device=self._device,
         )
-        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units()))
+        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
                 self._calls.compile(name)

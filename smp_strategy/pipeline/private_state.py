@@ -15,7 +15,7 @@ finds the tensor of the one before it, whose use is refused.
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from numbers import Number
 from operator import is_
 from typing import Any, final
@@ -46,11 +46,18 @@ class PrivateState:
     Args:
         glue: modules above the units.
         units: modules whose own attributes count only where hooks may set them.
+        exposed: gives modules inside of units whose attributes code above the units reads.
     """
 
-    def __init__(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        glue: Sequence[nn.Module],
+        units: Sequence[nn.Module],
+        exposed: Callable[[], Sequence[nn.Module]] = lambda: (),
+    ) -> None:
         self._glue = glue
         self._units = units
+        self._exposed = exposed
         self._holders: dict[int, _Names | _Items] = {}
         self._own: dict[int, list[Any]] = {}
 
@@ -59,7 +66,7 @@ class PrivateState:
         known = self._holders
         self._own = {}
         self._holders = {}
-        for target in _find(self._glue, self._units):
+        for target in _find(self._glue, self._units, self._exposed()):
             # What is known about a place lasts: the first value tells whether it is a running one.
             kind = _Items if isinstance(target, (list, set, deque)) else _Names
             key = id(target.cell if isinstance(target, _Variable) else target)
@@ -238,14 +245,14 @@ def _continues(value: Any, before: list[Any]) -> bool:
     return isinstance(value, list) and len(value) >= len(before) and all(map(is_, value, before))
 
 
-def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> Iterator[Any]:
+def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module], exposed: Sequence[nn.Module] = ()) -> Iterator[Any]:
     """Dicts, lists and the like where a step may put tensors, each once."""
     seen: set[int] = set(map(id, (*glue, *units)))
     hooks = {module: [hook for name in _HOOKS for hook in vars(module)[name].values()] for module in (*glue, *units)}
-    for module in glue:
+    for module in (*glue, *exposed):
         yield from _visit(vars(module), 0, seen)
     for module in units:
-        if hooks[module]:
+        if hooks[module] and id(vars(module)) not in seen:
             seen.add(id(vars(module)))
             yield vars(module)
     for _, container in collectors():

@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, final
 
@@ -40,7 +40,8 @@ from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.fake import refuse_left_behind
+from smp_strategy.trace.exposed import STATE, Former, Leftovers, put_state, state_of
+from smp_strategy.trace.fake import imitate, is_left_behind, left_behind
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import (
     Callee,
@@ -87,8 +88,8 @@ class Surroundings:
     """The program that runs now, if any; tensors of programs that have ended can be used in it."""
     share: Callable[[Sequence[PlacedTensor]], None]
     """Gives every stage the values of tensors whose program has ended; collective."""
-    is_survey: bool
-    """Programs run to be looked at; what they compute is thrown away."""
+    leftovers: Leftovers | None
+    """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
 
 
 @final
@@ -114,7 +115,8 @@ class Program:
     ) -> None:
         self.microbatch = microbatch
         self.graph = graph
-        self.is_survey = surroundings.is_survey
+        self.is_survey = surroundings.leftovers is not None
+        self._leftovers = surroundings.leftovers
         self.record = record
         self.closed = False
         # The unit that runs just now, for real or dry.
@@ -180,8 +182,31 @@ class Program:
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
+        if callee.exposed:
+            before = state_of(callee.exposed)
+            state = {label: self._without_others(value) for label, value in before.items()}
+            callee, kwargs = callee.with_state(), {**kwargs, STATE: state}
         result = self._call("unit", name, callee, args, kwargs)
-        return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
+        if isinstance(result, Changed):
+            result = apply_changes(result, (args, kwargs))
+        if callee.exposed:
+            put_state(callee.exposed, {k: before[k] if isinstance(v, Former) else v for k, v in state.items()})
+        return result
+
+    def _without_others(self, value: Any) -> Any:
+        """What a unit finds in its attribute: no tensor of another microbatch or step takes part in this one."""
+        if not isinstance(value, Tensor) or (isinstance(value, PlacedTensor) and value.program is self):
+            return value
+
+        def tensor() -> Tensor:
+            if self.is_predicting:
+                return imitate(dataclasses.replace(TensorSpec.of(value), requires_grad=False))
+            if isinstance(value, PlacedTensor):
+                assert value.origin is not None
+                return value.origin[1].detach()
+            return value
+
+        return Former(tensor)
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
@@ -311,6 +336,9 @@ class Program:
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
         function = call.callee.runs
+        noting: AbstractContextManager[None] = nullcontext()
+        if self._leftovers is not None and call.callee.module is not None:
+            noting = self._leftovers.noting(call.name, call.callee.module)
         if call.callee.module is not None:
             function = with_backward_hooks(call.callee.module, function)
         if self._recompute and call.kind == "unit" and torch.is_grad_enabled():
@@ -320,7 +348,7 @@ class Program:
         seed = derive_seed(self._seed, len(self.record.events)) if random else 0
         self.enclosing = call.callee.module
         try:
-            with seeded(seed, self._oracle.device) if random else nullcontext():
+            with seeded(seed, self._oracle.device) if random else nullcontext(), noting:
                 return _Ran(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None
@@ -331,7 +359,10 @@ class Program:
         try:
             if not self.computes_here and call.kind == "unit":
                 self._lent += contents_of_objects(given)
-            return self._oracle.predict(call.callee, given, call.structure, leave_marks=not self.computes_here)
+            if self.computes_here or self._leftovers is None or call.callee.module is None:
+                return self._oracle.predict(call.callee, given, call.structure)
+            with self._leftovers.unmarked(call.name, call.callee.module):
+                return self._oracle.predict(call.callee, given, call.structure, survey=self._leftovers)
         finally:
             self.enclosing, self.is_predicting = None, False
 
@@ -368,8 +399,9 @@ class Program:
         found = []
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, PlacedTensor):
-                if isinstance(leaf, Tensor):
-                    refuse_left_behind(leaf)
+                if is_left_behind(leaf):
+                    leaf = leaves[position] = self._instead_of_mark(leaf)
+                    found.append(leaf)
                 continue
             if leaf.program is not self:
                 if leaf.known is not None:
@@ -380,6 +412,12 @@ class Program:
                 self._refresh(leaf)
             found.append(leaf)
         return found
+
+    def _instead_of_mark(self, mark: Tensor) -> PlacedTensor:
+        """The survey goes on, and is repeated with what units leave in attributes."""
+        if self._leftovers is None or not self._leftovers.has_news:
+            raise left_behind()
+        return self.bring(TensorSpec.of(mark), [0], None)
 
     def _take(self, tensor: Tensor) -> PlacedTensor:
         """Turn a plain tensor, which all stages have, into a placed one."""

@@ -14,6 +14,7 @@ from smp_strategy.pipeline.program import Program, Surroundings
 from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.tree import flatten
 
@@ -36,8 +37,8 @@ class Stage:
     """Carries values between stages; ``None`` where there is only one."""
     device: torch.device
     """Where the units run."""
-    is_survey: bool = False
-    """Whether programs run to be looked at only."""
+    leftovers: Leftovers | None = None
+    """Set where programs run to be looked at only: what units leave in attributes."""
 
     def program(
         self,
@@ -54,7 +55,7 @@ class Stage:
             oracle=self.oracle,
             active=active,
             share=self.make_known,
-            is_survey=self.is_survey,
+            leftovers=self.leftovers,
         )
         return Program(
             surroundings,
