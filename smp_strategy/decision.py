@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smp_strategy.agreement import check_same_partition
 from smp_strategy.config import SMPConfig
-from smp_strategy.dry_run import DryRun, dry_run
+from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.interception import UnitCalls
 from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import problem_of
@@ -50,9 +50,8 @@ def decide(
     found = DryRun(None, ())
     if not config.skip_tracing:
         step, microbatch, loss_of = first
-        found = dry_run(
-            step, microbatch, loss_of, module=module, units=units, calls=calls, oracle=oracle, device=device
-        )
+        surroundings = Surroundings(module=module, units=units, calls=calls, oracle=oracle, device=device)
+        found = dry_run(step, microbatch, loss_of, surroundings)
     # Numbers that are the same on every rank tell which units share a parameter.
     numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
     parameters = {

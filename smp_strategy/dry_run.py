@@ -6,10 +6,9 @@ its own, and whatever it does to the module (counters, lists of losses, buffers 
 """
 
 import copy
-import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -30,7 +29,7 @@ from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
 from smp_strategy.units import Unit
 
-__all__ = ["DryRun", "dry_run", "look_for_exposed"]
+__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed"]
 
 
 @final
@@ -44,16 +43,27 @@ class DryRun:
     """Parameters of units that code above the units computes with."""
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a dry run runs on."""
+
+    module: nn.Module
+    """The whole module."""
+    units: Sequence[Unit]
+    calls: UnitCalls
+    """Where calls of the units arrive."""
+    oracle: Oracle
+    """Predicts results and keeps the predictions for later."""
+    device: torch.device
+    """Where the step will run."""
+
+
 def dry_run(
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
-    *,
-    module: nn.Module,
-    units: Sequence[Unit],
-    calls: UnitCalls,
-    oracle: Oracle,
-    device: torch.device,
+    surroundings: Surroundings,
 ) -> DryRun:
     """Run ``step`` dry.
 
@@ -61,60 +71,56 @@ def dry_run(
         step: the user's code.
         microbatch: what it gets.
         loss_of: picks the loss out of what it returns; ``None`` for a forward-only step.
-        module: the whole module.
-        units: its units.
-        calls: where their calls arrive.
-        oracle: predicts results and keeps the predictions for later.
-        device: where the step will run.
+        surroundings: what it runs on.
 
     Raises:
         UnsupportedError: the glue changes tensors of units in place.
     """
-    survey = functools.partial(
-        _survey, step, microbatch, loss_of, module=module, units=units, calls=calls, oracle=oracle, device=device
-    )
     for computes in (False, True):
         try:
             # With gradients also where the first step is a validation step: the partition weighs what training keeps.
             with torch.inference_mode(False), torch.enable_grad():
-                return survey(computes=computes)
+                return _survey(step, microbatch, loss_of, surroundings, computes=computes)
         except ValueNeededError:
             # A step that looks at values is run for real: every rank still has the whole module.
             continue
     return DryRun(None, ())
 
 
-def look_for_exposed(step: Step, microbatch: Any, **surroundings: Any) -> None:
+def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings) -> None:
     """Run a later kind of step dry, too, because it may read attributes of units that the first one has not read.
 
     Args:
         step: the user's code.
         microbatch: what it gets.
-        surroundings: as for :func:`dry_run`.
+        surroundings: what it runs on.
     """
-    with suppress(ValueNeededError):
-        _survey(step, microbatch, None, computes=False, **surroundings)
+    try:
+        _survey(step, microbatch, None, surroundings, computes=False)
+    except ValueNeededError:
+        # It cannot be run for real any more. What it may still read is what gradients could flow through.
+        surroundings.calls.leftovers.use_all_with_gradient()
+        surroundings.calls.expose()
 
 
 def _survey(
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
+    surroundings: Surroundings,
     *,
     computes: bool,
-    module: nn.Module,
-    units: Sequence[Unit],
-    calls: UnitCalls,
-    oracle: Oracle,
-    device: torch.device,
 ) -> DryRun:
     """Run ``step`` to look at it: again as long as that shows attributes of units that others use."""
-    leftovers, before = calls.leftovers, calls.runtime
+    module, units, calls = surroundings.module, surroundings.units, surroundings.calls
+    leftovers, before, device = calls.leftovers, calls.runtime, surroundings.device
+    inside = {id(part) for unit in units for part in unit.module.modules()}
+    leftovers.above = {name: part for name, part in module.named_modules() if id(part) not in inside}
     stage = Stage(
         number=0 if computes else -1,
         stage_of={unit.name: 0 for unit in units},
         num_stages=1,
-        oracle=oracle,
+        oracle=surroundings.oracle,
         transport=None,
         device=device,
         leftovers=leftovers,

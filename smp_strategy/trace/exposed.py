@@ -27,6 +27,8 @@ __all__ = ["STATE", "Exposed", "Former", "Leftovers", "exposing", "put_state", "
 STATE = "exposed attributes"
 """Name of the argument that carries them. It is none that a ``forward`` can have."""
 
+ABOVE = "above the unit: "
+"""Begins labels of attributes of modules above the unit."""
 _MISSING: Any = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -34,7 +36,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 @final
 @dataclass(frozen=True)
 class Exposed:
-    """An attribute of a part of a unit."""
+    """An attribute of a part of a unit, or of a module above it."""
 
     part: nn.Module
     name: str
@@ -115,10 +117,12 @@ class Leftovers:
 
     Attributes:
         found: by unit, attributes that code above the units uses.
+        above: modules above the units, by name: hooks inside of units may set their attributes, too.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Exposed]] = {}
+        self.above: dict[str, nn.Module] = {}
         self._left: dict[tuple[str, str], _Left] = {}
         self._by_tensor: dict[int, tuple[Tensor, _Left]] = {}
         # What marks have taken the place of.
@@ -128,7 +132,8 @@ class Leftovers:
     @contextmanager
     def noting(self, unit: str, module: nn.Module) -> Iterator[None]:
         """The unit runs in here, dry or for real."""
-        before = [(label, part, _contents_of(part)) for label, part in module.named_modules()]
+        above = [(f"{ABOVE}{label}", part) for label, part in self.above.items()]
+        before = [(label, part, _contents_of(part)) for label, part in [*module.named_modules(), *above]]
         yield
         for label, part, values in before:
             for name, value in vars(part).items():
@@ -164,6 +169,17 @@ class Leftovers:
         """A survey begins, or begins anew, in which what has been found is exposed."""
         self._marks.clear()
         self._num_known = sum(map(len, self.found.values()))
+
+    def use_all_with_gradient(self) -> None:
+        """It is not known what is used."""
+        for left in self._left.values():
+            if _needs_gradient(left.value):
+                self.found.setdefault(left.unit, {})[left.place.label] = left.place
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no unit is known to leave anything."""
+        return not self._left
 
     @property
     def has_news(self) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "Case",
     "check",
     "mean_square",
+    "one_process",
     "refusal",
     "steps_of",
 ]
