@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
+from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -115,6 +116,7 @@ def _survey(
     module, units, calls = surroundings.module, surroundings.units, surroundings.calls
     leftovers, before, device = calls.leftovers, calls.runtime, surroundings.device
     inside = {id(part) for unit in units for part in unit.module.modules()}
+    leftovers.around = reached_by_hooks([part for unit in units for part in unit.module.modules()])
     leftovers.above = {name: part for name, part in module.named_modules() if id(part) not in inside}
     stage = Stage(
         number=0 if computes else -1,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.trace.collectors import collectors
 
-__all__ = ["PrivateState"]
+__all__ = ["PrivateState", "reached_by_hooks"]
 
 # Larger containers (vocabularies, histories of an epoch) are not looked into: it would cost more than it is worth.
 MOST_ENTRIES = 1000
@@ -260,6 +260,17 @@ def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module], exposed: Sequen
     for of_module in hooks.values():
         for hook in of_module:
             yield from _visit_function(hook, seen)
+
+
+def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
+    """Lists, dicts and variables that hooks on ``modules`` reach and that are no attributes of modules."""
+    modules = list(dict.fromkeys(modules))
+    seen = {id(vars(module)) for module in modules}
+    found: list[Any] = []
+    for module in modules:
+        for hook in [hook for name in _HOOKS for hook in vars(module)[name].values()]:
+            found += _visit_function(hook, seen)
+    return found
 
 
 def _visit(value: Any, level: int, seen: set[int]) -> Iterator[Any]:

@@ -40,8 +40,8 @@ from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.exposed import STATE, Former, Leftovers, put_state, state_of
-from smp_strategy.trace.fake import imitate, is_left_behind, left_behind
+from smp_strategy.trace.exposed import STATE, Former, Leftovers, left_behind, put_state, state_of
+from smp_strategy.trace.fake import imitate, is_left_behind
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import (
     Callee,

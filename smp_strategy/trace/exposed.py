@@ -11,7 +11,7 @@ where, and is asked about every tensor that code outside of units uses. In a dry
 after the unit; here a fake tensor, the *mark*, stays, to be met by who uses it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["STATE", "Exposed", "Former", "Leftovers", "exposing", "put_state", "state_of"]
+__all__ = ["STATE", "Exposed", "Former", "Leftovers", "exposing", "left_behind", "put_state", "state_of"]
 
 STATE = "exposed attributes"
 """Name of the argument that carries them. It is none that a ``forward`` can have."""
@@ -118,11 +118,15 @@ class Leftovers:
     Attributes:
         found: by unit, attributes that code above the units uses.
         above: modules above the units, by name: hooks inside of units may set their attributes, too.
+        around: other places that these hooks reach (lists and variables around them): nobody else may use what is put
+            there.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Exposed]] = {}
         self.above: dict[str, nn.Module] = {}
+        self.around: Sequence[Any] = ()
+        self._unreachable: dict[int, Tensor] = {}
         self._left: dict[tuple[str, str], _Left] = {}
         self._by_tensor: dict[int, tuple[Tensor, _Left]] = {}
         # What marks have taken the place of.
@@ -134,7 +138,10 @@ class Leftovers:
         """The unit runs in here, dry or for real."""
         above = [(f"{ABOVE}{label}", part) for label, part in self.above.items()]
         before = [(label, part, _contents_of(part)) for label, part in [*module.named_modules(), *above]]
+        others = [(place, set(map(id, _tensors(place)))) for place in self.around]
         yield
+        for place, known in others:
+            self._unreachable.update({id(tensor): tensor for tensor in _tensors(place) if id(tensor) not in known})
         for label, part, values in before:
             for name, value in vars(part).items():
                 if name in _OF_EVERY_MODULE:
@@ -189,6 +196,8 @@ class Leftovers:
     def let_go(self) -> None:
         """Keep no tensors that were really computed."""
         self._marks.clear()
+        self._unreachable.clear()
+        self.around = ()
         self._left = {key: left for key, left in self._left.items() if all(map(_is_fake, _tensors(left.value)))}
         self._by_tensor = {key: found for key, found in self._by_tensor.items() if _is_fake(found[0])}
 
@@ -198,6 +207,8 @@ class Leftovers:
             tensor, left = self._by_tensor.get(id(leaf), (None, None))
             if tensor is leaf and left is not None:
                 self.found.setdefault(left.unit, {})[left.place.label] = left.place
+            elif self._unreachable.get(id(leaf)) is leaf and leaf is not None:
+                raise left_behind()
 
     def refuse_use(self, module: nn.Module, arguments: Any) -> None:
         """Refuse ``arguments`` that the unit ``module`` works on but another has left somewhere."""
@@ -209,6 +220,15 @@ class Leftovers:
                     f"`{left.place.label}`, but the two may live on different stages. Return the tensor and give it "
                     "as an argument, or use a list or dict among the arguments."
                 )
+
+
+def left_behind() -> UnsupportedError:
+    """The refusal of a tensor that only the unit has which made it."""
+    return UnsupportedError(
+        "Code above the units uses a tensor that a unit did not return, but left in an object that it was given, or in "
+        "a variable around it (by a hook on one of its parts, say). Other stages do not have it: return it from the "
+        "unit's forward, or set an attribute of the unit."
+    )
 
 
 def _set(part: nn.Module, name: str, value: Any) -> None:
@@ -226,7 +246,7 @@ def _contents_of(part: nn.Module) -> dict[str, list[Tensor]]:
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    items = list(value.values()) if type(value) is dict else value if isinstance(value, list | tuple) else ()
+    items = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return [item for item in items if isinstance(item, Tensor) and not isinstance(item, nn.Parameter)]
 
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.trace.effects import is_object, watched
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "left_behind", "stand_in", "tensors_of", "tracked"]
+__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "stand_in", "tensors_of", "tracked"]
 
 
 class _Fresh(torch.autograd.Function):
@@ -63,15 +62,6 @@ def stand_in(leaf: Any) -> Any:
 def is_left_behind(leaf: Any) -> bool:
     """Whether ``leaf`` is of a dry run, and should have gone with it."""
     return isinstance(leaf, FakeTensor)
-
-
-def left_behind() -> UnsupportedError:
-    """The refusal of an argument that only the unit has which made it."""
-    return UnsupportedError(
-        "Code above the units uses a tensor that a unit did not return, but left in an object that it was given, or in "
-        "a variable around it (by a hook on one of its parts, say). Other stages do not have it: return it from the "
-        "unit's forward, or set an attribute of the unit."
-    )
 
 
 class _CopyAsFake(TorchFunctionMode):

@@ -82,12 +82,15 @@ def looks_at_values(net: Any, x: Tensor) -> Tensor:
     return in_order(net, x)
 
 
-def hooked() -> nn.Module:
+def hooked(looks: bool = False) -> nn.Module:
     found: list[Tensor] = []
 
     def step(net: Any, x: Tensor) -> Tensor:
         found.clear()
-        return in_order(net, x) + sum(found)
+        loss = in_order(net, x)
+        if looks:
+            net.seen.append(loss.item())
+        return loss + sum(found)
 
     net = Blocks(step)
     net.blocks[1].mlp.register_forward_hook(lambda module, args, output: found.append(mean_square(output)))
@@ -136,8 +139,12 @@ CASES: dict[str, tuple[Case, str]] = {
     "torch.func.grad": (with_middle(functional_gradient), "under a transform of torch.func"),
     "vmap": (with_middle(lambda net, h: torch.vmap(lambda row: row.abs())(h)), "cannot be routed.*torch.vmap"),
     "attribute that another unit reads": (chained(in_order), r"unit `blocks\.0` put into its attribute `mean`"),
-    "the same after a look at a value": (chained(looks_at_values), r"unit `blocks\.0` put into its attribute `mean`"),
+    "attribute that another unit reads, after a look at a value": (
+        chained(looks_at_values),
+        r"unit `blocks\.0` put into its attribute `mean`",
+    ),
     "feature from inside of a unit": (Case(hooked), "by a hook on one of its parts"),
+    "the same, after a look at a value": (Case(lambda: hooked(looks=True)), "by a hook on one of its parts"),
     "cache that all units read": (
         Case(lambda: Blocks(one_cache, Caching)),
         r"`blocks\.1` uses a tensor that unit `blocks\.0` put into an object",
