@@ -40,8 +40,8 @@ class DryRun:
 
     trace: Trace | None
     """The events; ``None`` where the step looks at values, which a dry run does not have."""
-    used_by_glue: tuple[nn.Parameter, ...]
-    """Parameters of units that code above the units computes with."""
+    used_by_glue: tuple[Tensor, ...]
+    """Parameters and tables of units that code above the units computes with."""
 
 
 @final

@@ -110,9 +110,10 @@ class Engine:
         self._ownership: Ownership | None = None
         self._reduction: Reduction | None = None
         self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
-        self._used_by_glue: tuple[nn.Parameter, ...] = ()
+        self._used_by_glue: tuple[Tensor, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
         self._whole_on: RestoreModule = "all"
+        self._transport: Transport | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
@@ -217,15 +218,15 @@ class Engine:
         # Anew each time: buffers may have been replaced in the meantime.
         self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
         self._release()
-        transport = None
+        self._transport = None
         if self.mesh.pp > 1:
-            transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
+            self._transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
         stage = Stage(
             number=self.mesh.stage,
             stage_of=stage_of,
             num_stages=self.mesh.pp,
             oracle=self._oracle,
-            transport=transport,
+            transport=self._transport,
             device=self._device,
         )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
@@ -254,16 +255,8 @@ class Engine:
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace and partition."""
         assert self._module is not None
-        self.partition, found = decide(
-            self.config,
-            self._module,
-            self._units,
-            self.mesh.pp,
-            calls=self._calls,
-            oracle=self._oracle,
-            device=self._device,
-            first=(step, microbatch, loss_of),
-        )
+        first = (step, microbatch, loss_of)
+        self.partition, found = decide(self.config, self._surroundings(), self.mesh.pp, first=first)
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
@@ -457,7 +450,8 @@ class Engine:
         assert self._ownership is not None
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         parameters = list(self._module.parameters())
-        view = HookView(parameters, self._ownership, self.mesh, self.views.foresight, seed=seed)
+        assert self._transport is not None
+        view = HookView(parameters, self._ownership, self.mesh, self._transport, self.views.foresight, seed=seed)
         self._calls.in_hook = True
         try:
             return self.views.run(hook, view, self._calls.runtime, seed=seed)

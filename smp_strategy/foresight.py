@@ -15,29 +15,13 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.stage_tensors import home_of
 from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.tree import unflatten_call
 
-__all__ = ["Argument", "Foreseen", "Foresight", "flatten_call", "spec_of", "unflatten_call"]
+__all__ = ["Argument", "Foreseen", "Foresight", "spec_of"]
 
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
 # Shapes that change from call to call must not fill the memory.
 MOST_ANSWERS = 1 << 12
-
-
-def flatten_call(args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-    """The leaves of a call's arguments and how to put them together again; fast where none is a container."""
-    leaves = [*args, *kwargs.values()]
-    if any(isinstance(leaf, (tuple, list, dict)) and type(leaf) is not torch.Size for leaf in leaves):
-        return pytree.tree_flatten((args, kwargs))
-    return leaves, (len(args), tuple(kwargs))
-
-
-def unflatten_call(leaves: Sequence[Any], structure: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The inverse of :func:`flatten_call`."""
-    if not isinstance(structure, tuple):
-        args, kwargs = pytree.tree_unflatten(leaves, structure)
-        return args, kwargs
-    number, names = structure
-    return leaves[:number], dict(zip(names, leaves[number:], strict=True))
 
 
 @final

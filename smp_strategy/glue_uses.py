@@ -2,13 +2,16 @@
 
 ``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()``
 uses a weight where its unit may not live. The dry run notices such uses; the weights concerned are then held by every
-stage, and their gradients are added up over the stages, like those of a parameter that stands in the glue itself.
+stage, and their gradients are added up over the stages, like those of a parameter that stands in the glue itself. Whole
+numbers in buffers (``self.embeddings.position_ids[:, :length]``) are tables, which every stage can hold as well. Other
+buffers may be what a unit changes as it runs, and stay with it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -21,11 +24,11 @@ __all__ = ["GlueUses"]
 
 @final
 class GlueUses(TorchFunctionMode):
-    """While this is entered, notes every parameter of a unit that an operation takes; questions of metadata do not
-    count, nor does what units do with their own.
+    """While this is entered, notes every parameter and table of a unit that an operation takes; questions of metadata
+    do not count, nor does what units do with their own.
 
     Args:
-        units: whose parameters are meant.
+        units: whose parameters and tables are meant.
         running_unit: the unit whose code runs just now, if any.
         leftovers: what units leave in attributes, is told which of it is used.
     """
@@ -36,8 +39,8 @@ class GlueUses(TorchFunctionMode):
         super().__init__()
         self._running_unit = running_unit
         self._leftovers = leftovers
-        self._parameters = {id(parameter) for unit in units for parameter in unit.module.parameters()}
-        self.found: dict[int, nn.Parameter] = {}
+        self._meant = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *_tables(unit.module))}
+        self.found: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -53,5 +56,13 @@ class GlueUses(TorchFunctionMode):
         """The glue has given ``arguments`` to an operation or to a unit."""
         self._leftovers.use(arguments)
         for leaf in pytree.tree_leaves(arguments):
-            if id(leaf) in self._parameters:
+            if id(leaf) in self._meant:
                 self.found[id(leaf)] = leaf
+
+
+def _tables(module: nn.Module) -> Iterator[Tensor]:
+    """Buffers of whole numbers, but for the counters of batch norm."""
+    for part in module.modules():
+        if not isinstance(part, _NormBase):
+            buffers = part.buffers(recurse=False)
+            yield from (buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex()))

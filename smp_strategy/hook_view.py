@@ -14,24 +14,26 @@ So averages and clipping cost no communication, numbers are the same everywhere,
 their stages as in a step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.foresight import Argument, Foresight, flatten_call, spec_of, unflatten_call
+from smp_strategy.foresight import Argument, Foresight, spec_of
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.transport import Transport
 from smp_strategy.stage_tensors import Home, StageTensor, home_of, in_plain_sight
 from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.tree import flatten_call, unflatten_call
 
 __all__ = ["HookView", "Views"]
 
@@ -44,6 +46,8 @@ _READS = frozenset(
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _SAME_METADATA = (_DATA.__get__, Tensor.detach, Tensor.clone)
+# Message tags of hooks begin where those of microbatches cannot come.
+TAGS = 1 << 30
 _RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "geometric", "cauchy", "multinomial")
 
 
@@ -55,6 +59,7 @@ class HookView:
         parameters: all parameters of the module, in the same order on every rank.
         ownership: who holds what.
         mesh: where the ranks stand.
+        transport: carries values between the stages.
         foresight: knows results by metadata.
         seed: where random numbers derive from.
     """
@@ -64,6 +69,7 @@ class HookView:
         parameters: Sequence[nn.Parameter],
         ownership: Ownership,
         mesh: ProcessMesh,
+        transport: Transport,
         foresight: Foresight,
         *,
         seed: int,
@@ -75,7 +81,10 @@ class HookView:
         self._num_draws = 0
         self._exists: dict[int, bool] | None = None
         self._gradients: dict[int, Tensor | None] = {}
+        self._transport = transport
         self._foresight = foresight
+        # What travelled, in order: the same on all stages, or they do not run the same code.
+        self._path: list[str] = []
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -124,6 +133,14 @@ class HookView:
             return self._for_each(func, name, args, kwargs)
         with in_plain_sight():
             return self._call(func, name, args, kwargs)
+
+    def agree(self) -> None:
+        """Make sure that the hook did the same on all stages; collective.
+
+        Raises:
+            UnsupportedError: it did not.
+        """
+        self._transport.agree(zlib.crc32("\n".join(self._path).encode()), lambda: self._path)
 
     def real(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors, on every stage."""
@@ -227,9 +244,11 @@ class HookView:
     def _gradient(self, parameter: Tensor) -> Tensor | None:
         if self._exists is None:
             with in_plain_sight():
-                exists = torch.tensor([p.grad is not None for p in self._parameters], dtype=torch.uint8)
-            dist.all_reduce(exists, op=dist.ReduceOp.MAX, group=self._mesh.pp_group)
-            self._exists = {id(p): bool(here) for p, here in zip(self._parameters, exists.tolist(), strict=True)}
+                mine = torch.tensor([p.grad is not None for p in self._parameters])
+                spec = spec_of(mine)
+                everyones = [self._sent(mine, spec, s, range(self._mesh.pp), "gradients") for s in range(self._mesh.pp)]
+                exists = torch.stack([found for found in everyones if found is not None]).any(0).tolist()
+            self._exists = {id(p): here for p, here in zip(self._parameters, exists, strict=True)}
         if id(parameter) not in self._gradients:
             shown = None
             with in_plain_sight():
@@ -272,29 +291,34 @@ class HookView:
 
     def _at(self, tensor: StageTensor, stage: int) -> Tensor | None:
         """The values of ``tensor`` on ``stage``; ``None`` elsewhere."""
-        mesh, home = self._mesh, _home(tensor)
+        home = _home(tensor)
         source = stage if stage in home.holders else min(home.holders)
         with in_plain_sight():
-            if source == stage:
-                return tensor.detach() if mesh.stage == stage else None
-            if mesh.stage == source:
-                dist.send(tensor.detach().contiguous(), mesh.stage_ranks[stage], group=mesh.pp_group)
-            elif mesh.stage == stage:
-                value = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
-                dist.recv(value, mesh.stage_ranks[source], group=mesh.pp_group)
-                return value
-            return None
+            value = tensor.detach() if self._mesh.stage == source else None
+            return self._sent(value, spec_of(tensor), source, [stage], home.name)
 
     def _everywhere(self, tensor: StageTensor) -> Tensor:
         """The values of ``tensor`` on every stage, those of its first holder: all read the same bits."""
-        mesh, source = self._mesh, min(_home(tensor).holders)
+        home = _home(tensor)
         with in_plain_sight():
-            if mesh.stage == source:
-                value = tensor.detach().clone(memory_format=torch.contiguous_format)
-            else:
-                value = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
-            dist.broadcast(value, mesh.stage_ranks[source], group=mesh.pp_group)
-        return value
+            value = tensor.detach().clone() if self._mesh.stage == min(home.holders) else None
+            found = self._sent(value, spec_of(tensor), min(home.holders), range(self._mesh.pp), home.name)
+        assert found is not None
+        return found
+
+    def _sent(
+        self, value: Tensor | None, spec: TensorSpec, source: int, targets: Collection[int], name: str
+    ) -> Tensor | None:
+        """``value``, which stage ``source`` has, on the stages ``targets``; ``None`` elsewhere."""
+        stage, tag = self._mesh.stage, TAGS + len(self._path)
+        self._path.append(f"{name} from stage {source}")
+        if stage == source:
+            assert value is not None
+            for target in targets:
+                if target != stage:
+                    self._transport.send(value, spec, target, tag)
+            return value if stage in targets else None
+        return self._transport.receive(spec, source, tag).wait() if stage in targets else None
 
     def _make(self, value: Tensor | None, spec: TensorSpec, holders: frozenset[int]) -> Tensor:
         """A tensor that lives with ``holders``: ``value`` there, elsewhere something with these metadata."""
@@ -340,7 +364,9 @@ class Views:
 
         def run(program: Program) -> Any:
             with view.shown():
-                return view.real(hook())
+                result = hook()
+                view.agree()
+                return view.real(result)
 
         self._view = view
         try:

@@ -31,7 +31,7 @@ class Ownership:
         units: its units.
         stage_of: stage of each unit, by name.
         num_stages: number of stages.
-        used_by_glue: parameters of units that code above the units computes with.
+        used_by_glue: parameters and tables of units that code above the units computes with.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Ownership:
         stage_of: Mapping[str, int],
         num_stages: int,
         *,
-        used_by_glue: Iterable[nn.Parameter] = (),
+        used_by_glue: Iterable[Tensor] = (),
     ) -> None:
         self._root = root
         self.stage_of = stage_of
@@ -50,7 +50,7 @@ class Ownership:
         for unit in units:
             for tensor in unit.tensors:
                 holders[id(tensor)] = holders.get(id(tensor), frozenset()) | {stage_of[unit.name]}
-        holders.update((id(parameter), everywhere) for parameter in used_by_glue)
+        holders.update((id(tensor), everywhere) for tensor in used_by_glue)
         self._holders: dict[int, frozenset[int]] = holders
         self._everywhere = everywhere
         self._stage = -1

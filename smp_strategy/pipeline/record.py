@@ -79,6 +79,11 @@ class Record:
         self.place(Event("given", "", (), (value,), home=home))
         return value, SegmentId(home[0], 0)
 
+    @property
+    def path(self) -> list[str]:
+        """Names of the events."""
+        return [event.name or event.kind for event, _ in self.events]
+
     def end(self) -> None:
         """There are no more events."""
         self.left_plan |= self._expected is not None and len(self.events) < len(self._expected)

@@ -110,6 +110,7 @@ class Runtime:
                     if turns.has_left_plan:
                         break
                 turns.finish()
+            turns.agree()
             self._flush()
         except BaseException:
             turns.cancel()
@@ -123,6 +124,7 @@ class Runtime:
             with watched_entrances(self._active):
                 while turns.meet():
                     pass
+            turns.agree()
             self._flush()
         except BaseException:
             turns.cancel()

@@ -2,25 +2,27 @@
 
 Sender and receiver know the shape and dtype of every message from the program, so there are no headers. A message is
 the raw elements in the order in which they stand in memory, and after them the strides: kernels add in another order
-where the layout is another, and that of a gradient, or of a result whose prediction is wrong about it, is known to
-the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot
-reach the message. A receive is posted when it is known and waited for when it is needed.
+where the layout is another, be it by gaps, and that of a gradient, or of a result whose prediction is wrong about it,
+is known to the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in
+place cannot reach the message. A receive is posted when it is known and waited for when it is needed.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import final
+from itertools import zip_longest
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.errors import PeerFailedError
+from smp_strategy.errors import PeerFailedError, UnsupportedError
 from smp_strategy.failure import blame
+from smp_strategy.pipeline.watch import Watch, in_background
 from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Receipt", "Transport", "empty"]
@@ -28,35 +30,37 @@ __all__ = ["Receipt", "Transport", "empty"]
 
 @final
 class Receipt:
-    """A receive that is under way."""
+    """A receive that is under way.
 
-    def __init__(self, message: Tensor, spec: TensorSpec, work: dist.Work, source: int, timeout: timedelta) -> None:
+    Attributes:
+        key: rank of the sender, and the tag.
+    """
+
+    def __init__(self, message: Tensor, spec: TensorSpec, key: tuple[int, int], wait: Callable[[], None]) -> None:
+        self.key = key
         self._message = message
         self._spec = spec
         self._tensor: Tensor | None = None
-        self._work: dist.Work | None = work
-        self._source = source
-        self._timeout = timeout
+        self._wait: Callable[[], None] | None = wait
         self._arrival: Future[Tensor] | None = None
 
-    def arrived(self, executor: Executor) -> bool:
+    def arrived(self) -> bool:
         """Whether the tensor is there, without blocking. gloo cannot tell, so a thread waits for it."""
-        if self._work is None:
+        if self._wait is None:
             return True
         if self._arrival is None:
-            self._arrival = executor.submit(self.wait)
+            self._arrival = in_background(self.wait)
         if self._arrival.done():
             self._arrival.result()
         return self._arrival.done()
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; later calls return at once (gloo itself would wait for ever)."""
-        if self._work is not None:
-            _wait(self._work, self._source, "a tensor from", self._timeout)
-            self._work = None
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
         if self._tensor is None:
-            strides = self._message[self._spec.nbytes :].clone().view(torch.int64).tolist()
-            self._tensor = _elements(self._message, self._spec, strides)
+            self._tensor = _unpacked(self._message, self._spec)
         return self._tensor
 
 
@@ -75,18 +79,20 @@ class Transport:
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self._group = group
         self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
+        # Receiver and tag of everything that was sent in this step.
+        self._log: set[tuple[int, int]] = set()
+        self._watch = Watch(dist.get_rank(), stage_ranks)
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
-        # Without the gaps and overlaps of a strided view.
-        strides = torch.empty_like(tensor, device="meta").stride()
         message = _message(spec)
-        _elements(message, spec, strides).copy_(tensor.detach())
-        message[spec.nbytes :].copy_(torch.tensor(strides, dtype=torch.int64).view(torch.uint8))
+        _elements(message, spec, tensor.stride()).copy_(tensor.detach())
+        message[spec.nbytes :].copy_(torch.tensor(tensor.stride(), dtype=torch.int64).view(torch.uint8))
         with _peer(self._ranks[stage], "sending a tensor to"):
             work = dist.isend(message, self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
         self._sent[stage, tag] = (work, message)
+        self._log.add((self._ranks[stage], tag))
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
@@ -95,18 +101,59 @@ class Transport:
         with _peer(self._ranks[stage], "waiting for a tensor from"):
             work = dist.irecv(message, self._ranks[stage], group=self._group, tag=tag)
         assert work is not None
-        return Receipt(message, spec, work, self._ranks[stage], self._timeout)
+
+        def wait() -> None:
+            with _peer(self._ranks[stage], "waiting for a tensor from"):
+                self._watch.wait(lambda: work.wait(self._timeout), [(self._ranks[stage], tag)], self._log)
+
+        return Receipt(message, spec, (self._ranks[stage], tag), wait)
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
             work, _ = self._sent.pop((stage, tag))
-            _wait(work, self._ranks[stage], "the arrival of a tensor at", self._timeout)
+            with _peer(self._ranks[stage], "waiting for the arrival of a tensor at"):
+                work.wait(self._timeout)
 
     def flush(self) -> None:
         """Confirm everything that was sent."""
         for stage, tag in list(self._sent):
             self.confirm(stage, tag)
+        self._log.clear()
+
+    def look(self, receipts: Sequence[Receipt]) -> None:
+        """Called again and again while this stage can do nothing until one of ``receipts`` arrives.
+
+        Raises:
+            UnsupportedError: none of them can arrive.
+        """
+        self._watch.look([receipt.key for receipt in receipts], self._log)
+
+    def go_on(self) -> None:
+        """One of them has arrived."""
+        self._watch.go_on()
+
+    def agree(self, digest: int, path: Callable[[], Sequence[str]]) -> None:
+        """Make sure that all stages have run the same program; collective.
+
+        Args:
+            digest: of what this stage ran, equal if it is the same.
+            path: the calls that it made.
+
+        Raises:
+            UnsupportedError: they differ; the message names the first difference.
+        """
+        mine = torch.tensor([digest])
+        found = [torch.empty_like(mine) for _ in self._ranks]
+        others = [rank for rank in self._ranks if rank != dist.get_rank()]
+        with _peer(others[0], "waiting at the end of a step for"):
+            work = dist.all_gather(found, mine, group=self._group, async_op=True)
+            self._watch.wait(lambda: work.wait(self._timeout), [], self._log)
+        if all(torch.equal(mine, other) for other in found):
+            return
+        paths: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(paths, (dist.get_rank(), list(path())), group=self._group)
+        raise UnsupportedError(_first_difference(dict(paths)))
 
     def share(self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int) -> list[Tensor]:
         """Give every stage the tensors that ``stage`` has; one message per dtype.
@@ -145,13 +192,31 @@ def _message(spec: TensorSpec) -> Tensor:
 
 
 def _elements(message: Tensor, spec: TensorSpec, strides: Sequence[int]) -> Tensor:
-    """The tensor in ``message``."""
-    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, strides)
+    """The elements in ``message`` in the order that ``strides`` give them, without gaps and overlaps."""
+    strided = torch.empty_strided(spec.size, strides, dtype=spec.dtype, device="meta")
+    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, torch.empty_like(strided).stride())
 
 
-def _wait(work: dist.Work, rank: int, what: str, timeout: timedelta) -> None:
-    with _peer(rank, f"waiting for {what}"):
-        work.wait(timeout)
+def _unpacked(message: Tensor, spec: TensorSpec) -> Tensor:
+    """The tensor in ``message``, with its gaps; one that was expanded takes the memory that it seems to take."""
+    strides = message[spec.nbytes :].clone().view(torch.int64).tolist()
+    dense = _elements(message, spec, strides)
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, spec.size, strict=True))
+    if is_expanded or dense.stride() == tuple(strides):
+        return dense.data  # no view of bytes, for autograd
+    with torch.inference_mode(False):
+        return torch.empty_strided(spec.size, strides, dtype=spec.dtype, device=spec.device).copy_(dense)
+
+
+def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:
+    calls = zip_longest(*paths.values(), fillvalue="the end of the step")
+    number, differing = next((n, call) for n, call in enumerate(calls) if len(set(call)) > 1)
+    what = ", ".join(f"`{name}` on rank {rank}" for rank, name in sorted(zip(paths, differing, strict=True)))
+    return (
+        f"The ranks of this pipeline did not run the same code in this step: call {number} is {what}. A value that "
+        "only some ranks read (`if trainer.is_global_zero: print(loss.item())`) or a branch on the rank is the usual "
+        "reason: do it on all ranks, or use `self.log` or `self.print`."
+    )
 
 
 @contextmanager
@@ -159,6 +224,8 @@ def _peer(rank: int, doing: str) -> Iterator[None]:
     """Turn a broken connection into the error of the rank that failed."""
     try:
         yield
+    except UnsupportedError:
+        raise  # the connection is fine
     except RuntimeError as error:
         cause = blame(error)
         if cause is not error:

@@ -6,6 +6,7 @@ the order; where a microbatch takes another path than the plan was made for, the
 """
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Receipt
+from smp_strategy.pipeline.watch import PATIENCE_SECONDS, PAUSE_SECONDS
 from smp_strategy.trace.events import Trace
 
 __all__ = ["Barrier", "Job", "Step", "StepRun", "Turns", "trace_of"]
@@ -161,16 +163,31 @@ class Turns:
         on. Backwards stay in the order of the microbatches, which keeps the sums of gradients.
         """
         numbers = range(len(self._programs))
+        idle_since = time.monotonic()
         while not all(self._is_through(number) for number in numbers):
-            went_on = [self._advance(number) for number in numbers]
+            advanced = [self._advance(number) for number in numbers]
             first = next((number for number in numbers if not self._is_through(number)), None)
-            if first is not None and first in self._backwards:
-                backward = self._backwards[first]
-                if self._have_arrived(backward.awaited()):
-                    backward.run_next()
-                    continue
-            if not any(went_on):
+            if first in self._backwards and self._have_arrived(self._backwards[first].awaited()):
+                self._backwards[first].run_next()
+                advanced.append(True)
+            if any(advanced):
+                idle_since = time.monotonic()
+            elif time.monotonic() - idle_since > PATIENCE_SECONDS:
+                self._look(first)
+                time.sleep(PAUSE_SECONDS)
+            else:
                 time.sleep(POLL_SECONDS)
+        if self._stage.transport is not None:
+            self._stage.transport.go_on()
+
+    def _look(self, first: int | None) -> None:
+        """Nothing has come for a while: can anything still come?"""
+        if self._stage.transport is None:
+            return
+        receipts = [receipt for waiting in self._waiting.values() for receipt in waiting]
+        if first in self._backwards:
+            receipts += self._backwards[first].awaited()
+        self._stage.transport.look([receipt for receipt in receipts if not receipt.arrived()])
 
     def _is_through(self, number: int) -> bool:
         has_more = number in self._backwards and not self._backwards[number].is_done
@@ -184,7 +201,7 @@ class Turns:
         return True
 
     def _have_arrived(self, receipts: Sequence[Receipt]) -> bool:
-        return all(receipt.arrived(self._executor) for receipt in receipts)
+        return all(receipt.arrived() for receipt in receipts)
 
     def prepare(self, actions: Sequence[Action], position: int) -> None:
         """Let the next microbatch run up to its first receive, so that the message travels while others compute."""
@@ -233,6 +250,16 @@ class Turns:
                 return
             if number in self._backwards:
                 self._backwards[number].run_from(0)
+
+    def agree(self) -> None:
+        """Make sure that all stages have run the same programs; collective."""
+        if self._stage.transport is None:
+            return
+
+        def path() -> list[str]:
+            return [name for program in self._programs for name in program.record.path]
+
+        self._stage.transport.agree(zlib.crc32("\n".join(path()).encode()), path)
 
     def cancel(self) -> None:
         """Let go of programs that wait."""

@@ -4,7 +4,18 @@ from importlib import import_module
 
 import pytest
 import torch
-from lightning_toy import CLASSES, FEATURES, NEWER, metrics_of, on_ranks, quiet, toy_loader, toy_module, toy_trainer
+from lightning_toy import (
+    CLASSES,
+    FEATURES,
+    NEWER,
+    metrics_of,
+    on_ranks,
+    quiet,
+    toy_data,
+    toy_loader,
+    toy_module,
+    toy_trainer,
+)
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, MetricCollection
@@ -47,11 +58,11 @@ def compare(body, pp, folder, *args):
 # Predictions
 
 
-def tensors(self, batch, batch_idx):
+def tensors(self, batch, batch_idx, dataloader_idx=0):
     return self.net(batch[0])
 
 
-def dicts(self, batch, batch_idx):
+def dicts(self, batch, batch_idx, dataloader_idx=0):
     logits = self.net(batch[0])
     return {
         "logits": logits,
@@ -61,16 +72,16 @@ def dicts(self, batch, batch_idx):
     }
 
 
-def lists(self, batch, batch_idx):
+def lists(self, batch, batch_idx, dataloader_idx=0):
     logits = self.net(batch[0])
     return [logits, (logits.softmax(-1), batch_idx)]
 
 
-def no_tensors(self, batch, batch_idx):
+def no_tensors(self, batch, batch_idx, dataloader_idx=0):
     return self.net(batch[0]).argmax(-1).tolist()
 
 
-def nothing(self, batch, batch_idx):
+def nothing(self, batch, batch_idx, dataloader_idx=0):
     self.net(batch[0])
 
 
@@ -196,13 +207,13 @@ def combined_step(self, batch, batch_idx, dataloader_idx=0):
 
 
 def combine(folder, smp_options, mode):
-    def loaders():
-        return {"a": toy_loader(shuffle=False), "b": toy_loader(shuffle=False, dataset=None)}
-
-    module = toy_module(training_step=combined_step, validation_step=combined_step)
+    loaders = {"a": toy_loader(shuffle=False), "b": toy_loader(shuffle=False, dataset=toy_data(32))}
+    module = toy_module(
+        training_step=combined_step, validation_step=combined_step, on_train_batch_start=lambda self, batch, idx: None
+    )
     trainer = toy_trainer(folder, smp=smp_options, max_epochs=1)
     several = [toy_loader(shuffle=False), toy_loader(shuffle=False, batch_size=12)]
-    trainer.fit(module, combined.CombinedLoader(loaders(), mode), several)
+    trainer.fit(module, combined.CombinedLoader(loaders, mode), several)
     return metrics_of(trainer), module.state_dict()
 
 

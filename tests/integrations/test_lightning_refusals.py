@@ -10,10 +10,9 @@ from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.lightning import make_strategy
 
 
-def refused(folder, options, callback, overrides):
-    callbacks = [getattr(import_module(f"{NEWER}.callbacks"), callback)()] if callback else []
+def refused(folder, options, overrides):
     module = toy_module(**overrides)
-    trainer = toy_trainer(folder, smp={"microbatches": 2}, callbacks=callbacks, **options)
+    trainer = toy_trainer(folder, smp={"microbatches": 2}, **options)
     try:
         trainer.fit(module, toy_loader())
     except SMPError as error:
@@ -30,16 +29,16 @@ def takes_an_iterator(self, dataloader_iter):
 
 
 @pytest.mark.parametrize(
-    ("options", "callback", "overrides", "match"),
+    ("options", "overrides", "match"),
     [
-        ({}, None, {"configure_optimizers": lbfgs}, "LBFGS"),
-        ({}, None, {"training_step": takes_an_iterator}, "dataloader_iter"),
-        ({"precision": "16-true"}, None, {}, "16-true"),
-        ({"sync_batchnorm": True}, None, {}, "sync_batchnorm"),
+        ({}, {"configure_optimizers": lbfgs}, "LBFGS"),
+        ({}, {"training_step": takes_an_iterator}, "dataloader_iter"),
+        ({"precision": "16-true"}, {}, "16-true"),
+        ({"sync_batchnorm": True}, {}, "sync_batchnorm"),
     ],
 )
-def test_an_unsupported_feature_is_named_before_training(options, callback, overrides, match, tmp_path):
-    [(kind, text, seen)] = on_ranks(refused, 1, tmp_path, options, callback, overrides)
+def test_an_unsupported_feature_is_named_before_training(options, overrides, match, tmp_path):
+    [(kind, text, seen)] = on_ranks(refused, 1, tmp_path, options, overrides)
     assert kind == "ConfigError"
     assert match in text
     assert seen == []
@@ -47,7 +46,7 @@ def test_an_unsupported_feature_is_named_before_training(options, callback, over
 
 def test_all_problems_are_listed_together(tmp_path):
     overrides = {"configure_optimizers": lbfgs, "training_step": takes_an_iterator}
-    [(_, text, _)] = on_ranks(refused, 1, tmp_path, {"precision": "16-true"}, None, overrides)
+    [(_, text, _)] = on_ranks(refused, 1, tmp_path, {"precision": "16-true"}, overrides)
     assert text.startswith("3 options are wrong")
 
 

@@ -331,6 +331,31 @@ def test_hooks_may_call_the_model(pp, tmp_path):
         assert found[1] == pytest.approx(drawn, rel=1e-5)
 
 
+# Hooks that not all ranks run
+
+
+def on_rank_zero(self):
+    if self.trainer.is_global_zero:
+        print(sum(float(parameter.norm()) for parameter in self.parameters()))
+
+
+def gradients_on_rank_zero(self, optimizer):
+    if self.trainer.is_global_zero:
+        self.net[0].weight.grad.mul_(self.net[4].weight.grad.norm())
+
+
+@pytest.mark.parametrize(
+    "hook", [{"on_train_epoch_end": on_rank_zero}, {"on_before_optimizer_step": gradients_on_rank_zero}]
+)
+def test_a_hook_that_uses_weights_on_one_rank_only_ends_soon_and_says_why(hook, tmp_path):
+    with pytest.raises(RuntimeError, match="same code"):
+        on_ranks(fit_for_a_while, 2, tmp_path, hook, timeout=60)
+
+
+def fit_for_a_while(folder, hook):
+    toy_trainer(folder, smp=smp(2), max_epochs=1).fit(toy_module(**hook), toy_loader())
+
+
 # Outside of hooks
 
 

@@ -21,7 +21,6 @@ from smp_strategy.testing import run_ranks
 
 __all__ = [
     "GLUE",
-    "LAYOUT",
     "REUSED",
     "SAMPLES",
     "USES",
@@ -30,6 +29,7 @@ __all__ = [
     "Blocks",
     "Case",
     "check",
+    "in_order",
     "mean_square",
     "one_process",
     "refusal",
@@ -45,7 +45,6 @@ TOLERANCE = 1e-6
 REUSED = "a weight gets gradients on several stages or in several segments: their sums over the microbatches are added"
 GLUE = "every stage has a part of the gradient of a weight that the glue computes with: the parts are added last"
 USES = "a value or weight has three uses or more on several stages: each stage adds up its own uses first"
-LAYOUT = "a gradient from another stage lies in memory like its value; in one process it may lie otherwise"
 
 
 @dataclass(frozen=True)
@@ -187,3 +186,10 @@ def refusal(case: Case, pp: int = 2) -> str:
 def mean_square(x: Tensor) -> Tensor:
     """A loss for anything."""
     return F.mse_loss(x, torch.zeros_like(x))
+
+
+def in_order(net: Any, x: Tensor) -> Tensor:
+    """The plainest step of :class:`Blocks`."""
+    for block in net.blocks:
+        x = block(x)
+    return mean_square(x)

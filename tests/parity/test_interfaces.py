@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compare import GLUE, REUSED, SAMPLES, USES, WIDTH, Block, Blocks, Case, check, mean_square
+from .compare import GLUE, REUSED, SAMPLES, USES, WIDTH, Block, Blocks, Case, check, in_order, mean_square
 
 # What units take and return
 
@@ -361,14 +361,8 @@ class OfAnySize(Blocks):
         return {"x": torch.randn(samples, WIDTH, generator=generator)}
 
 
-def in_order(net: Any, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x)
-    return mean_square(x)
-
-
 class InParts(nn.Module):
-    """Containers with a ``forward`` of their own, three levels deep, some units in plain lists."""
+    """Containers with a ``forward`` and hooks of their own, three levels deep, some units in plain lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,6 +370,8 @@ class InParts(nn.Module):
         self.register_buffer("table", torch.randn(WIDTH))
         self.register_buffer("hidden_table", torch.randn(WIDTH), persistent=False)
         self.plain = list(self.body["down"])
+        self.body["up"].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        self.body["up"].register_forward_hook(lambda module, args, output: output + args[0])
 
     def loss(self, batch: Any) -> Tensor:
         x = batch["x"] + self.table
@@ -389,7 +385,7 @@ class InParts(nn.Module):
 CONTAINERS = {
     "chosen by the batch": Case(Routed, GLUE),
     "lazy modules": Case(Lazy),
-    "nested containers": Case(InParts),
+    "nested containers": Case(InParts, USES),
     "tables that units keep": Case(lambda: OfAnySize(in_order, Tabled)),
 }
 

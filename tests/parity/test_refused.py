@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .compare import Block, Blocks, Case, mean_square, refusal
-
-
-def in_order(net: Any, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x)
-    return mean_square(x)
+from .compare import Block, Blocks, Case, in_order, mean_square, refusal
 
 
 def with_middle(use: Callable[[Any, Tensor], Any]) -> Case:

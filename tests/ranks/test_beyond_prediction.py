@@ -2,6 +2,7 @@
 two stages have the numbers of one process."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -129,6 +130,31 @@ def change_a_buffer(net: Net, x: Tensor) -> Tensor:
     return loss * (1 + net.count)
 
 
+_collector: ContextVar[dict[str, list[Tensor]] | None] = ContextVar("collector", default=None)
+
+
+class Watched(Block):
+    """A hook inside collects what passes, where somebody wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.register_forward_hook(self.collect)
+
+    @staticmethod
+    def collect(module: nn.Module, args: Any, output: Tensor) -> None:
+        if (collected := _collector.get()) is not None:
+            collected["norms"].append(output)
+
+
+def collect_inside_units(net: Net, x: Tensor) -> Tensor:
+    collected: dict[str, list[Tensor]] = {"norms": []}
+    token = _collector.set(collected)
+    loss = one_after_the_other(net, x)
+    _collector.reset(token)
+    assert len(collected["norms"]) == len(net.blocks)
+    return loss + torch.cat(collected["norms"]).pow(4).mean()
+
+
 STEPS: dict[str, tuple[Any, type[nn.Module]]] = {
     "shapes by value": (one_after_the_other, KeepsSome),
     "experts": (one_after_the_other, Experts),
@@ -139,6 +165,7 @@ STEPS: dict[str, tuple[Any, type[nn.Module]]] = {
     "reentrant checkpoint": (checkpoints(True), Block),
     "plain tensors": (fill_a_plain_tensor, Block),
     "buffers": (change_a_buffer, Block),
+    "collectors": (collect_inside_units, Watched),
 }
 
 

@@ -85,5 +85,20 @@ def takes_a_weight(net: Net, x: Tensor) -> Tensor:
     return (d(c(b(a(x)))) + d(a.mlp[0].bias)).pow(2).mean()
 
 
+class WithTable(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(4).flip(0))
+
+
+def takes_a_table(net: Net, x: Tensor) -> Tensor:
+    a, b, c, d = net.blocks
+    return (d(c(b(a(x)))).index_select(1, a.order) + a(x).index_select(1, d.order)).pow(2).mean()
+
+
+def test_the_glue_may_use_a_table_of_a_unit():
+    assert_as_alone(alone(takes_a_table, WithTable), run_ranks(train, 2, takes_a_table, WithTable, 2, {}))
+
+
 def test_a_weight_of_one_unit_may_be_the_argument_of_another():
     assert_as_alone(alone(takes_a_weight, Block), run_ranks(train, 2, takes_a_weight, Block, 2, {}))

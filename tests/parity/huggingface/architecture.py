@@ -35,6 +35,12 @@ class Architecture:
     """Picks the loss out of what the model returns."""
     whole: tuple[str, ...] = ()
     """Modules that the user has to mark with :func:`smp_strategy.unit`."""
+    is_random: bool = False
+    """Whether it draws random numbers even without dropout. They are those of a pipeline of one stage, not of a plain
+    process."""
+    is_in_order: bool = True
+    """Whether gradients are added in the order of one process where weights are not tied. They are not where a value is
+    used on several stages: each adds up its own uses first."""
     note: str = ""
     """What is special about it."""
 

@@ -43,4 +43,12 @@ ENCODERS: list[Architecture] = [
         whole=("reformer.encoder",),
         note="its reversible layers are one autograd Function: the encoder is marked as a unit",
     ),
+    *family(
+        "encoder",
+        masked_tokens,
+        {"BertForMaskedLM": {"output_attentions": True, "output_hidden_states": True, "attn_implementation": "eager"}},
+        loss=lambda output: output.loss + sum(x.pow(2).mean() for x in (*output.attentions, *output.hidden_states)),
+        is_in_order=False,
+        note="attention maps and hidden states in the loss",
+    ),
 ]

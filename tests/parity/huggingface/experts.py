@@ -18,7 +18,7 @@ EXPERTS: list[Architecture] = [
             "AriaTextForCausalLM": {"moe_num_experts": 4},
             "Cohere2MoeForCausalLM": {},
             "DbrxForCausalLM": {
-                "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+                "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
                 "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
                 "max_seq_len": 64,
                 "n_layers": 2,
@@ -48,7 +48,6 @@ EXPERTS: list[Architecture] = [
             "Llama4ForCausalLM": {},
             "LongcatFlashForCausalLM": {"head_dim": 4},
             "MellumForCausalLM": {},
-            "MiMoV2FlashForCausalLM": {},
             "MiniMaxForCausalLM": {},
             "MiniMaxM2ForCausalLM": {},
             "MixtralForCausalLM": {},

@@ -28,7 +28,11 @@ RECURRENT: list[Architecture] = [
                 "shared_intermediate_size": 16,
             },
             "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4},
-            "KimiLinearForCausalLM": {},
+            "KimiLinearForCausalLM": {
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "linear_head_dim": 8,
+                "linear_num_heads": 2,
+            },
             "Lfm2ForCausalLM": {"block_multiple_of": 16},
             "Lfm3ForCausalLM": {},
             "MambaForCausalLM": {},
@@ -59,7 +63,6 @@ RECURRENT: list[Architecture] = [
                 "mamba_ngroups": 1,
                 "chunk_size": 8,
             },
-            "xLSTMForCausalLM": {"mode": "train", "chunk_size": 4, "ffn_round_up_to_multiple_of": 8},
         },
     ),
 ]

@@ -15,7 +15,7 @@ VISION: list[Architecture] = [
             "CLIPForImageClassification": {},
             "ConvNextForImageClassification": {"patch_size": 2},
             "ConvNextV2ForImageClassification": {"patch_size": 2},
-            "CvtForImageClassification": {"embed_dim": [8, 16, 24], "depth": [1, 1, 2]},
+            "CvtForImageClassification": {"embed_dim": [8, 16, 24], "depth": [1, 2, 3]},
             "Data2VecVisionForImageClassification": {},
             "DeiTForImageClassification": {},
             "Dinov2ForImageClassification": {},

@@ -1,0 +1,190 @@
+"""Ranks that wait for each other for ever are told so, instead of waiting for ever.
+
+All stages must run the same program. One that reads a value which the others do not read (``if is_global_zero:
+print(loss.item())``) waits for a message that nobody sends, and soon all wait for all. So a rank that has waited for a
+while writes into the store of the process group what it waits for and what it has sent, reads what the others have
+written, and looks for a circle. A rank that is merely slow has written nothing, and is waited for.
+
+Nothing of this happens while messages arrive in time.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NamedTuple, final
+
+import torch.distributed as dist
+
+from smp_strategy.errors import UnsupportedError
+
+__all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "in_background", "is_deadlock"]
+
+PATIENCE_SECONDS = 5.0
+# Between two looks that must show the same.
+PAUSE_SECONDS = 1.0
+_KEY = "smp_strategy/waiting"
+_OURS = ("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "lightning", "pytorch_lightning")
+
+
+class Position(NamedTuple):
+    """Where a rank waits."""
+
+    turn: int
+    """Number of its wait, to see whether it has gone on."""
+    needs: Sequence[tuple[int, int]]
+    """Sender and tag of the messages of which one would help; none at the end of a step, where all ranks meet."""
+    sent: Sequence[tuple[int, int]]
+    """Receiver and tag of every message that it has sent in this step."""
+    place: str
+    """Where in the user's code, for messages."""
+
+
+@final
+class Watch:
+    """Waits for messages, and notices when they cannot come.
+
+    Args:
+        rank: this rank.
+        ranks: the ranks that exchange messages.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._turn = 0
+        self._seen: Mapping[int, Position] | None = None
+        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(
+        self, work: Callable[[], Any], needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]
+    ) -> None:
+        """Run ``work``, which blocks until a message is there.
+
+        Args:
+            work: waits for the message.
+            needs: its sender and tag; nothing at the end of a step.
+            sent: receivers and tags of what this rank has sent.
+
+        Raises:
+            UnsupportedError: the message cannot come, because its sender waits for this rank.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            work()
+            return
+        done = self._start(work)
+        patience = PATIENCE_SECONDS
+        while not done.done():
+            try:
+                done.result(patience)
+            except TimeoutError:
+                self.look(needs, sent)
+                patience = PAUSE_SECONDS
+        self.go_on()
+        done.result()
+
+    def look(self, needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]) -> None:
+        """Called again and again while this rank waits for one of the messages ``needs``.
+
+        Raises:
+            UnsupportedError: none of them can come.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{_KEY}/{self._rank}", json.dumps(Position(self._turn, needs, sorted(sent), _place())))
+        before, self._seen = self._seen, _positions(store, self._ranks)
+        if self._seen == before and is_deadlock(self._rank, self._seen):
+            raise UnsupportedError(_story(self._seen))
+
+    def go_on(self) -> None:
+        """The wait is over."""
+        if self._seen is not None:
+            dist.distributed_c10d._get_default_store().delete_key(f"{_KEY}/{self._rank}")
+            self._seen = None
+        self._turn += 1
+
+    def _start(self, work: Callable[[], Any]) -> "Future[Any]":
+        if self._thread is None:
+            self._thread = _daemon(self._run)
+        done: Future[Any] = Future()
+        self._tasks.put((work, done))
+        return done
+
+    def _run(self) -> None:
+        while True:
+            _do(*self._tasks.get())
+
+
+def in_background(work: Callable[[], Any]) -> "Future[Any]":
+    """Run ``work``, which blocks, in a thread."""
+    done: Future[Any] = Future()
+    _daemon(lambda: _do(work, done))
+    return done
+
+
+def _daemon(body: Callable[[], None]) -> threading.Thread:
+    # Where a wait has been given up, the thread still stands in it, and must not keep the process from ending.
+    thread = threading.Thread(target=body, name="messages", daemon=True)
+    thread.start()
+    return thread
+
+
+def _do(work: Callable[[], Any], done: "Future[Any]") -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:
+        done.set_exception(error)
+
+
+def is_deadlock(rank: int, positions: Mapping[int, Position]) -> bool:
+    """Whether ``rank`` can never go on.
+
+    Args:
+        rank: who asks.
+        positions: of the ranks that wait; others are at work.
+    """
+    stuck = set(positions)
+    while going := {other for other in stuck if _can_go_on(other, positions, stuck)}:
+        stuck -= going
+    return rank in stuck
+
+
+def _can_go_on(rank: int, positions: Mapping[int, Position], stuck: Collection[int]) -> bool:
+    needs = positions[rank].needs
+    if not needs:
+        return all(other not in stuck or not position.needs for other, position in positions.items())
+    return any(source not in stuck or (rank, tag) in positions[source].sent for source, tag in needs)
+
+
+def _positions(store: dist.Store, ranks: Sequence[int]) -> dict[int, Position]:
+    found = {}
+    for rank in ranks:
+        key = f"{_KEY}/{rank}"
+        if store.check([key]):
+            turn, needs, sent, place = json.loads(store.get(key))
+            found[rank] = Position(turn, [(a, b) for a, b in needs], [(a, b) for a, b in sent], place)
+    return found
+
+
+def _story(positions: Mapping[int, Position]) -> str:
+    places = "\n".join(f"  rank {other}: {position.place}" for other, position in sorted(positions.items()))
+    return (
+        f"The ranks of this pipeline wait for each other for ever:\n{places}\n"
+        "All of them must run the same code. A value that only some ranks read (`if trainer.is_global_zero: "
+        "print(loss.item())`) is the usual reason: read it on all ranks, or use `self.log` or `self.print`."
+    )
+
+
+def _place() -> str:
+    """The innermost lines of the user's code in each thread that runs some."""
+    lines = []
+    for frame in sys._current_frames().values():
+        here: Any = frame
+        while here is not None:
+            if str(here.f_globals.get("__name__", "")).split(".")[0] not in _OURS:
+                lines.append(f"{here.f_code.co_filename}, line {here.f_lineno}, in {here.f_code.co_name}")
+                break
+            here = here.f_back
+    return "; ".join(dict.fromkeys(lines)) or "at the end of its step"

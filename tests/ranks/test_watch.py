@@ -1,0 +1,105 @@
+"""Stages that do not run the same program are told so within seconds, whoever waits for whom."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from smp_strategy.errors import PeerFailedError, UnsupportedError
+from smp_strategy.pipeline import turns, watch
+from smp_strategy.pipeline.watch import Position, is_deadlock
+from smp_strategy.testing import run_ranks
+
+from .steps import Net, batch
+from .test_placed import engine_for
+
+
+def read_on(*ranks: int) -> Callable[[Net, Tensor], Tensor]:
+    def step(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        h = b(a(x))
+        early = h.sum()
+        loss = d(c(h)).pow(2).mean()
+        if dist.get_rank() in ranks:
+            float(early.detach()), float(loss.detach())
+        return loss
+
+    return step
+
+
+def branch_on_the_rank(net: Net, x: Tensor) -> Tensor:
+    h = x
+    for block in net.blocks:
+        h = block(h)
+    return h.pow(2).mean() if dist.get_rank() == 0 else h.abs().mean()
+
+
+def skip_a_block(net: Net, x: Tensor) -> Tensor:
+    h = x
+    for number, block in enumerate(net.blocks):
+        if not (number == 2 and dist.get_rank() == 1):
+            h = block(h)
+    return h.pow(2).mean()
+
+
+CASES: dict[str, Any] = {
+    "rank 0 reads": read_on(0),
+    "rank 1 reads": read_on(1),
+    "branch": branch_on_the_rank,
+    "skip": skip_a_block,
+}
+
+
+def differing(step: Any, begins_at: int, pp: int) -> tuple[str, float]:
+    watch.PATIENCE_SECONDS = turns.PATIENCE_SECONDS = 0.5  # type: ignore[attr-defined]
+    watch.PAUSE_SECONDS = turns.PAUSE_SECONDS = 0.2  # type: ignore[attr-defined]
+    net = Net(lambda net, x: step(net, x))
+    engine = engine_for(net, pp, skip_tracing=True, microbatches=2)
+    start = time.monotonic()
+    try:
+        for number in range(begins_at + 1):
+            net.step = (lambda net, x: step(net, x)) if number == begins_at else read_on()
+            engine.train_step(net.loss, batch(number), loss_of=lambda loss: loss)
+    except (UnsupportedError, PeerFailedError) as error:
+        return str(error), time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("begins_at", [0, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_that_run_different_code_are_told_so_soon(name, pp, begins_at):
+    found = run_ranks(differing, pp, CASES[name], begins_at, pp, timeout=60)
+    assert all(seconds < 20 for _, seconds in found)
+    assert any("must run the same code" in message or "did not run the same code" in message for message, _ in found)
+    for message, _ in found:
+        assert "same code" in message or "rank" in message, message
+
+
+def position(*needs: tuple[int, int], sent: tuple[tuple[int, int], ...] = ()) -> Position:
+    return Position(0, needs, sent, "")
+
+
+def test_two_ranks_that_wait_for_each_other_are_stuck_unless_a_message_is_under_way():
+    assert is_deadlock(0, {0: position((1, 7)), 1: position((0, 8))})
+    assert not is_deadlock(0, {0: position((1, 7)), 1: position((0, 8), sent=((0, 7),))})
+    assert not is_deadlock(0, {0: position((1, 7))})
+
+
+def test_the_end_of_a_step_waits_for_all():
+    assert not is_deadlock(0, {0: position(), 1: position()})
+    assert is_deadlock(0, {0: position(), 1: position((0, 1))})
+    assert not is_deadlock(0, {0: position(), 1: position((2, 1))})
+
+
+@given(st.dictionaries(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 3), st.just(1)), min_size=1), max_size=4))
+def test_who_waits_for_somebody_at_work_is_not_stuck(needs):
+    positions = {rank: position(*messages) for rank, messages in needs.items()}
+    for rank, messages in needs.items():
+        if any(source not in positions for source, _ in messages):
+            assert not is_deadlock(rank, positions)
