@@ -77,7 +77,8 @@ class PartitionOptions:
     load_partition: bool = False
     """Read the decision from ``partition_file`` instead of making one."""
     skip_tracing: bool = False
-    """Partition by parameter counts in registration order, without the dry run of the step."""
+    """Partition by parameter counts in registration order, without the dry run of the step. The step must not
+    read attributes that blocks set (``block.aux_loss``): only the dry run notices."""
     trace_execution_times: bool = False
     """Measure unit times on the device instead of modelling them."""
     trace_memory_usage: bool = False

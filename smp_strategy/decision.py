@@ -1,58 +1,45 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, and that all ranks agree."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp_strategy.agreement import check_same_partition
 from smp_strategy.config import SMPConfig
-from smp_strategy.dry_run import DryRun, dry_run
-from smp_strategy.interception import UnitCalls
+from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.oracle import Oracle
-from smp_strategy.units import Unit
 
 __all__ = ["decide"]
 
 
 def decide(
     config: SMPConfig,
-    module: nn.Module,
-    units: Sequence[Unit],
+    surroundings: Surroundings,
     num_stages: int,
     *,
-    calls: UnitCalls,
-    oracle: Oracle,
-    device: torch.device,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
 ) -> tuple[Partition, DryRun]:
     """Decide which unit goes to which stage; collective over all ranks.
 
     Args:
         config: all options.
-        module: the whole module.
-        units: its units.
+        surroundings: the module and what its dry run runs on.
         num_stages: number of stages.
-        calls: where calls of units arrive.
-        oracle: predicts results.
-        device: where this rank computes.
         first: the step, its first microbatch, and what picks the loss out of its result.
 
     Returns:
         The partition, and what the dry run has found out.
     """
+    module, units = surroundings.module, surroundings.units
     found = DryRun(None, ())
     if not config.skip_tracing:
         step, microbatch, loss_of = first
-        found = dry_run(
-            step, microbatch, loss_of, module=module, units=units, calls=calls, oracle=oracle, device=device
-        )
+        found = dry_run(step, microbatch, loss_of, surroundings)
     # Numbers that are the same on every rank tell which units share a parameter.
     numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
     parameters = {

@@ -18,17 +18,19 @@ from torch import Tensor, nn
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
+from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.trace.attributes import attributes_restored
+from smp_strategy.trace.collectors import collectors, restore
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
 from smp_strategy.units import Unit
 
-__all__ = ["DryRun", "dry_run"]
+__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed"]
 
 
 @final
@@ -42,16 +44,27 @@ class DryRun:
     """Parameters and tables of units that code above the units computes with."""
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a dry run runs on."""
+
+    module: nn.Module
+    """The whole module."""
+    units: Sequence[Unit]
+    calls: UnitCalls
+    """Where calls of the units arrive."""
+    oracle: Oracle
+    """Predicts results and keeps the predictions for later."""
+    device: torch.device
+    """Where the step will run."""
+
+
 def dry_run(
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
-    *,
-    module: nn.Module,
-    units: Sequence[Unit],
-    calls: UnitCalls,
-    oracle: Oracle,
-    device: torch.device,
+    surroundings: Surroundings,
 ) -> DryRun:
     """Run ``step`` dry.
 
@@ -59,47 +72,85 @@ def dry_run(
         step: the user's code.
         microbatch: what it gets.
         loss_of: picks the loss out of what it returns; ``None`` for a forward-only step.
-        module: the whole module.
-        units: its units.
-        calls: where their calls arrive.
-        oracle: predicts results and keeps the predictions for later.
-        device: where the step will run.
+        surroundings: what it runs on.
 
     Raises:
         UnsupportedError: the glue changes tensors of units in place.
     """
-    trace: Trace | None = None
     for computes in (False, True):
-        # A step that looks at values is run for real: every rank still has the whole module.
-        stage = Stage(
-            number=0 if computes else -1,
-            stage_of={unit.name: 0 for unit in units},
-            num_stages=1,
-            oracle=oracle,
-            transport=None,
-            device=device,
-            is_survey=True,
-        )
-        uses = GlueUses(units, lambda: runtime.is_inside_unit)  # noqa: B023
-        runtime = calls.runtime = Runtime(stage, told=uses.note)
-        # With gradients also where the first step is a validation step: the partition weighs what training keeps.
-        gradients = torch.enable_grad()
         try:
-            with seeded(0, device), torch.inference_mode(False), gradients, _untouched(module, units), uses:
-                trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+            # With gradients also where the first step is a validation step: the partition weighs what training keeps.
+            with torch.inference_mode(False), torch.enable_grad():
+                return _survey(step, microbatch, loss_of, surroundings, computes=computes)
         except ValueNeededError:
+            # A step that looks at values is run for real: every rank still has the whole module.
             continue
-        finally:
-            runtime.close()
-            calls.runtime = None
-        break
-    return DryRun(trace, tuple(uses.found.values()))
+    return DryRun(None, ())
+
+
+def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings) -> None:
+    """Run a later kind of step dry, too, because it may read attributes of units that the first one has not read.
+
+    Args:
+        step: the user's code.
+        microbatch: what it gets.
+        surroundings: what it runs on.
+    """
+    try:
+        _survey(step, microbatch, None, surroundings, computes=False)
+    except ValueNeededError:
+        # It cannot be run for real any more. What it may still read is what gradients could flow through.
+        surroundings.calls.leftovers.use_all_with_gradient()
+        surroundings.calls.expose()
+
+
+def _survey(
+    step: Step,
+    microbatch: Any,
+    loss_of: Callable[[Any], Tensor | None] | None,
+    surroundings: Surroundings,
+    *,
+    computes: bool,
+) -> DryRun:
+    """Run ``step`` to look at it: again as long as that shows attributes of units that others use."""
+    module, units, calls = surroundings.module, surroundings.units, surroundings.calls
+    leftovers, before, device = calls.leftovers, calls.runtime, surroundings.device
+    inside = {id(part) for unit in units for part in unit.module.modules()}
+    leftovers.around = reached_by_hooks([part for unit in units for part in unit.module.modules()])
+    leftovers.above = {name: part for name, part in module.named_modules() if id(part) not in inside}
+    stage = Stage(
+        number=0 if computes else -1,
+        stage_of={unit.name: 0 for unit in units},
+        num_stages=1,
+        oracle=surroundings.oracle,
+        transport=None,
+        device=device,
+        leftovers=leftovers,
+    )
+    uses = GlueUses(units, lambda: runtime.running_unit, leftovers)
+    runtime = calls.runtime = Runtime(stage, told=uses.note)
+    try:
+        while True:
+            leftovers.next_round()
+            try:
+                with seeded(0, device), _untouched(module, units), uses:
+                    trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+            except Exception:
+                if not leftovers.has_news:
+                    raise
+            if not leftovers.has_news:
+                return DryRun(trace, tuple(uses.found.values()))
+            calls.expose()
+    finally:
+        leftovers.let_go()
+        runtime.close()
+        calls.runtime = before
 
 
 @contextmanager
 def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
-    """Undo what the step does to the module: buffers, attributes, and the lists and dicts in attributes; let it print
-    nothing.
+    """Undo what the step does to the module (buffers, attributes, and the lists and dicts in attributes) and to
+    containers in context variables; let it print nothing.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
@@ -107,6 +158,7 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
     buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
+    collected = [(container, container.copy()) for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     with attributes_restored(module.modules()), redirect_stdout(io.StringIO()):
         try:
@@ -114,6 +166,8 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
         finally:
             for parameter, requires_grad in switches:
                 parameter.requires_grad_(requires_grad)
+            for container, contents in collected:
+                restore(container, contents)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -28,6 +28,7 @@ from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.decision import decide
+from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
@@ -121,6 +122,7 @@ class Engine:
         self._num_steps = 0
         self._num_evaluations = 0
         self._reported_schedule = False
+        self._kinds: set[str] = set()
 
     # Setting up
 
@@ -227,24 +229,34 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units()))
+        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
 
+    def _prepare(
+        self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None = None
+    ) -> None:
+        """Before every step: spread the module if it is whole, and look at each new kind of step."""
+        assert self._module is not None
+        was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
+        self._kinds.add(kind)
+        if self._calls.runtime is None:
+            self._spread(kind, step, microbatch, loss_of)
+        if was_surveyed and is_new and (self._module.training or not self._calls.leftovers.is_empty):
+            look_for_exposed(step, microbatch, self._surroundings())
+
+    def _surroundings(self) -> Surroundings:
+        assert self._module is not None
+        return Surroundings(
+            module=self._module, units=self._units, calls=self._calls, oracle=self._oracle, device=self._device
+        )
+
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace and partition."""
         assert self._module is not None
-        self.partition, found = decide(
-            self.config,
-            self._module,
-            self._units,
-            self.mesh.pp,
-            calls=self._calls,
-            oracle=self._oracle,
-            device=self._device,
-            first=(step, microbatch, loss_of),
-        )
+        first = (step, microbatch, loss_of)
+        self.partition, found = decide(self.config, self._surroundings(), self.mesh.pp, first=first)
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
@@ -311,8 +323,7 @@ class Engine:
                 additions are those of one process in number and order.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
-        if self._calls.runtime is None:
-            self._spread("train", step, microbatches[0], loss_of)
+        self._prepare("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
         assert self._reduction is not None
         job = self._training_job(step, sizes, loss_of)
@@ -345,8 +356,7 @@ class Engine:
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
-        if self._calls.runtime is None:
-            self._spread(kind, step, microbatches[0], None)
+        self._prepare(kind, step, microbatches[0])
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
         run = self._run(kind, Job(step=step, seed=seed), microbatches)
@@ -360,8 +370,7 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
-        if self._calls.runtime is None:
-            self._spread("manual", step, microbatches[0], None)
+        self._prepare("manual", step, microbatches[0])
         run = self.manual.run(self._training_job(step, sizes), microbatches)
         return EvalStep(run.outputs, sizes)
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from smp_strategy.pipeline.placed import METADATA
+from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.units import Unit
 
 __all__ = ["GlueUses"]
@@ -28,23 +29,32 @@ class GlueUses(TorchFunctionMode):
 
     Args:
         units: whose parameters and tables are meant.
-        is_inside_unit: whether the code that runs just now is that of a unit.
+        running_unit: the unit whose code runs just now, if any.
+        leftovers: what units leave in attributes, is told which of it is used.
     """
 
-    def __init__(self, units: Sequence[Unit], is_inside_unit: Callable[[], bool]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], running_unit: Callable[[], nn.Module | None], leftovers: Leftovers
+    ) -> None:
         super().__init__()
-        self._is_inside_unit = is_inside_unit
+        self._running_unit = running_unit
+        self._leftovers = leftovers
         self._meant = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *_tables(unit.module))}
         self.found: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in METADATA and not self._is_inside_unit():
-            self.note((args, kwargs))
+        if func not in METADATA:
+            unit = self._running_unit()
+            if unit is None:
+                self.note((args, kwargs))
+            else:
+                self._leftovers.refuse_use(unit, (args, kwargs))
         return func(*args, **kwargs)
 
     def note(self, arguments: Any) -> None:
         """The glue has given ``arguments`` to an operation or to a unit."""
+        self._leftovers.use(arguments)
         for leaf in pytree.tree_leaves(arguments):
             if id(leaf) in self._meant:
                 self.found[id(leaf)] = leaf

@@ -16,6 +16,7 @@ from torch import nn
 from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.stage_tensors import in_plain_sight
+from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.units import Unit
 
@@ -28,11 +29,13 @@ class UnitCalls:
 
     Attributes:
         runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
+        leftovers: what units leave in attributes, and who uses it.
         in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
     def __init__(self) -> None:
         self.runtime: Runtime | None = None
+        self.leftovers = Leftovers()
         self.in_hook = False
         # Each unit with the ``forward`` that its instance had of its own, if any.
         self._before: list[tuple[nn.Module, Any]] = []
@@ -69,7 +72,8 @@ class UnitCalls:
 
     def _intercept(self, unit: Unit) -> None:
         original = unit.module.forward
-        self._callees[unit.name] = Callee(unit.name, original, unit.module)
+        exposed = tuple(self.leftovers.found.get(unit.name, {}).values())
+        self._callees[unit.name] = Callee(unit.name, original, unit.module, exposed=exposed)
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
             with in_plain_sight():
@@ -89,6 +93,16 @@ class UnitCalls:
 
         unit.module.forward = types.MethodType(forward, unit.module)
         hide_backward_hooks(unit.module)
+
+    def expose(self) -> None:
+        """Let attributes of units in which others were found to read be a part of what calls return."""
+        for name, places in self.leftovers.found.items():
+            self._callees[name] = dataclasses.replace(self._callees[name], exposed=tuple(places.values()))
+
+    @property
+    def exposed_parts(self) -> list[nn.Module]:
+        """Modules inside of units that have exposed attributes."""
+        return [each.part for places in self.leftovers.found.values() for each in places.values()]
 
     def compile(self, name: str) -> None:
         """Let the unit ``name`` run through ``torch.compile`` from now on."""

@@ -3,9 +3,9 @@
 The user's code is written for one pass at a time: ``self.features = h`` in ``forward``, a hook that fills a dict or a
 list, a loss that reads it at the end. Microbatches that interleave would find each other's tensors there. So when a
 microbatch pauses, the tensors that it has put into attributes of the glue, into dicts, lists, sets and objects in
-these attributes, and into variables and arguments of hooks, are taken out, and put back when it goes on. After the
-step they are all back, as if one microbatch had run after the other: a list has what each has appended, an attribute
-what the last one wrote.
+these attributes and in context variables, and into variables and arguments of hooks, are taken out, and put back when
+it goes on. After the step they are all back, as if one microbatch had run after the other: a list has what each has
+appended, an attribute what the last one wrote.
 
 What must not be private stays shared: everything without tensors (a counter counts), and tensors that take the place
 of a tensor or number (running statistics). A running sum of *placed* tensors would tie microbatches together; each
@@ -15,7 +15,7 @@ finds the tensor of the one before it, whose use is refused.
 import functools
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from numbers import Number
 from operator import is_
 from typing import Any, final
@@ -23,8 +23,9 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.trace.collectors import collectors
 
-__all__ = ["PrivateState"]
+__all__ = ["PrivateState", "reached_by_hooks"]
 
 # Larger containers (vocabularies, histories of an epoch) are not looked into: it would cost more than it is worth.
 MOST_ENTRIES = 1000
@@ -45,11 +46,18 @@ class PrivateState:
     Args:
         glue: modules above the units.
         units: modules whose own attributes count only where hooks may set them.
+        exposed: gives modules inside of units whose attributes code above the units reads.
     """
 
-    def __init__(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        glue: Sequence[nn.Module],
+        units: Sequence[nn.Module],
+        exposed: Callable[[], Sequence[nn.Module]] = lambda: (),
+    ) -> None:
         self._glue = glue
         self._units = units
+        self._exposed = exposed
         self._holders: dict[int, _Names | _Items] = {}
         self._own: dict[int, list[Any]] = {}
 
@@ -58,7 +66,7 @@ class PrivateState:
         known = self._holders
         self._own = {}
         self._holders = {}
-        for target in _find(self._glue, self._units):
+        for target in _find(self._glue, self._units, self._exposed()):
             # What is known about a place lasts: the first value tells whether it is a running one.
             kind = _Items if isinstance(target, (list, set, deque)) else _Names
             key = id(target.cell if isinstance(target, _Variable) else target)
@@ -237,19 +245,32 @@ def _continues(value: Any, before: list[Any]) -> bool:
     return isinstance(value, list) and len(value) >= len(before) and all(map(is_, value, before))
 
 
-def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> Iterator[Any]:
+def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module], exposed: Sequence[nn.Module] = ()) -> Iterator[Any]:
     """Dicts, lists and the like where a step may put tensors, each once."""
     seen: set[int] = set(map(id, (*glue, *units)))
     hooks = {module: [hook for name in _HOOKS for hook in vars(module)[name].values()] for module in (*glue, *units)}
-    for module in glue:
+    for module in (*glue, *exposed):
         yield from _visit(vars(module), 0, seen)
     for module in units:
-        if hooks[module]:
+        if hooks[module] and id(vars(module)) not in seen:
             seen.add(id(vars(module)))
             yield vars(module)
+    for _, container in collectors():
+        yield from _visit(container, 1, seen)
     for of_module in hooks.values():
         for hook in of_module:
             yield from _visit_function(hook, seen)
+
+
+def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
+    """Lists, dicts and variables that hooks on ``modules`` reach and that are no attributes of modules."""
+    modules = list(dict.fromkeys(modules))
+    seen = {id(vars(module)) for module in modules}
+    found: list[Any] = []
+    for module in modules:
+        for hook in [hook for name in _HOOKS for hook in vars(module)[name].values()]:
+            found += _visit_function(hook, seen)
+    return found
 
 
 def _visit(value: Any, level: int, seen: set[int]) -> Iterator[Any]:

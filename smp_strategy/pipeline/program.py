@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, final
 
@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward_hooks import with_backward_hooks
-from smp_strategy.pipeline.collected import with_collected
 from smp_strategy.pipeline.kept import Kept, call_with_known
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.outcome import MESSAGE, check_tensor, decode, encode, made_tensors
@@ -41,7 +40,8 @@ from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.fake import refuse_left_behind
+from smp_strategy.trace.exposed import STATE, Former, Leftovers, left_behind, put_state, state_of
+from smp_strategy.trace.fake import imitate, is_left_behind
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import (
     Callee,
@@ -88,8 +88,8 @@ class Surroundings:
     """The program that runs now, if any; tensors of programs that have ended can be used in it."""
     share: Callable[[Sequence[PlacedTensor]], None]
     """Gives every stage the values of tensors whose program has ended; collective."""
-    is_survey: bool
-    """Programs run to be looked at; what they compute is thrown away."""
+    leftovers: Leftovers | None
+    """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
 
 
 @final
@@ -115,7 +115,8 @@ class Program:
     ) -> None:
         self.microbatch = microbatch
         self.graph = graph
-        self.is_survey = surroundings.is_survey
+        self.is_survey = surroundings.leftovers is not None
+        self._leftovers = surroundings.leftovers
         self.record = record
         self.closed = False
         # The unit that runs just now, for real or dry.
@@ -181,12 +182,31 @@ class Program:
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
+        if callee.exposed:
+            before = state_of(callee.exposed)
+            state = {label: self._without_others(value) for label, value in before.items()}
+            callee, kwargs = callee.with_state(), {**kwargs, STATE: state}
+        result = self._call("unit", name, callee, args, kwargs)
+        if isinstance(result, Changed):
+            result = apply_changes(result, (args, kwargs))
+        if callee.exposed:
+            put_state(callee.exposed, {k: before[k] if isinstance(v, Former) else v for k, v in state.items()})
+        return result
 
-        def call(callee: Callee) -> Any:
-            result = self._call("unit", name, callee, args, kwargs)
-            return apply_changes(result, (args, kwargs)) if isinstance(result, Changed) else result
+    def _without_others(self, value: Any) -> Any:
+        """What a unit finds in its attribute: no tensor of another microbatch or step takes part in this one."""
+        if not isinstance(value, Tensor) or (isinstance(value, PlacedTensor) and value.program is self):
+            return value
 
-        return with_collected(callee, call)
+        def tensor() -> Tensor:
+            if self.is_predicting:
+                return imitate(dataclasses.replace(TensorSpec.of(value), requires_grad=False))
+            if isinstance(value, PlacedTensor):
+                assert value.origin is not None
+                return value.origin[1].detach()
+            return value
+
+        return Former(tensor)
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
@@ -315,6 +335,9 @@ class Program:
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
         function = call.callee.runs
+        noting: AbstractContextManager[None] = nullcontext()
+        if self._leftovers is not None and call.callee.module is not None:
+            noting = self._leftovers.noting(call.name, call.callee.module)
         if call.callee.module is not None:
             function = with_backward_hooks(call.callee.module, function)
         if self._recompute and call.kind == "unit" and torch.is_grad_enabled():
@@ -324,7 +347,7 @@ class Program:
         seed = derive_seed(self._seed, len(self.record.events)) if random else 0
         self.enclosing = call.callee.module
         try:
-            with seeded(seed, self._oracle.device) if random else nullcontext():
+            with seeded(seed, self._oracle.device) if random else nullcontext(), noting:
                 return _Ran(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None
@@ -334,7 +357,10 @@ class Program:
         try:
             if not self.computes_here and call.kind == "unit":
                 self._lent += contents_of_objects(given)
-            return self._oracle.predict(call.callee, given, call.structure, leave_marks=not self.computes_here)
+            if self.computes_here or self._leftovers is None or call.callee.module is None:
+                return self._oracle.predict(call.callee, given, call.structure)
+            with self._leftovers.unmarked(call.name, call.callee.module):
+                return self._oracle.predict(call.callee, given, call.structure, survey=self._leftovers)
         finally:
             self.enclosing, self.is_predicting = None, False
 
@@ -377,11 +403,19 @@ class Program:
                     placed.append(leaf)
                     given.append(leaf.spec)
                     continue
-            if isinstance(leaf, Tensor):
-                refuse_left_behind(leaf)
-                leaf = self._spec_of(leaf)
-            given.append(leaf)
+            elif isinstance(leaf, Tensor) and is_left_behind(leaf):
+                leaf = leaves[position] = self._instead_of_mark(leaf)
+                placed.append(leaf)
+                given.append(leaf.spec)
+                continue
+            given.append(self._spec_of(leaf) if isinstance(leaf, Tensor) else leaf)
         return placed, given
+
+    def _instead_of_mark(self, mark: Tensor) -> PlacedTensor:
+        """The survey goes on, and is repeated with what units leave in attributes."""
+        if self._leftovers is None or not self._leftovers.has_news:
+            raise left_behind()
+        return self.bring(TensorSpec.of(mark), [0], None)
 
     def _take(self, tensor: Tensor) -> PlacedTensor:
         """Turn a plain tensor, which all stages have, into a placed one."""

@@ -190,6 +190,7 @@ class Runtime:
         program = self._stage.program(microbatch=0, seed=0, active=self._active)
         with self.entered(program):
             output = step(microbatch)
+            self._told(output)
         program.close()
         loss = loss_of(output) if loss_of else None
         return trace_of(program, loss)
@@ -225,9 +226,9 @@ class Runtime:
             self._program = None
 
     @property
-    def is_inside_unit(self) -> bool:
-        """Whether the code that runs just now is that of a unit."""
-        return self._program is not None and self._program.enclosing is not None
+    def running_unit(self) -> nn.Module | None:
+        """The unit whose code runs just now, if any."""
+        return None if self._program is None else self._program.enclosing
 
     def _enter(self, program: Program | None) -> None:
         self._program = program

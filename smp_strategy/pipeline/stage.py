@@ -14,6 +14,7 @@ from smp_strategy.pipeline.program import Program, Surroundings
 from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.tree import flatten
 
@@ -38,8 +39,8 @@ class Stage:
     """Where the units run."""
     latest: Latest = field(default_factory=Latest)
     """The record that new programs begin by following."""
-    is_survey: bool = False
-    """Whether programs run to be looked at only."""
+    leftovers: Leftovers | None = None
+    """Set where programs run to be looked at only: what units leave in attributes."""
 
     def program(
         self,
@@ -56,7 +57,7 @@ class Stage:
             oracle=self.oracle,
             active=active,
             share=self.make_known,
-            is_survey=self.is_survey,
+            leftovers=self.leftovers,
         )
         return Program(
             surroundings,

@@ -6,7 +6,7 @@ outlive the dry run: a cache filled with fake tensors would break the real run t
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,23 +18,14 @@ _CONTAINERS = (list, dict, set, collections.deque)
 
 
 @contextmanager
-def attributes_restored(
-    modules: Iterable[nn.Module], *, unless: Callable[[Any], bool] = lambda value: False
-) -> Iterator[None]:
-    """Afterwards attributes of ``modules``, and the lists, dicts and sets in them, hold what they held before.
-
-    Args:
-        modules: whose attributes are meant.
-        unless: new values of attributes that stay.
-    """
+def attributes_restored(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Afterwards attributes of ``modules``, and the lists, dicts and sets in them, hold what they held before."""
     before = [(vars(module), _contents(vars(module))) for module in modules]
     try:
         yield
     finally:
         for attributes, contents in before:
-            staying = {name: value for name, value in attributes.items() if unless(value)}
             _restore(attributes, contents)
-            attributes.update(staying)
 
 
 def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -3,7 +3,7 @@
 A unit gets its arguments rebuilt: with fake tensors where it is predicted, with real ones where it runs. A list that it
 appends to (``aux_losses.append(loss)``) is therefore another list than the caller's. So what a unit leaves in the
 containers among its arguments is taken for a part of what it returns, and put into the caller's containers afterwards,
-on every stage.
+on every stage. So is what it adds to containers that context variables hold.
 
 Other objects (a key/value cache) are given to units as they are. The dry run of a step lends them to units, to see what
 is put there and who takes it, and puts back what was in them.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
+from smp_strategy.trace.collectors import additions, put_into_collectors
 from smp_strategy.trace.prediction import IMMUTABLE
 from smp_strategy.trace.spec import TensorSpec
 
@@ -30,36 +31,42 @@ class _Given:
 
 
 class Changed(NamedTuple):
-    """The result of a call that changed containers among its arguments."""
+    """The result of a call that changed containers among its arguments or around it."""
 
     result: Any
     contents: dict[int, Any]
     """What is in the changed ones, by their number among all containers."""
+    added: dict[Any, Any]
+    """What was put into collectors, see :mod:`smp_strategy.trace.collectors`."""
 
 
 def watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, returning a :class:`Changed` where it changed lists, dicts or dataclasses among its arguments."""
+    """``function``, returning a :class:`Changed` where it changed lists, dicts or dataclasses among its arguments, or
+    added to collectors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = list(_containers((args, kwargs)))
         before = [_contents(container) for container in given]
-        result = function(*args, **kwargs)
+        with additions() as added:
+            result = function(*args, **kwargs)
         after = [_contents(container) for container in given]
         changed = {number: now for number, now in enumerate(after) if not _is_same(now, before[number])}
-        if not changed:
+        if not changed and not added:
             return result
         numbers = {id(container): _Given(number) for number, container in enumerate(given)}
         by_number = {n: _replaced(now, lambda item: numbers.get(id(item), item)) for n, now in changed.items()}
-        return Changed(result, by_number)
+        return Changed(result, by_number, added)
 
     return call
 
 
 def apply_changes(changed: Changed, arguments: Any) -> Any:
-    """Give the caller's containers among ``arguments`` their new contents; returns the bare result."""
+    """Give the caller's containers, among ``arguments`` and around the call, their new contents; returns the bare
+    result."""
     given = list(_containers(arguments))
     for number, contents in changed.contents.items():
         _fill(given[number], _replaced(contents, lambda item: given[item.number] if isinstance(item, _Given) else item))
+    put_into_collectors(changed.added)
     return changed.result
 
 

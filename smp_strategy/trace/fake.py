@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.trace.effects import is_object, watched
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "refuse_left_behind", "stand_in", "tensors_of", "tracked"]
+__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "stand_in", "tensors_of", "tracked"]
 
 
 class _Fresh(torch.autograd.Function):
@@ -63,16 +62,6 @@ def stand_in(leaf: Any) -> Any:
 def is_left_behind(leaf: Any) -> bool:
     """Whether ``leaf`` is of a dry run, and should have gone with it."""
     return isinstance(leaf, FakeTensor)
-
-
-def refuse_left_behind(leaf: Any) -> None:
-    """Refuse an argument that only the unit has which made it."""
-    if is_left_behind(leaf):
-        raise UnsupportedError(
-            "Code above the units uses a tensor that a unit did not return, but left in an attribute of itself, in an "
-            "object that it was given, or in a variable around it (by a hook on one of its parts, say). Other stages "
-            "do not have it: return it from the unit's forward."
-        )
 
 
 class _CopyAsFake(TorchFunctionMode):

@@ -13,7 +13,7 @@ random numbers. Where the code reads a value, the run is repeated under several 
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, final
 
@@ -23,9 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp_strategy.errors import SMPError
 from smp_strategy.trace.attributes import attributes_restored
+from smp_strategy.trace.collectors import collector_key
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import contents_of_objects, is_object, put_back
-from smp_strategy.trace.fake import call, frozen_rng, imitate, is_left_behind, stand_in, tensors_of, tracked
+from smp_strategy.trace.exposed import Leftovers
+from smp_strategy.trace.fake import call, frozen_rng, imitate, stand_in, tensors_of, tracked
 from smp_strategy.trace.prediction import (
     IMMUTABLE,
     Callee,
@@ -66,7 +68,7 @@ class Oracle:
         self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
 
     def predict(
-        self, callee: Callee, leaves: Sequence[Any], structure: Any, *, leave_marks: bool = False
+        self, callee: Callee, leaves: Sequence[Any], structure: Any, *, survey: Leftovers | None = None
     ) -> Prediction | Unpredictable:
         """Predict ``callee(*args, **kwargs)`` for flattened arguments.
 
@@ -74,8 +76,8 @@ class Oracle:
             callee: what is called.
             leaves: flattened arguments; a tensor may be given by its :class:`TensorSpec`.
             structure: how :func:`~smp_strategy.trace.tree.unflatten_call` puts them together.
-            leave_marks: let a dry run write to objects among the arguments, and set attributes to tensors with a
-                gradient, so that it shows who uses them next. The caller puts all of this back.
+            survey: is told what a dry run leaves in attributes. Under a survey, dry runs also write to objects among
+                the arguments, so that it shows who uses them next; the caller puts these back.
         """
         key = (callee.key, structure, *map(_key, leaves), self._switches(callee), self._ambient())
         prediction = self._known.get(key)
@@ -83,33 +85,36 @@ class Oracle:
             if len(self._known) >= MOST_PREDICTIONS:
                 self._known.clear()
             specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            prediction = self._known[key] = self._find(callee, specs, structure, leave_marks)
+            prediction = self._known[key] = self._find(callee, specs, structure, survey)
         return prediction
 
     def _switches(self, callee: Callee) -> tuple[object, ...]:
-        """What of the unit itself can be switched between two calls: training mode and frozen parameters."""
+        """What of the unit itself and around it can be switched between two calls: training mode, frozen parameters,
+        and what is collected from it."""
         if callee.module is None:
             return ()
         parts = self._parts.get(callee.key)
         if parts is None:
             parts = self._parts[callee.key] = (tuple(callee.module.modules()), tuple(callee.module.parameters()))
-        return tuple(map(_IS_TRAINING, parts[0])), tuple(map(_NEEDS_GRADIENT, parts[1]))
+        return tuple(map(_IS_TRAINING, parts[0])), tuple(map(_NEEDS_GRADIENT, parts[1])), collector_key()
 
     def _ambient(self) -> tuple[object, ...]:
         """The thread's modes that change what operations return."""
         autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()
 
-    def _find(self, callee: Callee, specs: list[Any], structure: Any, leave_marks: bool) -> Prediction | Unpredictable:
+    def _find(
+        self, callee: Callee, specs: list[Any], structure: Any, survey: Leftovers | None
+    ) -> Prediction | Unpredictable:
         with _quiet():
-            return self._attempt(callee, specs, structure, leave_marks)
+            return self._attempt(callee, specs, structure, survey)
 
     def _attempt(
-        self, callee: Callee, specs: list[Any], structure: Any, leave_marks: bool
+        self, callee: Callee, specs: list[Any], structure: Any, survey: Leftovers | None
     ) -> Prediction | Unpredictable:
-        lent = contents_of_objects(specs) if leave_marks else []
+        lent = contents_of_objects(specs) if survey else []
         try:
-            return self._dry_run(callee, specs, structure, leave_marks=leave_marks)
+            return self._dry_run(callee, specs, structure, survey, lends=survey is not None)
         except SMPError:
             raise
         except Exception as error:
@@ -117,7 +122,7 @@ class Oracle:
             unpredictable = Unpredictable(f"{type(error).__name__}: {error}")
         put_back(lent)
         try:
-            first, *others = (self._dry_run(callee, specs, structure, assumed) for assumed in ASSUMPTIONS)
+            first, *others = (self._dry_run(callee, specs, structure, survey, assumed) for assumed in ASSUMPTIONS)
         except SMPError:
             raise
         except Exception:
@@ -129,9 +134,10 @@ class Oracle:
         callee: Callee,
         leaves: list[Any],
         structure: Any,
+        survey: Leftovers | None,
         assumed: int | None = None,
         *,
-        leave_marks: bool = False,
+        lends: bool = False,
     ) -> Prediction:
         meter = Meter(assumed, None if callee.module is None else str(callee.key))
         tensors = tensors_of(callee.module)
@@ -142,13 +148,15 @@ class Oracle:
             return tensor
 
         modules = () if callee.module is None else tuple(callee.module.modules())
-        restored = attributes_restored(modules, unless=lambda value: leave_marks and _is_mark(value))
-        with tracked(), frozen_rng() as python_drew, restored, self._mode:
-            fakes = [leaf if leave_marks and is_object(leaf) else stand_in(leaf) for leaf in leaves]
+        noting: AbstractContextManager[None] = nullcontext()
+        if survey is not None and callee.module is not None:
+            noting = survey.noting(str(callee.key), callee.module)
+        with tracked(), frozen_rng() as python_drew, attributes_restored(modules), self._mode:
+            fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             stand_ins = {name: imitate(TensorSpec.of(tensor), leaf=True) for name, tensor in tensors.items()}
             versions = versions_of(fakes)
             args, kwargs = unflatten_call(fakes, structure)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), meter:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), meter, noting:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
         for tensor in stand_ins.values():
@@ -178,10 +186,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _is_mark(value: Any) -> bool:
-    return is_left_behind(value) and value.requires_grad
 
 
 def _key(leaf: Any) -> object:

@@ -5,12 +5,13 @@ result cannot be predicted; then the stage that ran it sends the answer to the o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.trace.exposed import Exposed, exposing
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten
 
@@ -56,11 +57,18 @@ class Callee:
     """The unit, whose parameters and buffers are replaced by fake ones in the dry run."""
     compiled: Callable[..., Any] | None = None
     """What really runs instead of ``function``, if anything."""
+    exposed: tuple[Exposed, ...] = ()
+    """Attributes of the unit that others read."""
 
     @property
     def runs(self) -> Callable[..., Any]:
         """What is called where the call really happens."""
         return self.compiled or self.function
+
+    def with_state(self) -> "Callee":
+        """The same, but taking and giving the values of the exposed attributes."""
+        compiled = self.compiled and exposing(self.compiled, self.exposed)
+        return replace(self, function=exposing(self.function, self.exposed), compiled=compiled)
 
 
 @final

@@ -31,6 +31,7 @@ __all__ = [
     "check",
     "in_order",
     "mean_square",
+    "one_process",
     "refusal",
     "steps_of",
 ]

@@ -1,6 +1,7 @@
 """What has no right answer on several stages ends with an error that says what to do, and never with a wrong number."""
 
 import copy
+import itertools
 import pickle
 import re
 from collections.abc import Callable
@@ -48,24 +49,42 @@ def parallel() -> nn.Module:
 
 
 class Keeping(Block):
-    """Puts a loss of its own into an attribute."""
+    """Leaves a statistic in an attribute, for the next block."""
+
+    before: "tuple[Keeping, ...]" = ()
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        self.loss = mean_square(x)
+        for other in self.before:
+            x = x * other.mean
+        self.mean = x.detach().mean()
         return x
 
 
-def reads_attributes(net: Any, x: Tensor) -> Tensor:
-    return in_order(net, x) + sum(block.loss for block in net.blocks)
+def chained(step: Callable[[Any, Tensor], Tensor]) -> Case:
+    def make() -> nn.Module:
+        net = Blocks(step, Keeping)
+        for one, other in itertools.pairwise(net.blocks):
+            other.before = (one,)
+        return net
+
+    return Case(make)
 
 
-def hooked() -> nn.Module:
+def looks_at_values(net: Any, x: Tensor) -> Tensor:
+    net.seen.append(net.blocks[0](x).sum().item())
+    return in_order(net, x)
+
+
+def hooked(looks: bool = False) -> nn.Module:
     found: list[Tensor] = []
 
     def step(net: Any, x: Tensor) -> Tensor:
         found.clear()
-        return in_order(net, x) + sum(found)
+        loss = in_order(net, x)
+        if looks:
+            net.seen.append(loss.item())
+        return loss + sum(found)
 
     net = Blocks(step)
     net.blocks[1].mlp.register_forward_hook(lambda module, args, output: found.append(mean_square(output)))
@@ -113,8 +132,13 @@ CASES: dict[str, tuple[Case, str]] = {
     "gradient penalty in the glue": (with_middle(gradient_penalty), "`grad` of a placed tensor.*nn.Module"),
     "torch.func.grad": (with_middle(functional_gradient), "under a transform of torch.func"),
     "vmap": (with_middle(lambda net, h: torch.vmap(lambda row: row.abs())(h)), "cannot be routed.*torch.vmap"),
-    "loss in an attribute of a unit": (Case(lambda: Blocks(reads_attributes, Keeping)), "left in an attribute"),
+    "attribute that another unit reads": (chained(in_order), r"unit `blocks\.0` put into its attribute `mean`"),
+    "attribute that another unit reads, after a look at a value": (
+        chained(looks_at_values),
+        r"unit `blocks\.0` put into its attribute `mean`",
+    ),
     "feature from inside of a unit": (Case(hooked), "by a hook on one of its parts"),
+    "the same, after a look at a value": (Case(lambda: hooked(looks=True)), "by a hook on one of its parts"),
     "cache that all units read": (
         Case(lambda: Blocks(one_cache, Caching)),
         r"`blocks\.1` uses a tensor that unit `blocks\.0` put into an object",
