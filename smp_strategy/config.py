@@ -210,6 +210,9 @@ class SMPConfig(
     """All options together; construction validates them and raises one :class:`ConfigError` for all mistakes."""
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            # Configuration files have lists only, and OmegaConf lists of its own.
+            object.__setattr__(self, field.name, _as_tuple(getattr(self, field.name)))
         problems = _wrong_types(self)
         if not problems:
             for concern in _CONCERNS:
@@ -240,7 +243,6 @@ class SMPConfig(
         problems: list[str] = []
         merged = _resolve_aliases(_from_environment(problems), problems)
         merged.update(_resolve_aliases(options, problems))
-        merged = {name: _as_tuple(value) for name, value in merged.items()}
         known = {field.name for field in dataclasses.fields(cls)}
         for name in sorted(set(merged) - known):
             near = difflib.get_close_matches(name, known, n=1)
@@ -350,7 +352,7 @@ def _wrong_types(config: SMPConfig) -> list[str]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Lists become tuples, those of OmegaConf included."""
+    """``value``, or the tuple of its items if it is a list."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple)
     return tuple(value) if is_list else value
 

@@ -136,7 +136,14 @@ def test_a_wrong_recipe_name_is_refused_with_the_part_that_is_wrong(compose, nam
 def test_the_schema_has_every_option_with_its_default():
     node = OmegaConf.to_container(schema())
     assert node.pop("_target_") == "smp_strategy.SMPStrategy"
-    assert node == dataclasses.asdict(SMPConfig())
+    assert node.keys() == dataclasses.asdict(SMPConfig()).keys()
+    assert SMPConfig(**node) == SMPConfig()
+
+
+def test_lists_of_the_command_line_reach_the_config(compose):
+    node = OmegaConf.to_container(compose("smp=pp2", "smp.unit_classes=[Block,package.Head]").smp)
+    node.pop("_target_")
+    assert SMPConfig(**node).unit_classes == ("Block", "package.Head")
 
 
 def test_the_schema_refuses_a_wrong_type(compose):

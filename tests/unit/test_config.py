@@ -341,3 +341,12 @@ def test_a_degree_of_zero_is_refused_when_the_config_is_built():
 def test_reading_options_does_not_import_torch():
     code = "import smp_strategy.config, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_classes_of_units_are_given_as_a_list_or_in_the_environment(monkeypatch):
+    assert SMPConfig.from_options(unit_classes=["Block"]).unit_classes == ("Block",)
+    monkeypatch.setenv("SMP_UNIT_CLASSES", "Block, package.Head")
+    assert SMPConfig.from_options().unit_classes == ("Block", "package.Head")
+    monkeypatch.delenv("SMP_UNIT_CLASSES")
+    with pytest.raises(ConfigError, match="`unit_classes` must be"):
+        SMPConfig.from_options(unit_classes=[1])
