@@ -210,9 +210,8 @@ class SMPConfig(
     """All options together; construction validates them and raises one :class:`ConfigError` for all mistakes."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            # Configuration files have lists only, and OmegaConf lists of its own.
-            object.__setattr__(self, field.name, _as_tuple(getattr(self, field.name)))
+        # Configuration files have lists only, and OmegaConf lists of its own.
+        object.__setattr__(self, "unit_classes", _as_tuple(self.unit_classes))
         problems = _wrong_types(self)
         if not problems:
             for concern in _CONCERNS:
