@@ -16,8 +16,8 @@ Rules, in order:
    module with constant buffers only (a mask, a rotary table) is glue: computing it everywhere is cheaper than sending
    it.
 
-A model without any list of blocks is opened down to its layers. A mere list
-or dict of modules or parameters is never a unit.
+A model without any list of blocks is opened down to its layers. A mere list or dict of modules or parameters is never a
+unit.
 """
 
 import difflib
