@@ -312,6 +312,8 @@ class Program:
         ran: _Ran | None,
     ) -> Any:
         """What the program goes on with, on every stage."""
+        if ran is None and prediction.is_plain:
+            return PlacedTensor(self, values[0], prediction.made[0], segment)
         leaves = call.leaves
         constants: Sequence[Any] = prediction.outputs
         results = [PlacedTensor(self, v, spec, segment) for v, spec in zip(values, prediction.made, strict=False)]
@@ -403,12 +405,14 @@ class Program:
                     placed.append(leaf)
                     given.append(leaf.spec)
                     continue
-            elif isinstance(leaf, Tensor) and is_left_behind(leaf):
+            if not isinstance(leaf, Tensor):
+                given.append(leaf)
+            elif is_left_behind(leaf):
                 leaf = leaves[position] = self._instead_of_mark(leaf)
                 placed.append(leaf)
                 given.append(leaf.spec)
-                continue
-            given.append(self._spec_of(leaf) if isinstance(leaf, Tensor) else leaf)
+            else:
+                given.append(self._spec_of(leaf))
         return placed, given
 
     def _instead_of_mark(self, mark: Tensor) -> PlacedTensor:

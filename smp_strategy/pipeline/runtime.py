@@ -43,7 +43,7 @@ class Runtime:
         stage: Stage,
         private: PrivateState | None = None,
         *,
-        told: Callable[[Any], None] = lambda arguments: None,
+        told: Callable[[Any], None] | None = None,
     ) -> None:
         self._stage = stage
         self._private = private
@@ -64,7 +64,8 @@ class Runtime:
                     "runs on one stage as a whole. Let it stay together with the modules that it calls: use "
                     "`smp_strategy.unit(module)` on the module that applies it."
                 )
-            self._told((args, kwargs))
+            if self._told is not None:
+                self._told((args, kwargs))
             return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
         if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
@@ -190,7 +191,8 @@ class Runtime:
         program = self._stage.program(microbatch=0, seed=0, active=self._active)
         with self.entered(program):
             output = step(microbatch)
-            self._told(output)
+            if self._told is not None:
+                self._told(output)
         program.close()
         loss = loss_of(output) if loss_of else None
         return trace_of(program, loss)

@@ -133,10 +133,14 @@ class Prediction:
     """Metadata of the :class:`Made` outputs."""
     is_bare: bool = field(init=False)
     """Whether the result is one output that is in no container."""
+    is_plain: bool = field(init=False)
+    """Whether there is nothing to it but one new tensor."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "made", tuple(output.spec for output in self.outputs if isinstance(output, Made)))
         object.__setattr__(self, "is_bare", self.structure.is_leaf())
+        is_plain = self.is_bare and len(self.made) == 1 and not self.changed and self.aliases == (None,)
+        object.__setattr__(self, "is_plain", is_plain)
 
     def agrees(self, other: "Prediction") -> bool:
         """Whether both promise the same result; costs do not count."""

@@ -18,6 +18,10 @@ from torch.utils import _pytree as pytree
 __all__ = ["flatten", "flatten_call", "unflatten_call"]
 
 
+# Asked for first, because most arguments are of these.
+_PLAIN = frozenset({Tensor, type(None), bool, int, float, str})
+
+
 class FlatCall(NamedTuple):
     """The structure of a call whose arguments are all leaves."""
 
@@ -41,7 +45,8 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
     """The leaves of a call's arguments and their structure, for :func:`unflatten_call`."""
     leaves = [*args, *kwargs.values()]
     for leaf in leaves:
-        if not (isinstance(leaf, Tensor) or _is_leaf(type(leaf))):  # type: ignore[arg-type]
+        kind = type(leaf)
+        if not (kind in _PLAIN or isinstance(leaf, Tensor) or _is_leaf(kind)):  # type: ignore[arg-type]
             return flatten((args, kwargs))
     return leaves, FlatCall(len(args), tuple(kwargs))
 
