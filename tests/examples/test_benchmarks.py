@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Small runs: a few rounds, a few architectures.
 SCRIPTS = {
+    "architectures.py": (["GPT2LMHeadModel"], {"architectures", "right", "bit_identical", "families"}),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
 }
 
