@@ -1,5 +1,6 @@
 """What must be the same on all ranks before the first step, and is made or checked to be."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from smp_strategy.errors import SMPError
 from smp_strategy.partition.partition import Partition
 
-__all__ = ["check_same_partition", "start_alike"]
+__all__ = ["agree_on", "start_alike"]
 
 
 def start_alike(module: nn.Module) -> int:
@@ -27,17 +28,27 @@ def start_alike(module: nn.Module) -> int:
     return int(seed)
 
 
-def check_same_partition(partition: Partition) -> None:
-    """Compare the decisions of all ranks; collective.
+def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partition, list[str]]:
+    """One decision for all ranks; collective.
+
+    Replicas read different batches. Their shapes, and values where a step depends on them, lead to different costs and
+    paths, so the ranks take over the partition of rank 0, and hold what code above the units uses on any of them.
+
+    Args:
+        partition: what this rank would do.
+        used_by_glue: names of tensors of units that the code above them uses here.
 
     Raises:
-        SMPError: they differ.
+        SMPError: the modules of the ranks have different units.
     """
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, partition.digest)
-    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (partition, list(used_by_glue)))
+    units = [sorted(theirs.stage_of) for theirs, _ in found]
+    differing = [rank for rank, names in enumerate(units) if names != units[0]]
     if differing:
+        name = min(set(units[0]) ^ set(units[differing[0]]))
         raise SMPError(
-            f"Ranks {differing} decided on another partition than rank 0: their models or first batches differ. "
-            "Build the same model and read the same data on every rank of a replica."
+            f"Ranks {differing} have other units than rank 0: `{name}`, for example, is not on all of them. Build the "
+            "same model on every rank."
         )
+    return found[0][0], sorted({name for _, names in found for name in names})

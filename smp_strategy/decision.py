@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smp_strategy.agreement import check_same_partition
+from smp_strategy.agreement import agree_on
 from smp_strategy.config import SMPConfig
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.partition.partition import Partition
@@ -49,6 +49,9 @@ def decide(
     problem = problem_of(
         found.trace or Trace([]), parameters, num_stages=num_stages, memory_weight=config.resolved_memory_weight
     )
-    partition = Partition.of(problem, solve(problem))
-    check_same_partition(partition)
-    return partition, found
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    used = {id(tensor) for tensor in found.used_by_glue}
+    partition, names = agree_on(
+        Partition.of(problem, solve(problem)), [name for name, tensor in tensors.items() if id(tensor) in used]
+    )
+    return partition, DryRun(found.trace, tuple(tensors[name] for name in names))

@@ -1,9 +1,8 @@
 """The decision: which unit is on which stage, and why.
 
-A partition is plain data. It is written as JSON, compared between ranks by its digest, and printed as a table.
+A partition is plain data. It is written as JSON, sent from rank to rank, and printed as a table.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -75,11 +74,6 @@ class Partition:
     def balance(self) -> float:
         """Mean over largest stage cost; 1.0 is perfect."""
         return sum(self.stage_costs) / len(self.stage_costs) / max(self.stage_costs)
-
-    @property
-    def digest(self) -> str:
-        """Equal on two ranks if and only if their decisions are equal."""
-        return hashlib.sha256(json.dumps(self.stage_of).encode()).hexdigest()
 
     def to_json(self) -> str:
         """The decision with all costs."""

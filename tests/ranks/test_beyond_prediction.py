@@ -333,3 +333,33 @@ def function_around_units() -> str:
 def test_an_autograd_function_that_calls_units_is_refused():
     for message in run_ranks(function_around_units, 2):
         assert "`AroundUnits`, an autograd Function in the code above the units, calls unit `blocks.1`" in message
+
+
+def differing_replicas(pp: int) -> dict[str, Tensor]:
+    """Two replicas whose first batches lead along different paths; on one the glue uses the weight of a unit."""
+
+    def step(net: Net, x: Tensor) -> Tensor:
+        h = one_after_the_other(net, x)
+        return h + net.blocks[0].norm.weight.sum() if x.sum() > 0 else h * 2
+
+    torch.manual_seed(0)
+    net = Net(step)
+    batches = [torch.full((2, 4), -1.0) * torch.arange(1, 9).view(2, 4), torch.arange(8.0).view(2, 4)]
+    if pp == 0:
+        for x in batches:
+            (net.loss({"x": x}) / 2).backward()
+        return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    engine = engine_for(net, pp, microbatches=1)
+    x = batches[engine.mesh.dp_rank]
+    engine.train_step(net.loss, {"x": x}, loss_of=lambda loss: loss).commit(torch.ones(()), reduce=True)
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def test_replicas_whose_first_batches_differ_agree_on_one_partition():
+    expected = differing_replicas(0)
+    merged: dict[str, Tensor] = {}
+    for found in run_ranks(differing_replicas, 4, 2):
+        merged.update(found)
+    assert merged.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(merged[name], gradient, rtol=1e-6, atol=1e-6)

@@ -99,12 +99,6 @@ def test_a_partition_is_read_back_from_its_json(tmp_path):
     assert Partition.from_json((tmp_path / "deeper" / "partition.json").read_text()) == partition()
 
 
-def test_the_digest_tells_decisions_apart():
-    other = Partition.of(problem(), [0, 1])
-    assert Partition.of(problem(), [0, 1]).digest == other.digest
-    assert Partition.of(problem(), [0, 2]).digest != other.digest
-
-
 def test_bytes_of_a_stage_count_shared_parameters_once():
     whole = Partition.of(problem(num_stages=1), [0])
     assert whole.stage_parameter_bytes == (135,)
