@@ -23,6 +23,7 @@ from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Step
+from smp_strategy.stage_tensors import home_of
 from smp_strategy.trace.attributes import attributes_restored
 from smp_strategy.trace.collectors import collectors, restore
 from smp_strategy.trace.events import Trace
@@ -157,7 +158,9 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     """
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
-    buffers = [(b, b.clone()) for owner in module.modules() for b in owner._buffers.values() if b is not None]
+    # Those of other stages, where the module is spread already, cannot change here.
+    present = [b for owner in module.modules() for b in owner._buffers.values() if b is not None and home_of(b) is None]
+    buffers = [(buffer, buffer.clone()) for buffer in present]
     collected = [(container, container.copy()) for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     with attributes_restored(module.modules()), redirect_stdout(io.StringIO()):
