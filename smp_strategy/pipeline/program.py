@@ -255,16 +255,19 @@ class Program:
             args, kwargs = unflatten_call(leaves, structure)
             return callee.function(*args, **kwargs)
         call = _Call(kind, name, callee, leaves, structure, placed)
-        prediction = self._predict(call, given)
+        prediction = self._oracle.recall(callee, given, structure)
+        if prediction is None:
+            prediction = self._predict(call, given)
         if isinstance(prediction, Unpredictable):
             return self._call_and_tell(call, prediction)
-        plain = [position for position in prediction.changed if is_plain(leaves[position])]
-        if plain:
-            if must_run_everywhere(name, leaves, prediction, plain):
+        if prediction.changed:
+            plain = [position for position in prediction.changed if is_plain(leaves[position])]
+            if plain and must_run_everywhere(name, leaves, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
             placed += [self._take(leaves[position]) for position in plain]
         event, placement = self.record.call(kind, name, _values(placed), prediction)
-        self._exchange(placement, placed)
+        if placement.moves:
+            self._exchange(placement, placed)
         ran = self._run(call, prediction.random) if self._stage in placement.stages else None
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 

@@ -67,6 +67,10 @@ class Oracle:
         self._known: dict[object, Prediction | Unpredictable] = {}
         self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
 
+    def recall(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> Prediction | Unpredictable | None:
+        """What :meth:`predict` has said of this call before, if it was asked."""
+        return self._known.get(self._key_of(callee, leaves, structure))
+
     def predict(
         self, callee: Callee, leaves: Sequence[Any], structure: Any, *, survey: Leftovers | None = None
     ) -> Prediction | Unpredictable:
@@ -79,7 +83,7 @@ class Oracle:
             survey: is told what a dry run leaves in attributes. Under a survey, dry runs also write to objects among
                 the arguments, so that it shows who uses them next; the caller puts these back.
         """
-        key = (callee.key, structure, *map(_key, leaves), self._switches(callee), self._ambient())
+        key = self._key_of(callee, leaves, structure)
         prediction = self._known.get(key)
         if prediction is None:
             if len(self._known) >= MOST_PREDICTIONS:
@@ -87,6 +91,9 @@ class Oracle:
             specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             prediction = self._known[key] = self._find(callee, specs, structure, survey)
         return prediction
+
+    def _key_of(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> object:
+        return (callee.key, structure, *map(_key, leaves), self._switches(callee), self._ambient())
 
     def _switches(self, callee: Callee) -> tuple[object, ...]:
         """What of the unit itself and around it can be switched between two calls: training mode, frozen parameters,
