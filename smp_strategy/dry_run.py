@@ -24,8 +24,8 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.stage_tensors import home_of
-from smp_strategy.trace.attributes import attributes_restored
-from smp_strategy.trace.collectors import collectors, restore
+from smp_strategy.trace.attributes import attributes_restored, refill
+from smp_strategy.trace.collectors import collectors
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
@@ -170,7 +170,7 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
             for parameter, requires_grad in switches:
                 parameter.requires_grad_(requires_grad)
             for container, contents in collected:
-                restore(container, contents)
+                refill(container, contents)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -7,13 +7,14 @@ buffers may have been replaced while the module was spread, so their holders des
 extra state of modules (``get_extra_state``). Values travel as raw elements, a bucket at a time.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp_strategy.buckets import buckets
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.transport import empty
@@ -22,9 +23,6 @@ from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.units import Unit
 
 __all__ = ["restore"]
-
-# Large enough that the start-up cost of a collective vanishes, small enough to bound the extra memory.
-BUCKET_BYTES = 25 * 2**20
 
 
 def restore(root: nn.Module, units: Sequence[Unit], ownership: Ownership, mesh: ProcessMesh, *, keep: bool) -> None:
@@ -116,7 +114,7 @@ def _broadcast(
 ) -> list[Tensor]:
     """Send ``values`` from the rank ``source``, which has them, to the others; they get them if they ``keep`` them."""
     received: list[Tensor] = []
-    for numbers in _buckets(specs):
+    for numbers in buckets(specs):
         sizes = [specs[number].numel for number in numbers]
         flat = torch.empty(sum(sizes), dtype=specs[numbers[0]].dtype, device=specs[numbers[0]].device)
         pieces = flat.split(sizes)
@@ -129,17 +127,3 @@ def _broadcast(
                 spec = specs[number]
                 received.append(empty(spec).copy_(piece.view(spec.size)))
     return received
-
-
-def _buckets(specs: Sequence[TensorSpec]) -> Iterator[list[int]]:
-    """Runs of tensors of one dtype, each of about ``BUCKET_BYTES``, by their numbers."""
-    bucket: list[int] = []
-    size = 0
-    for number, spec in enumerate(specs):
-        if bucket and (size + spec.nbytes > BUCKET_BYTES or spec.dtype != specs[bucket[0]].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(number)
-        size += spec.nbytes
-    if bucket:
-        yield bucket

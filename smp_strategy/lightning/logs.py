@@ -13,11 +13,11 @@ The microbatches of a step take turns in threads of their own; each thread has i
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ class DirectCall:
 
 
 Notes = tuple[list[LoggedCall | DirectCall], list[Any]]
+Call = TypeVar("Call", LoggedCall, DirectCall)
 
 
 class LogRecorder:
@@ -135,21 +136,25 @@ def merge_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[
         notes: calls and values of each microbatch.
         sizes: samples of each microbatch.
     """
-    # The k-th call with a key in one microbatch belongs to the k-th one in the others.
-    groups: dict[tuple[str, int], list[tuple[LoggedCall, Any, int]]] = {}
-    for (calls, values), size in zip(notes, sizes, strict=True):
-        seen: dict[str, int] = {}
-        for call, value in zip(calls, values, strict=True):
-            if isinstance(call, DirectCall):
-                continue
-            occurrence = seen[call.name] = seen.get(call.name, -1) + 1
-            groups.setdefault((call.name, occurrence), []).append((call, value, size))
-    for members in groups.values():
+    for members in _grouped(LoggedCall, notes, sizes):
         call = members[0][0]
         weights, batch_size = _weights(members, total=sum(sizes))
         options = {**call.options, "batch_size": batch_size} if batch_size is not None else call.options
         value = _merge_values([value for _, value, _ in members], weights, call.options.get("reduce_fx", "mean"))
         yield replace(call, options=options), value
+
+
+def _grouped(kind: type[Call], notes: Sequence[Notes], sizes: Sequence[int]) -> Iterable[list[tuple[Call, Any, int]]]:
+    """Calls of one kind that belong together, with value and size of their microbatch, in the order of appearance."""
+    # The k-th call with a key in one microbatch belongs to the k-th one in the others.
+    groups: dict[tuple[str, int], list[tuple[Call, Any, int]]] = {}
+    for (calls, values), size in zip(notes, sizes, strict=True):
+        seen: dict[str, int] = {}
+        for call, value in zip(calls, values, strict=True):
+            if isinstance(call, kind):
+                occurrence = seen[call.name] = seen.get(call.name, -1) + 1
+                groups.setdefault((call.name, occurrence), []).append((call, value, size))
+    return groups.values()
 
 
 def direct_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
@@ -159,14 +164,7 @@ def direct_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple
         notes: calls and values of each microbatch.
         sizes: samples of each microbatch.
     """
-    groups: dict[tuple[str, int], list[tuple[DirectCall, Any, int]]] = {}
-    for (calls, values), size in zip(notes, sizes, strict=True):
-        seen: dict[str, int] = {}
-        for call, value in zip(calls, values, strict=True):
-            if isinstance(call, DirectCall):
-                occurrence = seen[call.name] = seen.get(call.name, -1) + 1
-                groups.setdefault((call.name, occurrence), []).append((call, value, size))
-    for members in groups.values():
+    for members in _grouped(DirectCall, notes, sizes):
         merged = merge_arguments([value for _, value, _ in members], [size for _, _, size in members])
         for call, value, _ in members if merged is None else [(members[0][0], merged, 0)]:
             yield call.function, *value

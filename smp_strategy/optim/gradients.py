@@ -9,16 +9,15 @@ first on what exists anywhere; where a rank has nothing it contributes zeros, an
 gradient stays ``None``, as in one process.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+
+from smp_strategy.buckets import buckets
 
 __all__ = ["average_gradients", "sum_gradients"]
-
-# Large enough that the start-up cost of a collective vanishes, small enough to bound the extra memory.
-BUCKET_BYTES = 25 * 2**20
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -41,24 +40,12 @@ def _reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, sca
     for parameter in members:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    for bucket in _buckets(parameter.grad for parameter in members if parameter.grad is not None):
+    gradients = [parameter.grad for parameter in members if parameter.grad is not None]
+    for numbers in buckets(gradients):
+        bucket = [gradients[number] for number in numbers]
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat, group=group)
         if scale != 1.0:
             flat.mul_(scale)
         for gradient, piece in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(piece.view(gradient.shape))
-
-
-def _buckets(gradients: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Runs of gradients of one dtype, each of about ``BUCKET_BYTES``."""
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        if bucket and (size + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(gradient)
-        size += gradient.nbytes
-    if bucket:
-        yield bucket

@@ -56,7 +56,7 @@ from smp_strategy.trace.prediction import (
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten_call, unflatten_call
 
-__all__ = ["Program", "Surroundings"]
+__all__ = ["Program", "Context"]
 
 
 class _Call(NamedTuple):
@@ -77,7 +77,7 @@ class _Ran(NamedTuple):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class Context:
     """What the programs of a stage have in common."""
 
     stage: int
@@ -97,7 +97,7 @@ class Program:
     """The calls of one microbatch, seen from one stage.
 
     Args:
-        surroundings: of all programs of this stage.
+        context: of all programs of this stage.
         microbatch: its number in the step.
         seed: where its random numbers derive from.
         record: of the calls that it will make.
@@ -106,7 +106,7 @@ class Program:
 
     def __init__(
         self,
-        surroundings: Surroundings,
+        context: Context,
         *,
         microbatch: int,
         seed: int,
@@ -115,8 +115,8 @@ class Program:
     ) -> None:
         self.microbatch = microbatch
         self.graph = graph
-        self.is_survey = surroundings.leftovers is not None
-        self._leftovers = surroundings.leftovers
+        self.is_survey = context.leftovers is not None
+        self._leftovers = context.leftovers
         self.record = record
         self.closed = False
         # The unit that runs just now, for real or dry.
@@ -126,10 +126,10 @@ class Program:
         self.function = ""
         self._recompute = False
         self._seed = seed
-        self._stage = surroundings.stage
-        self._oracle = surroundings.oracle
-        self._active = surroundings.active
-        self._share = surroundings.share
+        self._stage = context.stage
+        self._oracle = context.oracle
+        self._active = context.active
+        self._share = context.share
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         self._kept = Kept()
         # Containers in objects that a dry run lends to units, with what was in them.

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.program import Program, Surroundings
+from smp_strategy.pipeline.program import Context, Program
 from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
@@ -52,7 +52,7 @@ class Stage:
         active: Callable[[], Program | None] = lambda: None,
     ) -> Program:
         """A new program on this stage; see :class:`~smp_strategy.pipeline.program.Program`."""
-        surroundings = Surroundings(
+        context = Context(
             stage=self.number,
             oracle=self.oracle,
             active=active,
@@ -60,7 +60,7 @@ class Stage:
             leftovers=self.leftovers,
         )
         return Program(
-            surroundings,
+            context,
             microbatch=microbatch,
             seed=seed,
             record=Record(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),

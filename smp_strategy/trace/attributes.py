@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["attributes_restored"]
+__all__ = ["attributes_restored", "refill"]
 
 _CONTAINERS = (list, dict, set, collections.deque)
 
@@ -41,10 +41,14 @@ def _restore(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> 
         del attributes[name]
     for name, (value, contents) in before.items():
         attributes[name] = value
-        if contents is None:
-            continue
-        value.clear()
-        if isinstance(value, list | collections.deque):
-            value.extend(contents)
-        else:
-            value.update(contents)
+        if contents is not None:
+            refill(value, contents)
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Give a list, deque, dict or set other contents."""
+    container.clear()
+    if isinstance(container, dict | set):
+        container.update(contents)
+    else:
+        container.extend(contents)

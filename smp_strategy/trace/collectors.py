@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.trace.attributes import refill
 
-__all__ = ["additions", "collector_key", "collectors", "put_into_collectors", "restore"]
+__all__ = ["additions", "collector_key", "collectors", "put_into_collectors"]
 
 Path = tuple[Any, ...]
 """Name of a context variable; for a container in its dict followed by its key there."""
@@ -77,7 +78,7 @@ def additions() -> Iterator[dict[Path, Any]]:
                 added[path] = new
     finally:
         for _, container, contents in before:
-            restore(container, contents)
+            refill(container, contents)
 
 
 def put_into_collectors(added: Mapping[Path, Any]) -> None:
@@ -88,15 +89,6 @@ def put_into_collectors(added: Mapping[Path, Any]) -> None:
             present[path].update(new)
         else:
             present[path].extend(new)
-
-
-def restore(container: Any, contents: Any) -> None:
-    """Give a list or dict its former contents."""
-    container.clear()
-    if isinstance(container, dict):
-        container.update(contents)
-    else:
-        container.extend(contents)
 
 
 def _added(path: Path, container: Any, contents: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
+from smp_strategy.trace.attributes import refill
 from smp_strategy.trace.collectors import additions, put_into_collectors
 from smp_strategy.trace.prediction import IMMUTABLE
 from smp_strategy.trace.spec import TensorSpec
@@ -142,15 +143,8 @@ def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
 
 
 def _fill(container: Any, contents: Any) -> None:
-    if isinstance(container, dict):
-        container.clear()
-        container.update(contents)
-    elif _is_dataclass(container):
+    if _is_dataclass(container):
         for name, value in contents.items():
             setattr(container, name, value)
-    elif isinstance(container, set):
-        container.clear()
-        container.update(contents)
     else:
-        container.clear()
-        container.extend(contents)
+        refill(container, contents)

@@ -4,7 +4,7 @@ What a unit takes and returns may be any nest of tuples, lists, dicts, named tup
 knows all of them except dataclasses, which it wants registered one by one.
 
 Arguments of a call are flattened hundreds of times per step, and nearly always hold no container at all. So a flat
-call has a short form, which pytree, being general, takes twenty times as long for.
+call has a short form, which takes pytree, being general, much longer.
 """
 
 import dataclasses
