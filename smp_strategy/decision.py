@@ -11,7 +11,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import InFlight, Score, Setting
+from smp_strategy.partition.problem import InFlight, Promise, Score, Setting
 from smp_strategy.partition.reading import chain_of, event_work, problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.routing import route
@@ -93,7 +93,7 @@ def best_partition(
         num_stages,
         num_microbatches=num_microbatches,
         memory_weight=config.resolved_memory_weight,
-        in_flight=(InFlight(1, None if config.pipeline == "simple" else active),) * num_stages,
+        in_flight=(InFlight(Promise(1, active), Promise(1, active), active),) * num_stages,
     )
     problem = problem_of(trace, work, parameters, setting)
 
