@@ -13,6 +13,7 @@ from smp_strategy.partition.problem import problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine, modelled_work
 
 __all__ = ["decide"]
 
@@ -46,8 +47,13 @@ def decide(
         unit.name: {numbers[id(parameter)]: parameter.nbytes for parameter in unit.module.parameters()}
         for unit in units
     }
+    trace = found.trace or Trace([])
     problem = problem_of(
-        found.trace or Trace([]), parameters, num_stages=num_stages, memory_weight=config.resolved_memory_weight
+        trace,
+        parameters,
+        work=modelled_work(trace.events, Machine.nominal(surroundings.device.type)),
+        num_stages=num_stages,
+        memory_weight=config.resolved_memory_weight,
     )
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}

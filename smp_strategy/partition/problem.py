@@ -2,8 +2,8 @@
 
 A stage is a contiguous run of units. Its cost weighs memory against time as in SageMaker's library,
 ``C = a * M + (1 - a) * T`` with ``a`` the ``memory_weight``; M and T are shares of the model's total. Memory is that
-of parameters, gradients, two optimizer moments and activations kept for backward. Time is modelled by a roofline:
-FLOPs or bytes moved, whichever takes longer. A parameter that two units share counts once per stage.
+of parameters, gradients, two optimizer moments and activations kept for backward. A parameter that two units
+share counts once per stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,8 @@ from typing import final
 from smp_strategy.trace.events import Event, Trace
 from smp_strategy.trace.work import Work
 
-__all__ = ["Problem", "UnitCost", "event_work", "problem_of"]
+__all__ = ["Problem", "UnitCost", "problem_of"]
 
-# Floating-point operations that a processor does in the time in which it moves one byte.
-FLOPS_PER_BYTE = 8.0
 # Parameter, gradient and two moments of an Adam-like optimizer.
 STATES_PER_PARAMETER = 4
 
@@ -32,7 +30,7 @@ class UnitCost:
     activation_bytes: int
     """Kept for the backward pass of one microbatch."""
     time: float
-    """Forward time in FLOP equivalents."""
+    """Forward time in seconds."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -74,19 +72,11 @@ class Problem:
         return sum(unit.time for unit in self.units)
 
 
-def event_work(events: Sequence[Event]) -> dict[int, Work]:
-    """Modelled work of each event, by position, in FLOP equivalents.
-
-    The gradients of inputs and of weights take as many products of matrices each as the forward pass.
-    """
-    times = [max(float(event.flops), FLOPS_PER_BYTE * event.traffic) for event in events]
-    return {position: Work(time, time, time) for position, time in enumerate(times)}
-
-
 def problem_of(
     trace: Trace,
     parameters: Mapping[str, Mapping[int, int]],
     *,
+    work: Mapping[int, Work],
     num_stages: int,
     memory_weight: float,
 ) -> Problem:
@@ -95,19 +85,19 @@ def problem_of(
     Args:
         trace: events of one microbatch.
         parameters: bytes of each unit's parameters, by unit in order of registration.
+        work: what each event costs, by its position in the trace.
         num_stages: number of stages.
         memory_weight: weight of memory against time.
 
     Units that the trace does not call (a head that only validation uses) follow the unit registered before them.
     """
-    times = event_work(trace.events)
     first_call: dict[str, int] = {}
     time: dict[str, float] = dict.fromkeys(parameters, 0.0)
     activations: dict[str, int] = dict.fromkeys(parameters, 0)
     for position, event in enumerate(trace.events):
         if event.kind == "unit":
             first_call.setdefault(event.name, position)
-            time[event.name] += times[position].forward
+            time[event.name] += work[position].forward
             activations[event.name] += event.saved_bytes
     order = _execution_order(list(parameters), first_call)
     units = [UnitCost(name, parameters[name], activations[name], time[name]) for name in order]
