@@ -156,6 +156,7 @@ class Engine:
             return
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
+            self.config.check(shape.pp)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
             self._units = self._choose_units(module, shape.pp)
@@ -400,7 +401,7 @@ class Engine:
             self._plans[key] = simulate(
                 flow,
                 num_microbatches,
-                policy=self.config.pipeline,
+                policy=self.config.pipeline,  # type: ignore[arg-type]  # the others are refused until they are built
                 active_microbatches=self.config.max_active_microbatches(self.mesh.pp),
             )
             if kind == "train" and not self._reported_schedule:
