@@ -12,12 +12,13 @@ from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import InFlight, Promise, Score, Setting
-from smp_strategy.partition.reading import chain_of, event_work, problem_of
+from smp_strategy.partition.reading import chain_of, problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.work import Work
 
 __all__ = ["decide"]
@@ -51,7 +52,8 @@ def decide(
     parameters = held_of(surroundings)
     trace, work = chain_of(parameters)
     if found.trace is not None:
-        trace, work = _as_training(found.trace), event_work(found.trace.events)
+        trace = _as_training(found.trace)
+        work = modelled_work(trace.events, Machine.nominal(surroundings.device.type))
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}

@@ -13,19 +13,7 @@ from smp_strategy.partition.problem import Problem, Setting, Window
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work
 
-__all__ = ["chain_of", "event_work", "problem_of"]
-
-# Floating-point operations that a processor does in the time in which it moves one byte.
-FLOPS_PER_BYTE = 8.0
-
-
-def event_work(events: Sequence[Event]) -> dict[int, Work]:
-    """Modelled work of each event, by position, in FLOP equivalents.
-
-    The gradients of inputs and of weights take as many products of matrices each as the forward pass.
-    """
-    times = [max(float(event.flops), FLOPS_PER_BYTE * event.traffic) for event in events]
-    return {position: Work(time, time, time) for position, time in enumerate(times)}
+__all__ = ["chain_of", "problem_of"]
 
 
 def chain_of(parameters: Mapping[str, Mapping[int, Held]]) -> tuple[Trace, dict[int, Work]]:

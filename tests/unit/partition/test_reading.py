@@ -4,12 +4,14 @@ import pytest
 
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.problem import Setting
-from smp_strategy.partition.reading import FLOPS_PER_BYTE, chain_of, event_work, problem_of
+from smp_strategy.partition.reading import chain_of, problem_of
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work
 from tests.unit.partition.problems import chain
 
 PARAMETERS = {"embed": {0: Held(100)}, "a": {1: Held(10)}, "b": {2: Held(20)}, "head": {0: Held(100), 3: Held(5)}}
+
+WORK = {position: Work(time, time, time) for position, time in enumerate([864, 1000, 1000, 8000, 32, 5])}
 
 
 def value(number: int, nbytes: int) -> Value:
@@ -21,24 +23,19 @@ def trace() -> Trace:
     e, a1, a2, b, mixed, out = (value(number, nbytes) for number, nbytes in enumerate([8, 16, 16, 32, 32, 4]))
     return Trace(
         [
-            Event("unit", "embed", (), (e,), flops=0, traffic=108, saved_bytes=1),
-            Event("unit", "a", (e,), (a1,), flops=1000, traffic=1, saved_bytes=10),
-            Event("unit", "a", (a1,), (a2,), flops=1000, traffic=1, saved_bytes=10),
-            Event("unit", "b", (a2,), (b,), flops=10, traffic=1000, saved_bytes=100),
-            Event("op", "add", (b, e), (mixed,), flops=32, traffic=2, saved_bytes=7),
-            Event("unit", "head", (mixed,), (out,), flops=5, traffic=0, saved_bytes=1000),
+            Event("unit", "embed", (), (e,), saved_bytes=1),
+            Event("unit", "a", (e,), (a1,), saved_bytes=10),
+            Event("unit", "a", (a1,), (a2,), saved_bytes=10),
+            Event("unit", "b", (a2,), (b,), saved_bytes=100),
+            Event("op", "add", (b, e), (mixed,), saved_bytes=7),
+            Event("unit", "head", (mixed,), (out,), saved_bytes=1000),
         ],
         5,
     )
 
 
 def problem(parameters=PARAMETERS, **changes):
-    return problem_of(trace(), event_work(trace().events), parameters, Setting.plain(2, **changes))
-
-
-def test_time_is_arithmetic_or_memory_traffic_whichever_takes_longer():
-    assert event_work(trace().events)[1].forward == 1000
-    assert event_work(trace().events)[3].forward == FLOPS_PER_BYTE * 1000
+    return problem_of(trace(), WORK, parameters, Setting.plain(2, **changes))
 
 
 def test_a_unit_costs_the_sum_of_its_calls():
@@ -58,11 +55,11 @@ def test_an_operation_of_the_glue_belongs_to_the_unit_that_made_its_newest_input
 def test_what_follows_a_read_belongs_to_no_unit():
     u, seen, out = value(0, 1), value(1, 1), value(2, 1)
     events = [
-        Event("unit", "a", (), (u,), flops=1),
+        Event("unit", "a", (), (u,)),
         Event("read", "item", (u,), (seen,)),
-        Event("op", "mul", (seen,), (out,), flops=50),
+        Event("op", "mul", (seen,), (out,)),
     ]
-    found = problem_of(Trace(events, 2), event_work(events), {"a": {}}, Setting.plain(2))
+    found = problem_of(Trace(events, 2), {0: Work(1, 1, 1), 2: Work(50, 50, 50)}, {"a": {}}, Setting.plain(2))
     assert found.units[0].work.forward == 1
 
 
