@@ -39,7 +39,9 @@ from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import event_work
+from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.microbatch import split
+from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import route
@@ -396,12 +398,9 @@ class Engine:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
             flow = route(trace, self.partition.stage_of, self.mesh.pp, event_work(trace.events))
-            self._plans[key] = simulate(
-                flow,
-                num_microbatches,
-                policy=self.config.pipeline,
-                active_microbatches=self.config.max_active_microbatches(self.mesh.pp),
-            )
+            policy = Policy(self.config.pipeline, active_microbatches=self.config.active_microbatches)
+            self._plans[key] = simulate(flow, num_microbatches, policy)
+            check(self._plans[key], flow, num_microbatches)
             if kind == "train" and not self._reported_schedule:
                 self._report(render_schedule(self._plans[key]))
                 self._reported_schedule = True
