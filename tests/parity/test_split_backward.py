@@ -1,17 +1,24 @@
 """Split backwards, and several chunks of units per stage: the weights of one process."""
 
-from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from .chunks import NEVER, chunked, stages_of_chunks
-from .compare import REUSED, SAMPLES, Block, Case, check, mean_square
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.pipeline.schedule import Action
+from smp_strategy.pipeline.turns import Turns
+from smp_strategy.testing import run_ranks
+
+from .chunks import NEVER, chunked, laid_out, stages_of_chunks
+from .compare import REUSED, SAMPLES, Block, Blocks, Case, check, in_order, mean_square
 from .models import VOCABULARY
 
 WIDTH = 8
@@ -168,10 +175,132 @@ CASES: dict[str, Case] = {
 CHUNKS = [(1, "loop"), (2, "loop"), (3, "loop"), (2, "v")]
 
 
-@pytest.mark.parametrize("delay", [None, 0, 3, NEVER])
 @pytest.mark.parametrize(("per_stage", "placement"), CHUNKS)
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_chunks_and_split_backwards_change_no_number(name, pp, per_stage, placement, delay):
-    layout = (stages_of_chunks(pp, per_stage, placement), delay)
-    check(CASES[name], pp, (1, 4) if delay == 3 else (4,), chunked, layout)
+def test_chunks_and_split_backwards_change_no_number(name, pp, per_stage, placement):
+    check(CASES[name], pp, (1, 4), chunked, (stages_of_chunks(pp, per_stage, placement), 3))
+
+
+@pytest.mark.parametrize(("per_stage", "placement"), CHUNKS)
+def test_whole_backwards_of_several_chunks_change_no_number(per_stage, placement):
+    check(CASES["awkward"], 4, (4,), chunked, (stages_of_chunks(4, per_stage, placement), None))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("delay", [0, 1, NEVER])
+def test_weights_may_come_at_any_time_and_some_with_the_inputs(delay, every):
+    check(CASES["awkward"], 2, (4,), chunked, (stages_of_chunks(2, 2, "v"), delay, every))
+
+
+def two_paths(net: Any, x: Tensor) -> Tensor:
+    """The trace has one of them, and microbatches leave the plan for the other."""
+    a, b, c, d = net.blocks
+    h = b(a(x))
+    if x.sum() > 0:
+        h = c(h * net.offset)
+    return mean_square(d(h))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("delay", [0, NEVER])
+def test_a_microbatch_that_leaves_the_plan_finds_all_weights_done_in_their_order(delay, pp):
+    check(Case(lambda: Blocks(two_paths)), pp, (4, 8), chunked, (stages_of_chunks(pp, 1, "loop"), delay))
+
+
+class Skipping(nn.Module):
+    """Takes part in every other microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(4))
+
+    def forward(self, batch: Any) -> Tensor | None:
+        loss = in_order(self, batch["x"])
+        return None if batch["x"][0, 0] > 0 else loss
+
+
+def train_with_skips(delay: int | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Skipping()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    engine = Engine(SMPConfig(pipeline_parallel_degree=dist.get_world_size(), microbatches=4))
+    engine.attach(module, [optimizer])
+    with laid_out([*range(dist.get_world_size())], delay):
+        for step in range(4):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+            x[:, 0] = 1.0 if step == 2 else torch.tensor([-1, -1, 1, 1, -1, -1, 1, 1])
+            result = engine.train_step(module, {"x": x}, loss_of=lambda loss: loss)
+            optimizer.zero_grad()
+            if result.loss is not None:
+                result.commit(torch.ones(()), reduce=True)
+            optimizer.step()
+    state = engine.full_state_dict()
+    engine.close()
+    return state
+
+
+def test_microbatches_and_batches_without_a_loss_add_nothing():
+    (alone,) = run_ranks(train_with_skips, 1, None)
+    assert not torch.equal(alone["blocks.0.mlp.0.weight"], Skipping().state_dict()["blocks.0.mlp.0.weight"])
+    for delay in (0, NEVER):
+        found = run_ranks(train_with_skips, 2, delay)[0]
+        assert all(torch.equal(alone[name], found[name]) for name in alone)
+
+
+def note_gradients() -> tuple[list[tuple[str, list[bool]]], list[bool], bool]:
+    """What a stage does in its second step, and which weights have gradients before each action and in the end."""
+    torch.manual_seed(0)
+    module = Blocks(in_order)
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
+    engine.attach(module)
+    notes: list[tuple[str, list[bool]]] = []
+    do = Turns.do
+
+    def has_gradient() -> list[bool]:
+        return [block.mlp[0].weight.grad is not None for block in module.blocks]
+
+    def noting(turns: Turns, action: Action) -> None:
+        notes.append((str(action), has_gradient()))
+        do(turns, action)
+
+    with laid_out([0, 1], NEVER), mock.patch.object(Turns, "do", noting):
+        result = engine.train_step(module.loss, Blocks.batch(torch.Generator()), loss_of=lambda loss: loss)
+        result.commit(torch.ones(()), reduce=True)
+        end = has_gradient()
+        before = len(notes)
+        outputs = engine.eval_step(module.loss, Blocks.batch(torch.Generator())).outputs
+    only_forward = all(name.startswith("F") for name, _ in notes[before:])
+    return notes[:before], end, only_forward and not any(output.requires_grad for output in outputs)
+
+
+def test_weights_get_their_gradients_in_their_own_actions_and_evaluation_has_none():
+    for stage, (notes, end, evaluates) in zip((1, 0), run_ranks(note_gradients, 2), strict=True):
+        own = [2 * stage, 2 * stage + 1]
+        kinds = [name[0] for name, _ in notes]
+        assert kinds[-2:] == ["W", "W"]
+        assert sorted(kinds) == ["F", "F", "I", "I", "W", "W"]
+        *before, (_, after_one) = notes
+        assert not any(any(found) for _, found in before)
+        assert [number for number, has in enumerate(after_one) if has] == own
+        assert [number for number, has in enumerate(end) if has] == own
+        assert evaluates
+
+
+def fail_late() -> None:
+    torch.manual_seed(0)
+    module = Blocks(in_order)
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
+    engine.attach(module)
+
+    def refuse(gradient: Tensor) -> None:
+        raise ValueError("no such gradient")
+
+    module.blocks[3].mlp[0].weight.register_hook(refuse)
+    with laid_out([0, 1], NEVER):
+        engine.train_step(module.loss, Blocks.batch(torch.Generator()), loss_of=lambda loss: loss)
+
+
+def test_an_error_in_the_second_part_ends_the_step_on_all_ranks():
+    with pytest.raises(RuntimeError, match="no such gradient"):
+        run_ranks(fail_late, 2, timeout=30)
