@@ -38,7 +38,6 @@ from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import event_work
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
@@ -53,6 +52,7 @@ from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit, choose_units
 
@@ -156,6 +156,7 @@ class Engine:
             return
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
+            self.config.check(shape.pp)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
             self._units = self._choose_units(module, shape.pp)
@@ -395,11 +396,12 @@ class Engine:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            flow = route(trace, self.partition.stage_of, self.mesh.pp, event_work(trace.events))
+            work = modelled_work(trace.events, Machine.nominal(self._device.type))
+            flow = route(trace, self.partition.stage_of, self.mesh.pp, work)
             self._plans[key] = simulate(
                 flow,
                 num_microbatches,
-                policy=self.config.pipeline,
+                policy=self.config.pipeline,  # type: ignore[arg-type]  # the others are refused until they are built
                 active_microbatches=self.config.max_active_microbatches(self.mesh.pp),
             )
             if kind == "train" and not self._reported_schedule:
