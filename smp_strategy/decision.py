@@ -1,9 +1,10 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, and that all ranks agree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from smp_strategy.agreement import agree_on
@@ -11,15 +12,11 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import InFlight, Promise, Score, Setting
-from smp_strategy.partition.reading import chain_of, problem_of
-from smp_strategy.partition.solver import solve
-from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.partition.reading import chain_of
 from smp_strategy.pipeline.turns import Step
+from smp_strategy.planning import Program, best_partition
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.machine import Machine, modelled_work
-from smp_strategy.trace.work import Work
 
 __all__ = ["decide"]
 
@@ -49,16 +46,12 @@ def decide(
     if not config.skip_tracing:
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
-    parameters = held_of(surroundings)
-    trace, work = chain_of(parameters)
-    if found.trace is not None:
-        trace = _as_training(found.trace)
-        work = modelled_work(trace.events, Machine.nominal(surroundings.device.type))
+    program = _program(config, surroundings, found.trace, num_stages)
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        best_partition(config, trace, work, parameters, num_stages),
+        best_partition(config, program, num_stages),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names))
@@ -81,37 +74,22 @@ def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
     }
 
 
-def best_partition(
-    config: SMPConfig,
-    trace: Trace,
-    work: Mapping[int, Work],
-    parameters: Mapping[str, Mapping[int, Held]],
-    num_stages: int,
-) -> Partition:
-    """The partition of least cost under the schedule that the options ask for."""
-    num_microbatches = config.num_microbatches(num_stages)
-    active = config.max_active_microbatches(num_stages)
-    setting = Setting.plain(
-        num_stages,
-        num_microbatches=num_microbatches,
-        memory_weight=config.resolved_memory_weight,
-        in_flight=(InFlight(Promise(1, active), Promise(1, active), active),) * num_stages,
-    )
-    problem = problem_of(trace, work, parameters, setting)
+def _program(config: SMPConfig, surroundings: Surroundings, trace: Trace | None, num_stages: int) -> Program:
+    parameters, machine = held_of(surroundings), Machine.nominal(surroundings.device.type)
+    limits: Sequence[int | None] = config.memory_limits(num_stages) or (memory_of(surroundings.device),) * num_stages
+    if trace is None:
+        events, work = chain_of(parameters)
+    else:
+        events = _as_training(trace)
+        work = modelled_work(events.events, machine)
+    return Program(trace=events, work=work, parameters=parameters, link=machine.link, memory_limits=tuple(limits))
 
-    def evaluate(stage_of: Mapping[str, int]) -> Score:
-        flow = route(trace, stage_of, num_stages, work)
-        plan = simulate(flow, num_microbatches, policy=config.pipeline, active_microbatches=active)
-        saved = [0] * num_stages
-        for segment, nbytes in flow.saved_bytes.items():
-            saved[segment.stage] += nbytes
-        peaks = tuple(nbytes * plan.peak_microbatches(stage) for stage, nbytes in enumerate(saved))
-        return Score(plan.makespan, peaks)
 
-    solution = solve(problem, evaluate)
-    return Partition.of(
-        problem, solution.stage_of, solution.score, schedule=config.pipeline, lower_bound=solution.lower_bound
-    )
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that a rank may fill; ``None`` on CPUs, whose memory ranks share and may exceed."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return None
 
 
 def _as_training(trace: Trace) -> Trace:

@@ -46,7 +46,7 @@ class InFlight(NamedTuple):
     always: Promise = Promise()
     """Whatever the program is."""
     on_chain: Promise = Promise()
-    """If every stage gets everything that it needs at once, from the stage before it."""
+    """If the program never comes back to a stage."""
     likely: int = 1
     """What to reckon with where nothing is promised."""
 
@@ -121,8 +121,8 @@ class Problem:
     """Seconds until one microbatch, alone, has its loss."""
     cut_bytes: Sequence[int]
     """Bytes that cross a cut before unit i, per microbatch."""
-    is_chain_cut: Sequence[bool]
-    """Whether what crosses a cut before unit i is needed there at once, so that the two sides are links of a chain."""
+    is_chain: bool
+    """Whether the program goes through the units one after the other and never back, so that stages are a chain."""
 
     def stage_of(self, starts: Sequence[int]) -> dict[str, int]:
         """Stage of each unit, if chunks begin at the units ``starts``."""

@@ -70,8 +70,8 @@ def problem_of(
         position = first_call.get(name, position)
         cuts.append(_crossing(events, position))
     windows = [ways.window(mine[name]) for name in order]
-    chain = _chain_cuts(events, [mine[name] for name in order])
-    return Problem(units, setting, windows, ways.critical_forward, cuts[::-1], chain)
+    is_chain = _is_chain(events, [mine[name] for name in order])
+    return Problem(units, setting, windows, ways.critical_forward, cuts[::-1], is_chain)
 
 
 def _total(parts: Iterable[Work]) -> Work:
@@ -200,23 +200,11 @@ def _execution_order(names: Sequence[str], first_call: Mapping[str, int]) -> lis
     return order
 
 
-def _chain_cuts(events: Sequence[Event], mine: Sequence[Sequence[int]]) -> list[bool]:
-    """Whether all that crosses a cut before unit i is an input of its first event.
-
-    Only in a program that goes through the units one after the other, and in which Python looks at nothing.
-    """
+def _is_chain(events: Sequence[Event], mine: Sequence[Sequence[int]]) -> bool:
+    """Whether each unit's events come before the next one's, and Python looks at values at the end only."""
     positions = [position for unit in mine for position in unit]
-    if positions != list(range(len(events))):
-        return [False] * len(mine)
-    found = []
-    for unit in mine:
-        if not unit:
-            found.append(False)
-            continue
-        used = {value.id for event in events[unit[0] :] for value in event.inputs}
-        made = {value.id for event in events[: unit[0]] for value in event.outputs}
-        found.append(made & used <= {value.id for value in events[unit[0]].inputs})
-    return found
+    behind = events[len(positions) :]
+    return all(mine) and positions == list(range(len(positions))) and all(event.kind == "read" for event in behind)
 
 
 def _crossing(events: Sequence[Event], position: int) -> int:

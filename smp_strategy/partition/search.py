@@ -14,22 +14,13 @@ from smp_strategy.partition.bounds import Bounds, Load
 from smp_strategy.partition.judge import Judge, rounded
 from smp_strategy.partition.problem import Promise
 
-__all__ = ["Cuts", "Search"]
+__all__ = ["Search"]
 
 # Simulations whose bound equals the best cost, to find a candidate as good with cheaper cuts.
 MOST_TIES = 8
 # Beginnings that are looked at; little work compared with a simulation, but they take memory.
 MOST_BEGINNINGS = 50_000
 NEVER = float("inf")
-
-
-class Cuts(NamedTuple):
-    """Which partitions are searched."""
-
-    are_allowed: tuple[bool, ...]
-    """Whether a chunk may begin at unit i."""
-    are_enough: tuple[bool, ...]
-    """One of the cuts has to be one of these, if there are any."""
 
 
 class _Beginning(NamedTuple):
@@ -55,16 +46,14 @@ class Search:
     Args:
         judge: simulates candidates and keeps the best.
         promise: microbatches in flight on a stage, at least and at most.
-        cuts: where chunks may begin.
         most_beginnings: that are looked at.
     """
 
     def __init__(
-        self, judge: Judge, promise: Callable[[int], Promise], cuts: Cuts, *, most_beginnings: int = MOST_BEGINNINGS
+        self, judge: Judge, promise: Callable[[int], Promise], *, most_beginnings: int = MOST_BEGINNINGS
     ) -> None:
         self._judge = judge
         self._problem = judge.problem
-        self._cuts = cuts
         self._most_beginnings = most_beginnings
         self._bounds = Bounds(self._problem, promise)
         self._spans = self._bounds.spans()
@@ -109,8 +98,6 @@ class Search:
             load = beginning.loads[stage].joined(self._spans[begin][end - begin - 1])
             if not self._fits(stage, load):
                 break
-            if left == 0 and not self._is_wanted(starts):
-                break
             seconds = self._seconds(chunk, load, end)
             memory = self._memory(stage, load)
             all_seconds = (*beginning.seconds[:stage], seconds, *beginning.seconds[stage + 1 :])
@@ -124,16 +111,10 @@ class Search:
                 )
         return found
 
-    def _ends(self, begin: int, left: int) -> list[int]:
+    def _ends(self, begin: int, left: int) -> range:
         """Where a chunk that begins at ``begin`` may end, if ``left`` more follow."""
         num_units = len(self._problem.units)
-        if left == 0:
-            return [num_units]
-        return [end for end in range(begin + 1, num_units - left + 1) if self._cuts.are_allowed[end]]
-
-    def _is_wanted(self, starts: tuple[int, ...]) -> bool:
-        enough = self._cuts.are_enough
-        return not any(enough) or any(enough[start] for start in starts[1:])
+        return range(begin + 1 if left else num_units, num_units - left + 1)
 
     def _fits(self, stage: int, load: Load) -> bool:
         return self._judge.counts_fullness or self._bounds.fits(stage, load)

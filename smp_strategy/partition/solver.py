@@ -1,11 +1,10 @@
 """The solver: the best contiguous partition, and a certificate of how good any could be.
 
-Everything is found by searches (:mod:`smp_strategy.partition.search`) that differ in what they take for granted. A
-schedule promises more of programs whose stages are links of a chain (how many microbatches are in flight) than of
-others. So partitions that cut a program into a chain are searched with bounds that rely on this, and all others with
-bounds that hold anyway. Before them a search goes by what is merely likely: it proves nothing and finds good candidates
-early. The number of simulations is limited (not their time: every rank decides alike); beyond it the answer carries
-the bound that remains, so it is known what a longer search could gain at most.
+A search (:mod:`smp_strategy.partition.search`) relies on what the schedule promises about microbatches in flight, which
+is more where the program never comes back to a stage than where it does. Promises about memory are weak, so where
+memory counts, another search comes first and goes by what is merely likely: it proves nothing and finds good
+candidates early. The number of simulations is limited (not their time: every rank decides alike); beyond it the answer
+carries the bound that remains, so it is known what a longer search could gain at most.
 
 Among equal costs the fewest bytes across cuts win, then the most even stages, then the earliest cuts.
 """
@@ -17,7 +16,7 @@ from typing import final
 from smp_strategy.errors import ConfigError
 from smp_strategy.partition.judge import Evaluate, Judge, rounded
 from smp_strategy.partition.problem import Problem, Promise, Score
-from smp_strategy.partition.search import Cuts, Search
+from smp_strategy.partition.search import Search
 
 __all__ = ["Solution", "equal_counts", "solve"]
 
@@ -89,22 +88,13 @@ def _searched(judge: Judge) -> float:
     """Look for the best; returns the lower bound."""
     problem, setting = judge.problem, judge.problem.setting
     judge.try_out(problem.stage_of(equal_counts(len(problem.units), len(setting.stage_of_chunk))))
-    anywhere = (True,) * len(problem.units)
-    nowhere = (False,) * len(problem.units)
-    chain = tuple(problem.is_chain_cut)
     flights = [setting.flight(stage) for stage in range(setting.num_stages)]
-    if any(flight.likely > flight.on_chain.least for flight in flights):
+    promised = [flight.on_chain if problem.is_chain else flight.always for flight in flights]
+    memory_counts = setting.memory_weight > 0 or any(limit is not None for limit in setting.memory_limits)
+    if memory_counts and any(f.likely > p.least for f, p in zip(flights, promised, strict=True)):
         likely = [Promise(flight.likely, flight.likely) for flight in flights]
-        Search(judge, likely.__getitem__, Cuts(anywhere, nowhere)).run(int(SHARE_OF_GUESSES * judge.budget))
-    always = [flight.always for flight in flights]
-    on_chain = [flight.on_chain for flight in flights]
-    if always == on_chain:
-        return Search(judge, always.__getitem__, Cuts(anywhere, nowhere)).run(judge.budget)
-    lower_bound = Search(judge, on_chain.__getitem__, Cuts(chain, nowhere)).run(judge.budget)
-    if not all(chain[1:]):
-        others = tuple(not is_chain for is_chain in (True, *chain[1:]))
-        lower_bound = min(lower_bound, Search(judge, always.__getitem__, Cuts(anywhere, others)).run(judge.budget))
-    return lower_bound
+        Search(judge, likely.__getitem__).run(int(SHARE_OF_GUESSES * judge.budget))
+    return Search(judge, promised.__getitem__).run(judge.budget)
 
 
 def equal_counts(num_units: int, num_chunks: int) -> list[int]:

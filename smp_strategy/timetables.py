@@ -1,0 +1,56 @@
+"""The timetables of a run: one for every path that steps take, and every number of microbatches."""
+
+from collections.abc import Sequence
+from typing import final, get_args
+
+from smp_strategy.partition.partition import Partition
+from smp_strategy.pipeline.check import check
+from smp_strategy.pipeline.policies import Policy, PolicyName
+from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine, modelled_work
+
+__all__ = ["Timetables", "policy_of"]
+
+# A step that never repeats a path or a size of batch must not fill the memory.
+MOST_PLANS = 256
+
+
+def policy_of(partition: Partition) -> Policy:
+    """The policy that ``partition`` was made for."""
+    names = {name: name for name in get_args(PolicyName)}
+    return Policy(names[partition.schedule], partition.chunks_per_stage, partition.active_microbatches)
+
+
+@final
+class Timetables:
+    """See the module docstring.
+
+    Args:
+        partition: where units are, and under which policy.
+        machine: what the stages compute on.
+        speeds: of the stages, relative.
+    """
+
+    def __init__(self, partition: Partition, machine: Machine, speeds: Sequence[float]) -> None:
+        self._policy = policy_of(partition)
+        self._stage_of = partition.stage_of
+        self._num_stages = partition.num_stages
+        self._machine = machine
+        self._speeds = speeds
+        self._plans: dict[tuple[int, int], Plan] = {}
+
+    def plan(self, trace: Trace, num_microbatches: int) -> Plan:
+        """The order of work for steps that take the path of ``trace``."""
+        key = (trace.signature, num_microbatches)
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            work = modelled_work(trace.events, self._machine)
+            flow = route(trace, self._stage_of, self._num_stages, work).paced(self._speeds)
+            plan = simulate(flow, num_microbatches, self._policy, self._machine.link)
+            check(plan, flow, num_microbatches)
+            self._plans[key] = plan
+        return self._plans[key]
