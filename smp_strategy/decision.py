@@ -1,8 +1,9 @@
-"""From a module and its first microbatch to a partition: dry run, problem, solution, and that all ranks agree."""
+"""From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.agreement import agree_on
@@ -23,6 +24,7 @@ def decide(
     num_stages: int,
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
+    given: Mapping[str, int] | None = None,
 ) -> tuple[Partition, DryRun]:
     """Decide which unit goes to which stage; collective over all ranks.
 
@@ -31,6 +33,7 @@ def decide(
         surroundings: the module and what its dry run runs on.
         num_stages: number of stages.
         first: the step, its first microbatch, and what picks the loss out of its result.
+        given: stage of each unit, where that is decided already.
 
     Returns:
         The partition, and what the dry run has found out.
@@ -51,7 +54,8 @@ def decide(
     )
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
-    partition, names = agree_on(
-        Partition.of(problem, solve(problem)), [name for name, tensor in tensors.items() if id(tensor) in used]
-    )
+    partition = Partition.of(problem, solve(problem)) if given is None else Partition.by_hand(problem, given)
+    partition, names = agree_on(partition, [name for name, tensor in tensors.items() if id(tensor) in used])
+    if config.partition_file and not config.load_partition and dist.get_rank() == 0:
+        partition.save(config.partition_file)
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import final
 
+from smp_strategy.partition.file import FORMAT, write_atomically
 from smp_strategy.partition.problem import Problem
 
 __all__ = ["Partition", "PlacedUnit"]
@@ -60,6 +61,21 @@ class Partition:
             tuple(problem.cut_bytes[begin] for begin in starts[1:]),
         )
 
+    @classmethod
+    def by_hand(cls, problem: Problem, stage_of: Mapping[str, int]) -> "Partition":
+        """The partition that the user asks for."""
+        units = tuple(
+            PlacedUnit(unit.name, stage_of[unit.name], unit.parameter_bytes, unit.activation_bytes, unit.time)
+            for unit in problem.units
+        )
+        costs, sizes = [], []
+        for stage in range(problem.num_stages):
+            mine = [unit for unit in problem.units if stage_of[unit.name] == stage]
+            part = Problem(mine, 1, problem.memory_weight, [])
+            costs.append(part.stage_memory(0, len(mine)) / max(problem.stage_memory(0, len(problem.units)), 1))
+            sizes.append(sum({key: size for unit in mine for key, size in unit.parameters.items()}.values()))
+        return cls(units, tuple(costs), tuple(sizes), ())
+
     @property
     def stage_of(self) -> dict[str, int]:
         """Stage of each unit, by name."""
@@ -77,7 +93,9 @@ class Partition:
 
     def to_json(self) -> str:
         """The decision with all costs."""
-        return json.dumps({"num_stages": self.num_stages, "balance": self.balance, **asdict(self)}, indent=2)
+        return json.dumps(
+            {"format": FORMAT, "num_stages": self.num_stages, "balance": self.balance, **asdict(self)}, indent=2
+        )
 
     @classmethod
     def from_json(cls, text: str) -> "Partition":
@@ -92,5 +110,4 @@ class Partition:
 
     def save(self, path: str | Path) -> None:
         """Write the decision to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json() + "\n")
+        write_atomically(path, self.to_json() + "\n")
