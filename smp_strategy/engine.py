@@ -39,7 +39,7 @@ from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import event_times
+from smp_strategy.partition.problem import event_work
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
@@ -397,7 +397,7 @@ class Engine:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            flow = route(trace, self.partition.stage_of, self.mesh.pp, event_times(trace.events))
+            flow = route(trace, self.partition.stage_of, self.mesh.pp, event_work(trace.events))
             self._plans[key] = simulate(
                 flow,
                 num_microbatches,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import final
 
 from smp_strategy.trace.events import Event, Trace
+from smp_strategy.trace.work import Work
 
-__all__ = ["Problem", "UnitCost", "event_times", "problem_of"]
+__all__ = ["Problem", "UnitCost", "event_work", "problem_of"]
 
 # Floating-point operations that a processor does in the time in which it moves one byte.
 FLOPS_PER_BYTE = 8.0
@@ -73,9 +74,13 @@ class Problem:
         return sum(unit.time for unit in self.units)
 
 
-def event_times(events: Sequence[Event]) -> dict[int, float]:
-    """Modelled forward time of each event, by position, in FLOP equivalents."""
-    return {position: max(float(event.flops), FLOPS_PER_BYTE * event.traffic) for position, event in enumerate(events)}
+def event_work(events: Sequence[Event]) -> dict[int, Work]:
+    """Modelled work of each event, by position, in FLOP equivalents.
+
+    The gradients of inputs and of weights take as many products of matrices each as the forward pass.
+    """
+    times = [max(float(event.flops), FLOPS_PER_BYTE * event.traffic) for event in events]
+    return {position: Work(time, time, time) for position, time in enumerate(times)}
 
 
 def problem_of(
@@ -95,14 +100,14 @@ def problem_of(
 
     Units that the trace does not call (a head that only validation uses) follow the unit registered before them.
     """
-    times = event_times(trace.events)
+    times = event_work(trace.events)
     first_call: dict[str, int] = {}
     time: dict[str, float] = dict.fromkeys(parameters, 0.0)
     activations: dict[str, int] = dict.fromkeys(parameters, 0)
     for position, event in enumerate(trace.events):
         if event.kind == "unit":
             first_call.setdefault(event.name, position)
-            time[event.name] += times[position]
+            time[event.name] += times[position].forward
             activations[event.name] += event.saved_bytes
     order = _execution_order(list(parameters), first_call)
     units = [UnitCost(name, parameters[name], activations[name], time[name]) for name in order]

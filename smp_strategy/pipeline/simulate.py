@@ -19,8 +19,6 @@ from smp_strategy.pipeline.schedule import Action, Plan
 
 __all__ = ["simulate"]
 
-# Backward computes the gradients of inputs and of weights: twice the work of forward.
-BACKWARD_COST = 2.0
 # A segment without compute (it only forwards or reads a value) still takes its turn.
 SMALLEST_COST = 1e-9
 
@@ -75,7 +73,7 @@ class _Clock:
         self._free_at = [0.0] * flow.num_stages
         self._needs: dict[Track, list[Track]] = {}
         self._tracks: list[list[Track]] = [[] for _ in range(flow.num_stages)]
-        for segment in flow.forward_cost:
+        for segment in flow.work:
             self._add("F", segment, [("F", other) for other in flow.forward_needs[segment]])
         for segment, before in flow.backward_needs.items():
             # Backward begins when the stage has finished the whole forward of the microbatch.
@@ -142,5 +140,5 @@ class _Clock:
 
     def _cost(self, track: Track) -> float:
         kind, segment = track
-        cost = max(self._flow.forward_cost[segment], SMALLEST_COST)
-        return cost * BACKWARD_COST if kind == "B" else cost
+        work = self._flow.work[segment]
+        return max(work.backward if kind == "B" else work.forward, SMALLEST_COST)

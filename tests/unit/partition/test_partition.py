@@ -3,7 +3,7 @@
 import pytest
 
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import FLOPS_PER_BYTE, event_times, problem_of
+from smp_strategy.partition.problem import FLOPS_PER_BYTE, event_work, problem_of
 from smp_strategy.partition.solver import solve
 from smp_strategy.trace.events import Event, Trace, Value
 
@@ -35,8 +35,8 @@ def problem(**changes):
 
 
 def test_time_is_arithmetic_or_memory_traffic_whichever_takes_longer():
-    assert event_times(trace().events)[1] == 1000
-    assert event_times(trace().events)[3] == FLOPS_PER_BYTE * 1000
+    assert event_work(trace().events)[1].forward == 1000
+    assert event_work(trace().events)[3].forward == FLOPS_PER_BYTE * 1000
 
 
 def test_a_unit_costs_the_sum_of_its_calls():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.work import Work
 
 from .flows import chain, execute, flow_of, programs
 
@@ -122,7 +123,7 @@ def test_every_plan_does_each_pass_once_and_in_the_order_of_the_microbatches(pro
     flow = route(trace, stage_of, num_stages, {})
     plan = simulate(flow, num_microbatches, policy=policy, active_microbatches=cap)
     for stage, actions in enumerate(plan.stages):
-        segments = {"F": [s for s in flow.forward_cost if s.stage == stage]}
+        segments = {"F": [s for s in flow.work if s.stage == stage]}
         segments["B"] = [s for s in segments["F"] if s in flow.backward_needs]
         assert len(actions) == num_microbatches * (len(segments["F"]) + len(segments["B"]))
         for kind in "FB":
@@ -153,7 +154,11 @@ def test_the_simple_policy_keeps_all_microbatches_whatever_the_cap(num_stages, n
 @given(programs(), st.integers(1, 4), policies)
 def test_times_of_a_stage_do_not_overlap(program, num_microbatches, policy):
     trace, stage_of, num_stages = program
-    plan = simulate(route(trace, stage_of, num_stages, dict.fromkeys(range(20), 1.0)), num_microbatches, policy=policy)
+    plan = simulate(
+        route(trace, stage_of, num_stages, dict.fromkeys(range(20), Work(1.0, 1.0, 1.0))),
+        num_microbatches,
+        policy=policy,
+    )
     for spans in plan.times:
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
     assert plan.makespan == max((spans[-1][1] for spans in plan.times if spans), default=0.0)
