@@ -39,7 +39,6 @@ from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import event_work
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
@@ -55,6 +54,7 @@ from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
 
@@ -397,7 +397,8 @@ class Engine:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            flow = route(trace, self.partition.stage_of, self.mesh.pp, event_work(trace.events))
+            work = modelled_work(trace.events, Machine.nominal(self._device.type))
+            flow = route(trace, self.partition.stage_of, self.mesh.pp, work)
             self._plans[key] = simulate(
                 flow,
                 num_microbatches,

@@ -19,6 +19,7 @@ from smp_strategy.partition.manual import stage_problems
 __all__ = ["FORMAT", "SavedPartition", "read_partition", "write_atomically"]
 
 FORMAT = 1
+"""Number of the file format; it changes when an older reader would misunderstand."""
 
 
 @final
@@ -104,15 +105,15 @@ def read_partition(text: str, source: str) -> SavedPartition:
         if name in stages:
             raise ConfigError(f"{source} has two units of the name `{name}`. Remove one.")
         stages[name] = _field(unit, "stage", int, where)
-        if "parameter_bytes" in unit:
-            sizes[name] = _field(unit, "parameter_bytes", int, where)
+        if "held" in unit:
+            sizes[name] = _field(_field(unit, "held", dict, where), "parameter", int, f"`held` of {where}")
     return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes)
 
 
 def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
     value = data.get(key)
     if not isinstance(value, kind) or isinstance(value, bool):
-        words = {list: "a list", str: "a text", int: "a whole number"}
+        words = {list: "a list", dict: "an object", str: "a text", int: "a whole number"}
         raise ConfigError(f"`{key}` of {where} must be {words[kind]}, but is {value!r}.")
     return value
 

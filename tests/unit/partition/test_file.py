@@ -12,7 +12,9 @@ SIZES = {"embed": 100, "blocks.0": 10, "blocks.1": 10, "head": 100}
 
 def saved(*, num_stages=2, **stages) -> str:
     placed = {"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1, **stages}
-    units = [{"name": name, "stage": stage, "parameter_bytes": SIZES.get(name, 1)} for name, stage in placed.items()]
+    units = [
+        {"name": name, "stage": stage, "held": {"parameter": SIZES.get(name, 1)}} for name, stage in placed.items()
+    ]
     return json.dumps({"format": 1, "num_stages": num_stages, "units": units, "remark": "not read"})
 
 
@@ -40,7 +42,7 @@ def test_the_order_of_the_units_does_not_count():
 
 
 def test_a_file_that_names_units_and_stages_only_is_enough():
-    text = changed(lambda data: [unit.pop("parameter_bytes") for unit in data["units"]])
+    text = changed(lambda data: [unit.pop("held") for unit in data["units"]])
     assert read_partition(text, "p.json").place(SIZES, 2)["head"] == 1
 
 
