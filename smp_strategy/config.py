@@ -157,8 +157,6 @@ _NOT_BUILT = {
     "pipeline=zb-v": "zero-bubble schedules",
     "pipeline=auto": "a search for the best schedule",
     "virtual_pipeline_degree": "virtual stages",
-    "auto_partition": "placing units by hand",
-    "load_partition": "reading a partition from a file",
     "memory_limit": "a partition under a memory limit",
     "stage_speeds": "stages of different speeds",
     "trace_execution_times": "measured unit times",

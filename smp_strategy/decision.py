@@ -1,9 +1,10 @@
-"""From a module and its first microbatch to a partition: dry run, problem, solution, and that all ranks agree."""
+"""From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.agreement import agree_on
@@ -34,6 +35,7 @@ def decide(
     num_stages: int,
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
+    given: Mapping[str, int] | None = None,
 ) -> tuple[Partition, DryRun]:
     """Decide which unit goes to which stage; collective over all ranks.
 
@@ -42,6 +44,7 @@ def decide(
         surroundings: the module and what its dry run runs on.
         num_stages: number of stages.
         first: the step, its first microbatch, and what picks the loss out of its result.
+        given: stage of each unit, where that is decided already.
 
     Returns:
         The partition, and what the dry run has found out.
@@ -59,9 +62,11 @@ def decide(
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        best_partition(config, trace, work, parameters, num_stages),
+        best_partition(config, trace, work, parameters, num_stages, given),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
+    if config.partition_file and not config.load_partition and dist.get_rank() == 0:
+        partition.save(config.partition_file)
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names))
 
 
@@ -88,8 +93,9 @@ def best_partition(
     work: Mapping[int, Work],
     parameters: Mapping[str, Mapping[int, Held]],
     num_stages: int,
+    given: Mapping[str, int] | None = None,
 ) -> Partition:
-    """The partition of least cost under the schedule that the options ask for."""
+    """The partition of least cost under the schedule that the options ask for, or the one that is ``given``."""
     num_microbatches = config.num_microbatches(num_stages)
     policy = policy_of(config)
     setting = Setting.plain(
@@ -109,6 +115,8 @@ def best_partition(
         peaks = tuple(nbytes * plan.peak_microbatches(stage) for stage, nbytes in enumerate(saved))
         return Score(plan.makespan, peaks)
 
+    if given is not None:
+        return Partition.of(problem, given, evaluate(given), schedule=config.pipeline)
     solution = solve(problem, evaluate)
     return Partition.of(
         problem, solution.stage_of, solution.score, schedule=config.pipeline, lower_bound=solution.lower_bound
