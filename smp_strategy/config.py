@@ -156,8 +156,6 @@ _NOT_BUILT = {
     "pipeline=zb-h2": "zero-bubble schedules",
     "pipeline=zb-v": "zero-bubble schedules",
     "virtual_pipeline_degree": "virtual stages",
-    "auto_partition": "placing units by hand",
-    "load_partition": "reading a partition from a file",
     "trace_execution_times": "measured unit times",
     "trace_memory_usage": "measured activation memory",
     "trace_device": "measured costs",

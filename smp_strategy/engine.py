@@ -13,7 +13,7 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.agreement import start_alike
+from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
@@ -46,6 +47,7 @@ from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
+from smp_strategy.placement import placed_modules
 from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
@@ -53,7 +55,7 @@ from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
-from smp_strategy.units import Unit, choose_units
+from smp_strategy.units import Unit
 
 __all__ = ["Engine"]
 
@@ -100,6 +102,8 @@ class Engine:
         self._module: nn.Module | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
+        self._given: Mapping[str, int] | None = None
+        self._placed_by_hand: Mapping[str, int] = {}
         self._mesh: ProcessMesh | None = None
         self._keep_shared: Sequence[nn.Module] = ()
         self._calls = UnitCalls()
@@ -156,20 +160,19 @@ class Engine:
             self.config.check(shape.pp)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
-            self._units = self._choose_units(module, shape.pp)
+            self._units = choose_placed_units(self.config, module, shape.pp)
+            self._given = place_beforehand(self.config, module, self._units, shape.pp)
+            self._placed_by_hand = placed_modules(module)
             self._seed = start_alike(module)
         else:
             start_alike(module)
         self._calls.intercept(self._units)
 
-    def _choose_units(self, module: nn.Module, num_stages: int) -> list[Unit]:
-        return choose_units(module, num_stages, self.config.unit_classes)
-
     def serves(self, module: nn.Module) -> bool:
-        """Whether this engine has taken on ``module``, with the units that it has now."""
-        if self._module is not module:
+        """Whether this engine has taken on ``module``, with the units and the stages by hand that it has now."""
+        if self._module is not module or placed_modules(module) != self._placed_by_hand:
             return False
-        units = self._choose_units(module, self.mesh.pp)
+        units = choose_placed_units(self.config, module, self.mesh.pp)
         return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
 
     def detach(self, *, failed: bool = False) -> None:
@@ -255,14 +258,12 @@ class Engine:
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace and partition."""
         assert self._module is not None
-        first = (step, microbatch, loss_of)
-        self.partition, found = decide(self.config, self._surroundings(), self.mesh.pp, first=first)
+        first, surroundings = (step, microbatch, loss_of), self._surroundings()
+        self.partition, found = decide(self.config, surroundings, self.mesh.pp, first=first, given=self._given)
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
-        if self.config.partition_file and self.mesh.rank == 0:
-            self.partition.save(self.config.partition_file)
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         assert self._module is not None

@@ -16,7 +16,7 @@ from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.problem import InFlight, Problem, Promise, Score, Setting
 from smp_strategy.partition.reading import problem_of
-from smp_strategy.partition.solver import solve
+from smp_strategy.partition.solver import does_not_fit, solve
 from smp_strategy.partition.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import Flow, route
@@ -97,13 +97,25 @@ def _attempts(
 
 
 def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
-    """What an assignment that is decided already costs, under the policy that suits it best."""
+    """What an assignment that is decided already costs, under the policy that suits it best.
+
+    Raises:
+        ConfigError: it does not fit the limits of memory.
+    """
     found = []
     for policy in policies_of(config, num_stages, len(program.parameters)):
         problem = problem_under(config, program, num_stages, policy)
         score = simulated(config, program, num_stages, policy, stage_of)
         found.append(_partition(problem, stage_of, score, policy, 0.0))
-    return min(found, key=lambda partition: partition.cost)
+    fitting = [partition for partition in found if partition.fits]
+    if not fitting:
+        least = min(found, key=lambda partition: max(stage.memory_bytes for stage in partition.stages))
+        raise does_not_fit(
+            "The partition that is given does not fit",
+            [stage.memory_bytes for stage in least.stages],
+            [stage.memory_limit for stage in least.stages],
+        )
+    return min(fitting, key=lambda partition: partition.cost)
 
 
 def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: Policy) -> Problem:

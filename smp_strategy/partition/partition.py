@@ -13,13 +13,12 @@ from typing import Any, Self, final
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.partition.costs import Held
+from smp_strategy.partition.file import FORMAT, write_atomically
 from smp_strategy.partition.problem import Problem, Score
 from smp_strategy.trace.work import Work
 
-__all__ = ["FORMAT", "Partition", "PlacedUnit", "StageLoad"]
+__all__ = ["Partition", "PlacedUnit", "StageLoad"]
 
-FORMAT = 1
-"""Number of the file format; it changes when an older reader would misunderstand."""
 # Bounds are sums in another order than simulated times.
 ROUNDING = 1e-9
 
@@ -160,6 +159,11 @@ class Partition:
         return len(self.stages)
 
     @property
+    def fits(self) -> bool:
+        """Whether every stage stays within its limit of memory."""
+        return all(stage.memory_limit is None or stage.memory_bytes <= stage.memory_limit for stage in self.stages)
+
+    @property
     def num_chunks(self) -> int:
         """Number of runs of units on one stage, over all stages."""
         return len(self.cut_bytes) + 1
@@ -219,8 +223,7 @@ class Partition:
 
     def save(self, path: str | Path) -> None:
         """Write the decision to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json() + "\n")
+        write_atomically(path, self.to_json() + "\n")
 
 
 def _named(partition: Partition) -> dict[str, Any]:

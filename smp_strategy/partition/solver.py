@@ -18,7 +18,7 @@ from smp_strategy.partition.judge import Evaluate, Judge, rounded
 from smp_strategy.partition.problem import Problem, Promise, Score
 from smp_strategy.partition.search import Search
 
-__all__ = ["Solution", "equal_counts", "solve"]
+__all__ = ["Solution", "does_not_fit", "equal_counts", "solve"]
 
 # Share of the simulations that go to candidates that are merely likely to be good.
 SHARE_OF_GUESSES = 0.3
@@ -70,8 +70,10 @@ def solve(
         fullest = Judge(problem, evaluate, budget, counts_fullness=True)
         _searched(fullest)
         assert fullest.best is not None
-        if not problem.fits(problem.memory(fullest.best.stage_of, fullest.best.score)):
-            raise _nothing_fits(problem, fullest)
+        memory = problem.memory(fullest.best.stage_of, fullest.best.score)
+        if not problem.fits(memory):
+            limits = [problem.setting.limit(stage) for stage in range(problem.setting.num_stages)]
+            raise does_not_fit("No partition fits", memory, limits)
         judge.try_out(fullest.best.stage_of)
     best = judge.best
     assert best is not None
@@ -115,17 +117,14 @@ def _check_sizes(problem: Problem) -> None:
         )
 
 
-def _nothing_fits(problem: Problem, judge: Judge) -> ConfigError:
-    assert judge.best is not None
-    memory = problem.memory(judge.best.stage_of, judge.best.score)
-    limits = [problem.setting.limit(stage) for stage in range(problem.setting.num_stages)]
+def does_not_fit(what: str, needed: Sequence[int], allowed: Sequence[int | None]) -> ConfigError:
+    """The error that ``what`` needs more memory than there is, with bytes per stage."""
     rows = ", ".join(
-        f"stage {stage}: {peak:,} of {'any' if limit is None else format(limit, ',')}"
-        for stage, (peak, limit) in enumerate(zip(memory, limits, strict=True))
+        f"stage {stage} {peak:,} of {'any' if limit is None else format(limit, ',')}"
+        for stage, (peak, limit) in enumerate(zip(needed, allowed, strict=True))
     )
     return ConfigError(
-        f"No partition fits `memory_limit`. The nearest one needs {max(memory):,} bytes on its fullest stage (bytes "
-        f"that are needed and allowed: {rows}). Use more stages (`pipeline_parallel_degree`), more and so smaller "
-        "`microbatches`, fewer `active_microbatches` in flight, a schedule that holds fewer (`pipeline: 1f1b`), or "
-        "raise the limit."
+        f"{what} `memory_limit`: {max(needed):,} bytes are needed on the fullest stage (needed and allowed: {rows}). "
+        "Use more stages (`pipeline_parallel_degree`), more and so smaller `microbatches`, fewer `active_microbatches` "
+        "in flight, a schedule that holds fewer (`pipeline: 1f1b`), or raise the limit."
     )

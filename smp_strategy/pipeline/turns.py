@@ -20,7 +20,7 @@ from smp_strategy.pipeline.coroutine import Coroutine
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
-from smp_strategy.pipeline.rng import derive_seed
+from smp_strategy.pipeline.rng import derive_seed, kept
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Receipt
@@ -230,8 +230,9 @@ class Turns:
         Returns:
             Whether there was a barrier; otherwise all microbatches have ended.
         """
-        for number in range(len(self._programs)):
-            self._forward(number, ALL_SEGMENTS)
+        with kept(self._stage.device):
+            for number in range(len(self._programs)):
+                self._forward(number, ALL_SEGMENTS)
         barriers, self._barriers = self._barriers, {}
         if not barriers:
             return False
