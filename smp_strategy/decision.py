@@ -1,9 +1,10 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,16 +13,11 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import InFlight, Score, Setting
-from smp_strategy.partition.reading import chain_of, problem_of
-from smp_strategy.partition.solver import solve
-from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.partition.reading import chain_of
 from smp_strategy.pipeline.turns import Step
-from smp_strategy.timetables import policy_of
+from smp_strategy.planning import Program, as_given, best_partition
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.machine import Machine, modelled_work
-from smp_strategy.trace.work import Work
 
 __all__ = ["decide"]
 
@@ -53,16 +49,12 @@ def decide(
     if not config.skip_tracing:
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
-    parameters = held_of(surroundings)
-    trace, work = chain_of(parameters)
-    if found.trace is not None:
-        trace = _as_training(found.trace)
-        work = modelled_work(trace.events, Machine.nominal(surroundings.device.type))
+    program = _program(config, surroundings, found.trace, num_stages)
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        best_partition(config, trace, work, parameters, num_stages, given),
+        best_partition(config, program, num_stages) if given is None else as_given(config, program, num_stages, given),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     if config.partition_file and not config.load_partition and dist.get_rank() == 0:
@@ -87,40 +79,22 @@ def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
     }
 
 
-def best_partition(
-    config: SMPConfig,
-    trace: Trace,
-    work: Mapping[int, Work],
-    parameters: Mapping[str, Mapping[int, Held]],
-    num_stages: int,
-    given: Mapping[str, int] | None = None,
-) -> Partition:
-    """The partition of least cost under the schedule that the options ask for, or the one that is ``given``."""
-    num_microbatches = config.num_microbatches(num_stages)
-    policy = policy_of(config)
-    setting = Setting.plain(
-        num_stages,
-        num_microbatches=num_microbatches,
-        memory_weight=config.resolved_memory_weight,
-        in_flight=(InFlight(1, None),) * num_stages,
-    )
-    problem = problem_of(trace, work, parameters, setting)
+def _program(config: SMPConfig, surroundings: Surroundings, trace: Trace | None, num_stages: int) -> Program:
+    parameters, machine = held_of(surroundings), Machine.nominal(surroundings.device.type)
+    limits: Sequence[int | None] = config.memory_limits(num_stages) or (memory_of(surroundings.device),) * num_stages
+    if trace is None:
+        events, work = chain_of(parameters)
+    else:
+        events = _as_training(trace)
+        work = modelled_work(events.events, machine)
+    return Program(trace=events, work=work, parameters=parameters, link=machine.link, memory_limits=tuple(limits))
 
-    def evaluate(stage_of: Mapping[str, int]) -> Score:
-        flow = route(trace, stage_of, num_stages, work)
-        plan = simulate(flow, num_microbatches, policy)
-        saved = [0] * num_stages
-        for segment, nbytes in flow.saved_bytes.items():
-            saved[segment.stage] += nbytes
-        peaks = tuple(nbytes * plan.peak_microbatches(stage) for stage, nbytes in enumerate(saved))
-        return Score(plan.makespan, peaks)
 
-    if given is not None:
-        return Partition.of(problem, given, evaluate(given), schedule=config.pipeline)
-    solution = solve(problem, evaluate)
-    return Partition.of(
-        problem, solution.stage_of, solution.score, schedule=config.pipeline, lower_bound=solution.lower_bound
-    )
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that a rank may fill; ``None`` on CPUs, whose memory ranks share and may exceed."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return None
 
 
 def _as_training(trace: Trace) -> Trace:

@@ -53,7 +53,7 @@ from smp_strategy.placement import placed_modules
 from smp_strategy.report import render_layout
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
-from smp_strategy.timetables import Timetables, policy_of
+from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
@@ -232,9 +232,8 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        self._timetables = Timetables(
-            policy_of(self.config), stage_of, self.mesh.pp, Machine.nominal(self._device.type)
-        )
+        speeds = self.config.speeds(self.mesh.pp)
+        self._timetables = Timetables(self.partition, Machine.nominal(self._device.type), speeds)
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):

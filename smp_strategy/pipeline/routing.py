@@ -14,8 +14,8 @@ construction. The rule has no tensors in it: the runtime applies it while the pr
 to a trace before anything runs.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 from smp_strategy.trace.events import Event, Trace, Value
@@ -177,6 +177,13 @@ class Flow:
     def num_segments(self, stage: int) -> int:
         """Number of segments on ``stage``."""
         return sum(segment.stage == stage for segment in self.work)
+
+    def paced(self, speeds: Sequence[float]) -> "Flow":
+        """The same on stages that are not alike, with a relative speed for each."""
+        work = {
+            segment: Work(*(seconds / speeds[segment.stage] for seconds in work)) for segment, work in self.work.items()
+        }
+        return replace(self, work=work)
 
 
 def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapping[int, Work]) -> Flow:
