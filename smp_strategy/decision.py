@@ -1,6 +1,7 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, and that all ranks agree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -8,14 +9,22 @@ from torch import Tensor
 from smp_strategy.agreement import agree_on
 from smp_strategy.config import SMPConfig
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import problem_of
+from smp_strategy.partition.problem import InFlight, Score, Setting
+from smp_strategy.partition.reading import chain_of, problem_of
 from smp_strategy.partition.solver import solve
+from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.machine import Machine, modelled_work
+from smp_strategy.trace.work import Work
 
 __all__ = ["decide"]
+
+# What an Adam-like optimizer keeps beside a parameter that is trained.
+OPTIMIZER_MOMENTS = 2
 
 
 def decide(
@@ -36,28 +45,76 @@ def decide(
     Returns:
         The partition, and what the dry run has found out.
     """
-    module, units = surroundings.module, surroundings.units
     found = DryRun(None, ())
     if not config.skip_tracing:
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
-    # Numbers that are the same on every rank tell which units share a parameter.
-    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-    parameters = {
-        unit.name: {numbers[id(parameter)]: parameter.nbytes for parameter in unit.module.parameters()}
-        for unit in units
-    }
-    trace = found.trace or Trace([])
-    problem = problem_of(
-        trace,
-        parameters,
-        work=modelled_work(trace.events, Machine.nominal(surroundings.device.type)),
-        num_stages=num_stages,
-        memory_weight=config.resolved_memory_weight,
-    )
+    parameters = held_of(surroundings)
+    trace, work = chain_of(parameters)
+    if found.trace is not None:
+        trace = _as_training(found.trace)
+        work = modelled_work(trace.events, Machine.nominal(surroundings.device.type))
+    module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        Partition.of(problem, solve(problem)), [name for name, tensor in tensors.items() if id(tensor) in used]
+        best_partition(config, trace, work, parameters, num_stages),
+        [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names))
+
+
+def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
+    """What the parameters of each unit take while they are trained, by unit in order of registration."""
+    # Numbers that are the same on every rank tell which units share a parameter.
+    numbers = {id(parameter): number for number, parameter in enumerate(surroundings.module.parameters())}
+    return {
+        unit.name: {
+            numbers[id(parameter)]: Held(
+                parameter.nbytes,
+                parameter.nbytes * parameter.requires_grad,
+                OPTIMIZER_MOMENTS * parameter.nbytes * parameter.requires_grad,
+            )
+            for parameter in unit.module.parameters()
+        }
+        for unit in surroundings.units
+    }
+
+
+def best_partition(
+    config: SMPConfig,
+    trace: Trace,
+    work: Mapping[int, Work],
+    parameters: Mapping[str, Mapping[int, Held]],
+    num_stages: int,
+) -> Partition:
+    """The partition of least cost under the schedule that the options ask for."""
+    num_microbatches = config.num_microbatches(num_stages)
+    active = config.max_active_microbatches(num_stages)
+    setting = Setting.plain(
+        num_stages,
+        num_microbatches=num_microbatches,
+        memory_weight=config.resolved_memory_weight,
+        in_flight=(InFlight(1, None if config.pipeline == "simple" else active),) * num_stages,
+    )
+    problem = problem_of(trace, work, parameters, setting)
+
+    def evaluate(stage_of: Mapping[str, int]) -> Score:
+        flow = route(trace, stage_of, num_stages, work)
+        plan = simulate(flow, num_microbatches, policy=config.pipeline, active_microbatches=active)
+        saved = [0] * num_stages
+        for segment, nbytes in flow.saved_bytes.items():
+            saved[segment.stage] += nbytes
+        peaks = tuple(nbytes * plan.peak_microbatches(stage) for stage, nbytes in enumerate(saved))
+        return Score(plan.makespan, peaks)
+
+    solution = solve(problem, evaluate)
+    return Partition.of(
+        problem, solution.stage_of, solution.score, schedule=config.pipeline, lower_bound=solution.lower_bound
+    )
+
+
+def _as_training(trace: Trace) -> Trace:
+    """A first step without a loss (validation, or one that runs its backward itself) stands for a step that trains."""
+    last = [value.id for event in trace.events for value in event.outputs if value.requires_grad][-1:]
+    return trace if trace.loss is not None or not last else replace(trace, loss=last[0])
