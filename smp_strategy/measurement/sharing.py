@@ -174,7 +174,7 @@ def _relative(speeds: Sequence[float]) -> tuple[float, ...]:
 
 
 def _at_full_speed(sample: Sample, speed: float) -> Sample:
-    return sample._replace(work=Work(*(speed * seconds for seconds in sample.work)))
+    return sample._replace(work=sample.work.scaled(speed))
 
 
 def _place() -> tuple[int, int]:

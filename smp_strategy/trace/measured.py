@@ -48,7 +48,7 @@ def work_of(events: Sequence[Event], machine: Machine, measured: Measured | None
     return {
         position: measured.work[event.name]
         if event.kind == "unit" and event.name in measured.work
-        else Work(*(measured.scale * seconds for seconds in modelled[position]))
+        else modelled[position].scaled(measured.scale)
         for position, event in enumerate(events)
     }
 
