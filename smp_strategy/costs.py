@@ -1,31 +1,27 @@
 """What a step costs where it will run: measured if the options ask for that, modelled otherwise.
 
-Here the options meet what counts and what measures: kernels of calls, bytes of optimizers, times of units, speeds of
-ranks. Everything is the same on all ranks.
+Here the options meet what counts and what measures: kernels of calls, times of units, speeds of ranks. Everything is
+the same on all ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.measurement.calls import UnitCall
 from smp_strategy.measurement.sharing import MeasuringOptions, measure
 from smp_strategy.mesh import MeshShape
-from smp_strategy.optim.state_size import MOMENTS_IF_UNKNOWN, optimizer_state_bytes
-from smp_strategy.partition.costs import Held
+from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.trace.events import Event, Trace
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.measured import Measured, with_measured_bytes, work_of
 from smp_strategy.trace.work import Work
-from smp_strategy.units import Unit
 
-__all__ = ["Costs", "find_costs", "held_by_units", "measuring_device"]
+__all__ = ["Costs", "find_costs", "measuring_device"]
 
 
 @final
@@ -43,6 +39,11 @@ class Costs:
         """What each event takes on a stage of speed 1, by position."""
         return work_of(events, self.machine, self.measured)
 
+    def flow(self, trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Flow:
+        """The segment graph of ``trace`` on these stages, at their speeds."""
+        flow = route(self.with_bytes(trace), stage_of, num_stages, self.work(trace.events))
+        return flow.at_speeds(self.stage_speeds)
+
     def with_bytes(self, trace: Trace) -> Trace:
         """``trace`` with the bytes that units were seen to keep, if that was measured."""
         return with_measured_bytes(trace, self.measured)
@@ -51,17 +52,24 @@ class Costs:
         """What the user is told about the measurement; empty without one."""
         if self.measured is None:
             return ""
-        ranks = len(set(self.measured.rank_of.values()))
-        what = [name for name, found in (("times", self.measured.work), ("activations", self.measured.saved_bytes)) if found]
-        lines = [f"Measured {' and '.join(what) or 'nothing'} of {len(self.measured.rank_of)} units on {ranks} ranks."]
+        measured = self.measured
+        found = {"times": measured.work, "activations": measured.saved_bytes}
+        what = " and ".join(name for name, of_units in found.items() if of_units) or "nothing"
+        ranks = len(set(measured.rank_of.values()))
+        lines = [f"Measured: {what} of {len(measured.rank_of)} units, on {ranks} ranks."]
         if self.stage_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")
-        return "\n".join([*lines, *self.measured.notes])
+        return "\n".join([*lines, *measured.notes])
 
 
 def find_costs(
-    config: SMPConfig, device: torch.device, calls: Sequence[UnitCall], trace: Trace | None, shape: MeshShape
+    config: SMPConfig,
+    device: torch.device,
+    calls: Sequence[UnitCall],
+    trace: Trace | None,
+    shape: MeshShape,
+    machine: Machine | None = None,
 ) -> Costs:
     """The costs of a step; collective over all ranks where something is measured.
 
@@ -71,10 +79,11 @@ def find_costs(
         calls: of units, as a dry run has met them.
         trace: of the same dry run.
         shape: which rank is which stage.
+        machine: models what is not measured; ``None``: a nominal one of the kind.
     """
     speeds = () if config.stage_speeds is None else config.speeds(shape.pp)
     if trace is None or not (config.trace_execution_times or config.trace_memory_usage):
-        return Costs(machine=Machine.nominal(device.type), stage_speeds=speeds)
+        return Costs(machine=machine or Machine.nominal(device.type), stage_speeds=speeds)
     where = measuring_device(config, device)
     options = MeasuringOptions(
         device=where,
@@ -82,7 +91,7 @@ def find_costs(
         memory=config.trace_memory_usage,
         compares_ranks=config.stage_speeds is None,
     )
-    machine = Machine.nominal(where.type)
+    machine = machine or Machine.nominal(where.type)
     measured = measure(calls, trace.events, machine, options)
     return Costs(machine=machine, measured=measured, stage_speeds=speeds or _by_stage(measured.rank_speeds, shape))
 
@@ -114,26 +123,3 @@ def _by_stage(rank_speeds: Sequence[float], shape: MeshShape) -> tuple[float, ..
         stage = shape.pp - 1 - shape.coordinates(rank)["P"]
         slowest[stage] = min(slowest[stage], speed)
     return tuple(slowest)
-
-
-def held_by_units(
-    module: nn.Module, units: Iterable[Unit], optimizers: Sequence[Optimizer]
-) -> dict[str, dict[int, Held]]:
-    """What the parameters of each unit take while they are trained, by unit in order of registration.
-
-    Without any optimizer it is not known what will train them, and two moments are assumed.
-    """
-    # Numbers that are the same on every rank tell which units share a parameter.
-    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-    state = optimizer_state_bytes(optimizers)
-
-    def held(parameter: nn.Parameter) -> Held:
-        if not parameter.requires_grad:
-            return Held(parameter.nbytes)
-        kept = state.get(id(parameter), 0) if optimizers else MOMENTS_IF_UNKNOWN * parameter.nbytes
-        return Held(parameter.nbytes, parameter.nbytes, kept)
-
-    return {
-        unit.name: {numbers[id(parameter)]: held(parameter) for parameter in unit.module.parameters()}
-        for unit in units
-    }

@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.glue_uses import GlueUses
@@ -62,6 +63,8 @@ class Surroundings:
     """Predicts results and keeps the predictions for later."""
     device: torch.device
     """Where the step will run."""
+    optimizers: Sequence[Optimizer] = ()
+    """What trains the module, if that is known."""
 
 
 def dry_run(

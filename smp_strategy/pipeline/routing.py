@@ -178,7 +178,9 @@ class Flow:
         """The same on stages of these relative speeds; none are given: all alike."""
         if not speeds:
             return self
-        return replace(self, work={segment: work.scaled(1 / speeds[segment.stage]) for segment, work in self.work.items()})
+        return replace(
+            self, work={segment: work.scaled(1 / speeds[segment.stage]) for segment, work in self.work.items()}
+        )
 
     def num_segments(self, stage: int) -> int:
         """Number of segments on ``stage``."""
