@@ -45,6 +45,8 @@ class Program:
     link: Link
     memory_limits: tuple[int | None, ...] = ()
     """Bytes per stage; empty: there are none."""
+    stage_speeds: tuple[float, ...] = ()
+    """Relative; empty: all are alike."""
 
 
 def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Policy]:
@@ -129,7 +131,7 @@ def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: 
         num_microbatches=num_microbatches,
         memory_weight=config.resolved_memory_weight,
         memory_limits=program.memory_limits,
-        stage_speeds=config.speeds(num_stages),
+        stage_speeds=program.stage_speeds,
         splits_backward=policy.splits_backward,
         in_flight=tuple(_in_flight(policy, stage, num_stages, num_microbatches) for stage in range(num_stages)),
     )
@@ -140,7 +142,7 @@ def simulated(
     config: SMPConfig, program: Program, num_stages: int, policy: Policy, stage_of: Mapping[str, int]
 ) -> Score:
     """Time and activations of a step under an assignment of units to stages."""
-    flow = route(program.trace, stage_of, num_stages, program.work).paced(config.speeds(num_stages))
+    flow = route(program.trace, stage_of, num_stages, program.work).at_speeds(program.stage_speeds)
     plan = simulate(flow, config.num_microbatches(num_stages), policy, program.link)
     return Score(plan.makespan, peak_saved_bytes(plan, flow))
 

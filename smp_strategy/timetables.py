@@ -1,16 +1,14 @@
 """The timetables of a run: one for every path that steps take, and every number of microbatches."""
 
-from collections.abc import Sequence
 from typing import final, get_args
 
+from smp_strategy.costs import Costs
 from smp_strategy.partition.partition import Partition
 from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.policies import Policy, PolicyName
-from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.machine import Machine, modelled_work
 
 __all__ = ["Timetables", "policy_of"]
 
@@ -30,16 +28,12 @@ class Timetables:
 
     Args:
         partition: where units are, and under which policy.
-        machine: what the stages compute on.
-        speeds: of the stages, relative.
+        costs: how long calls take.
     """
 
-    def __init__(self, partition: Partition, machine: Machine, speeds: Sequence[float]) -> None:
-        self._policy = policy_of(partition)
-        self._stage_of = partition.stage_of
-        self._num_stages = partition.num_stages
-        self._machine = machine
-        self._speeds = speeds
+    def __init__(self, partition: Partition, costs: Costs) -> None:
+        self._partition = partition
+        self._costs = costs
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def plan(self, trace: Trace, num_microbatches: int) -> Plan:
@@ -48,9 +42,8 @@ class Timetables:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            work = modelled_work(trace.events, self._machine)
-            flow = route(trace, self._stage_of, self._num_stages, work).paced(self._speeds)
-            plan = simulate(flow, num_microbatches, self._policy, self._machine.link)
+            flow = self._costs.flow(trace, self._partition.stage_of, self._partition.num_stages)
+            plan = simulate(flow, num_microbatches, policy_of(self._partition), self._costs.machine.link)
             check(plan, flow, num_microbatches)
             self._plans[key] = plan
         return self._plans[key]
