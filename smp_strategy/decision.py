@@ -1,6 +1,7 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, and that all ranks agree."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -8,13 +9,18 @@ from torch import Tensor
 from smp_strategy.agreement import agree_on
 from smp_strategy.config import SMPConfig
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import problem_of
-from smp_strategy.partition.solver import solve
+from smp_strategy.partition.reading import chain_of
 from smp_strategy.pipeline.turns import Step
+from smp_strategy.planning import Costs, best_partition
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.work import Link
 
 __all__ = ["decide"]
+
+# What an Adam-like optimizer keeps beside a parameter that is trained.
+OPTIMIZER_MOMENTS = 2
 
 
 def decide(
@@ -35,23 +41,42 @@ def decide(
     Returns:
         The partition, and what the dry run has found out.
     """
-    module, units = surroundings.module, surroundings.units
     found = DryRun(None, ())
     if not config.skip_tracing:
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
-    # Numbers that are the same on every rank tell which units share a parameter.
-    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-    parameters = {
-        unit.name: {numbers[id(parameter)]: parameter.nbytes for parameter in unit.module.parameters()}
-        for unit in units
-    }
-    problem = problem_of(
-        found.trace or Trace([]), parameters, num_stages=num_stages, memory_weight=config.resolved_memory_weight
-    )
+    parameters = held_of(surroundings)
+    costs = Costs(*chain_of(parameters), Link.instant())
+    if found.trace is not None:
+        costs = Costs.modelled(_as_training(found.trace), surroundings.device.type)
+    module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        Partition.of(problem, solve(problem)), [name for name, tensor in tensors.items() if id(tensor) in used]
+        best_partition(config, costs, parameters, num_stages),
+        [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names))
+
+
+def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
+    """What the parameters of each unit take while they are trained, by unit in order of registration."""
+    # Numbers that are the same on every rank tell which units share a parameter.
+    numbers = {id(parameter): number for number, parameter in enumerate(surroundings.module.parameters())}
+    return {
+        unit.name: {
+            numbers[id(parameter)]: Held(
+                parameter.nbytes,
+                parameter.nbytes * parameter.requires_grad,
+                OPTIMIZER_MOMENTS * parameter.nbytes * parameter.requires_grad,
+            )
+            for parameter in unit.module.parameters()
+        }
+        for unit in surroundings.units
+    }
+
+
+def _as_training(trace: Trace) -> Trace:
+    """A first step without a loss (validation, or one that runs its backward itself) stands for a step that trains."""
+    last = [value.id for event in trace.events for value in event.outputs if value.requires_grad][-1:]
+    return trace if trace.loss is not None or not last else replace(trace, loss=last[0])

@@ -38,19 +38,15 @@ from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import event_work
-from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
+from smp_strategy.planning import Costs, plan_of
 from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
@@ -158,6 +154,7 @@ class Engine:
             return
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
+            self.config.check(shape.pp)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
             self._units = self._choose_units(module, shape.pp)
@@ -397,10 +394,8 @@ class Engine:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            flow = route(trace, self.partition.stage_of, self.mesh.pp, event_work(trace.events))
-            policy = Policy(self.config.pipeline, active_microbatches=self.config.active_microbatches)
-            self._plans[key] = simulate(flow, num_microbatches, policy)
-            check(self._plans[key], flow, num_microbatches)
+            costs = Costs.modelled(trace, self._device.type)
+            self._plans[key] = plan_of(self.config, costs, self.partition, num_microbatches)
             if kind == "train" and not self._reported_schedule:
                 self._report(render_schedule(self._plans[key]))
                 self._reported_schedule = True

@@ -206,6 +206,16 @@ class StepGraph:
                     order.append(Entry(kind if self.can_split[number] else "B", number, microbatch))
         return order
 
+    def parted(self, order: Sequence[Entry]) -> list[Entry]:
+        """``order`` with the two parts of each backward that can be split."""
+        result: list[Entry] = []
+        for entry in order:
+            if entry.kind == "B" and self.can_split[entry.segment]:
+                result += [entry._replace(kind="I"), entry._replace(kind="W")]
+            else:
+                result.append(entry)
+        return result
+
     def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
         """``orders`` with whole backwards where a weight gradient follows its input gradient.
 

@@ -23,6 +23,10 @@ class Work(NamedTuple):
         """Both, one after the other."""
         return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
+    def scaled(self, factor: float) -> "Work":
+        """As long times ``factor``."""
+        return Work(*(factor * part for part in self))
+
 
 class Link(NamedTuple):
     """What lies between two stages."""
