@@ -151,16 +151,6 @@ class SMPConfig(
 
 # Options (or single values of them) whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {
-    "pipeline=1f1b": "one forward, one backward",
-    "pipeline=zb-h1": "zero-bubble schedules",
-    "pipeline=zb-h2": "zero-bubble schedules",
-    "pipeline=zb-v": "zero-bubble schedules",
-    "pipeline=auto": "a search for the best schedule",
-    "virtual_pipeline_degree": "virtual stages",
-    "auto_partition": "placing units by hand",
-    "load_partition": "reading a partition from a file",
-    "memory_limit": "a partition under a memory limit",
-    "stage_speeds": "stages of different speeds",
     "trace_execution_times": "measured unit times",
     "trace_memory_usage": "measured activation memory",
     "trace_device": "measured costs",

@@ -1,9 +1,10 @@
-"""From a module and its first microbatch to a partition: dry run, problem, solution, and that all ranks agree."""
+"""From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.agreement import agree_on
@@ -15,6 +16,7 @@ from smp_strategy.partition.reading import chain_of
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.planning import Costs, best_partition
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.work import Link
 
 __all__ = ["decide"]
@@ -29,6 +31,7 @@ def decide(
     num_stages: int,
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
+    given: Mapping[str, int] | None = None,
 ) -> tuple[Partition, DryRun]:
     """Decide which unit goes to which stage; collective over all ranks.
 
@@ -37,6 +40,7 @@ def decide(
         surroundings: the module and what its dry run runs on.
         num_stages: number of stages.
         first: the step, its first microbatch, and what picks the loss out of its result.
+        given: stage of each unit, where that is decided already.
 
     Returns:
         The partition, and what the dry run has found out.
@@ -48,14 +52,16 @@ def decide(
     parameters = held_of(surroundings)
     costs = Costs(*chain_of(parameters), Link.instant())
     if found.trace is not None:
-        costs = Costs.modelled(_as_training(found.trace), surroundings.device.type)
+        costs = Costs.modelled(_as_training(found.trace), Machine.nominal(surroundings.device.type))
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        best_partition(config, costs, parameters, num_stages),
+        best_partition(config, costs, parameters, num_stages, given),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
+    if config.partition_file and not config.load_partition and dist.get_rank() == 0:
+        partition.save(config.partition_file)
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names))
 
 

@@ -38,9 +38,8 @@ class Costs(NamedTuple):
     link: Link
 
     @classmethod
-    def modelled(cls, trace: Trace, device_type: str) -> "Costs":
-        """On a nominal machine."""
-        machine = Machine.nominal(device_type)
+    def modelled(cls, trace: Trace, machine: Machine) -> "Costs":
+        """What ``machine`` would take."""
         return cls(trace, modelled_work(trace.events, machine), machine.link)
 
 
@@ -58,7 +57,11 @@ def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Poli
 
 
 def best_partition(
-    config: SMPConfig, costs: Costs, parameters: Mapping[str, Mapping[int, Held]], num_stages: int
+    config: SMPConfig,
+    costs: Costs,
+    parameters: Mapping[str, Mapping[int, Held]],
+    num_stages: int,
+    given: Mapping[str, int] | None = None,
 ) -> Partition:
     """The partition of least cost, and its policy.
 
@@ -67,11 +70,12 @@ def best_partition(
         costs: of a microbatch.
         parameters: what each unit's parameters take, by unit in order of registration.
         num_stages: number of stages.
+        given: stage of each unit, where that is decided already; only the policy is sought.
     """
     policies = policies_of(config, num_stages, len(parameters))
     best: Partition | None = None
     for layout in dict.fromkeys(policy.layout for policy in policies):
-        stage_of: Mapping[str, int] | None = None
+        stage_of = given
         for policy in (policy for policy in policies if policy.layout == layout):
             problem = problem_of(costs.trace, costs.work, parameters, _setting(config, policy, num_stages))
             found = _partition(config, costs, problem, policy, stage_of)

@@ -13,13 +13,12 @@ from typing import Any, Self, final
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.partition.costs import Held
+from smp_strategy.partition.file import FORMAT, write_atomically
 from smp_strategy.partition.problem import Problem, Score
 from smp_strategy.trace.work import Work
 
-__all__ = ["FORMAT", "Partition", "PlacedUnit", "StageLoad"]
+__all__ = ["Partition", "PlacedUnit", "StageLoad"]
 
-FORMAT = 1
-"""Number of the file format; it changes when an older reader would misunderstand."""
 # Bounds are sums in another order than simulated times.
 ROUNDING = 1e-9
 
@@ -211,8 +210,7 @@ class Partition:
 
     def save(self, path: str | Path) -> None:
         """Write the decision to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json() + "\n")
+        write_atomically(path, self.to_json() + "\n")
 
 
 def _named(partition: Partition) -> dict[str, Any]:

@@ -240,10 +240,7 @@ def test_two_precisions_contradict_each_other():
         {"shard_optimizer_state": True},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
-        {"auto_partition": False},
-        {"pipeline": "zb-h1"},
-        {"virtual_pipeline_degree": 2},
-        {"memory_limit": "16GiB"},
+        {"trace_execution_times": True},
         {"fp16": True},
     ],
 )
