@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "architectures.py": (["GPT2LMHeadModel"], {"architectures", "right", "bit_identical", "families"}),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
+    "split_backward.py": (["2"], {"ratio_to_whole", "input_ms", "weight_ms", "whole_ms"}),
 }
 
 
