@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from smp_strategy.errors import SMPError as SMPError
     from smp_strategy.errors import UnsupportedError as UnsupportedError
     from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
+    from smp_strategy.placement import partition as partition
+    from smp_strategy.placement import set_partition as set_partition
     from smp_strategy.units import unit as unit
 
 __all__ = [

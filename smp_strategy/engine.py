@@ -13,7 +13,7 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.agreement import start_alike
+from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
@@ -38,30 +39,28 @@ from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import event_times
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
+from smp_strategy.placement import placed_modules
 from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
+from smp_strategy.timetables import Timetables, policy_of
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
-from smp_strategy.units import Unit, choose_units
+from smp_strategy.units import Unit
 
 __all__ = ["Engine"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION, HOOK = 1, 2
-# Batches of every size and path have a plan of their own; a step that never repeats one must not fill the memory.
-MOST_PLANS = 256
 
 
 @final
@@ -103,6 +102,8 @@ class Engine:
         self._module: nn.Module | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
+        self._given: Mapping[str, int] | None = None
+        self._placed_by_hand: Mapping[str, int] = {}
         self._mesh: ProcessMesh | None = None
         self._keep_shared: Sequence[nn.Module] = ()
         self._calls = UnitCalls()
@@ -117,7 +118,7 @@ class Engine:
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._timetables: Timetables | None = None
         self._seed = 0
         self._num_steps = 0
         self._num_evaluations = 0
@@ -156,22 +157,22 @@ class Engine:
             return
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
+            self.config.check(shape.pp)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
-            self._units = self._choose_units(module, shape.pp)
+            self._units = choose_placed_units(self.config, module, shape.pp)
+            self._given = place_beforehand(self.config, module, self._units, shape.pp)
+            self._placed_by_hand = placed_modules(module)
             self._seed = start_alike(module)
         else:
             start_alike(module)
         self._calls.intercept(self._units)
 
-    def _choose_units(self, module: nn.Module, num_stages: int) -> list[Unit]:
-        return choose_units(module, num_stages, self.config.unit_classes)
-
     def serves(self, module: nn.Module) -> bool:
-        """Whether this engine has taken on ``module``, with the units that it has now."""
-        if self._module is not module:
+        """Whether this engine has taken on ``module``, with the units and the stages by hand that it has now."""
+        if self._module is not module or placed_modules(module) != self._placed_by_hand:
             return False
-        units = self._choose_units(module, self.mesh.pp)
+        units = choose_placed_units(self.config, module, self.mesh.pp)
         return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
 
     def detach(self, *, failed: bool = False) -> None:
@@ -229,6 +230,9 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
+        self._timetables = Timetables(
+            policy_of(self.config), stage_of, self.mesh.pp, Machine.nominal(self._device.type)
+        )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
@@ -255,14 +259,12 @@ class Engine:
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace and partition."""
         assert self._module is not None
-        first = (step, microbatch, loss_of)
-        self.partition, found = decide(self.config, self._surroundings(), self.mesh.pp, first=first)
+        first, surroundings = (step, microbatch, loss_of), self._surroundings()
+        self.partition, found = decide(self.config, surroundings, self.mesh.pp, first=first, given=self._given)
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
         self._report(render_layout(self.mesh.shape, self.partition))
-        if self.config.partition_file and self.mesh.rank == 0:
-            self.partition.save(self.config.partition_file)
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         assert self._module is not None
@@ -389,23 +391,13 @@ class Engine:
 
     def _plan(self, kind: str, num_microbatches: int) -> Plan | None:
         trace = self._traces.get(kind)
-        if trace is None or self.partition is None:
+        if trace is None or self._timetables is None:
             return None
-        key = (trace.signature, num_microbatches)
-        if key not in self._plans:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            flow = route(trace, self.partition.stage_of, self.mesh.pp, event_times(trace.events))
-            self._plans[key] = simulate(
-                flow,
-                num_microbatches,
-                policy=self.config.pipeline,
-                active_microbatches=self.config.max_active_microbatches(self.mesh.pp),
-            )
-            if kind == "train" and not self._reported_schedule:
-                self._report(render_schedule(self._plans[key]))
-                self._reported_schedule = True
-        return self._plans[key]
+        plan = self._timetables.plan(trace, num_microbatches)
+        if kind == "train" and not self._reported_schedule:
+            self._report(render_schedule(plan))
+            self._reported_schedule = True
+        return plan
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]

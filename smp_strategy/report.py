@@ -38,21 +38,25 @@ def _partition_table(partition: Partition) -> Table:
     table = Table(title=f"Partition (balance {partition.balance:.0%})", title_justify="left")
     for name in ("stage", "units"):
         table.add_column(name)
-    for name in ("parameters", "activations", "time", "cost", "sends on"):
+    for name in ("parameters", "activations", "memory", "time", "sends on"):
         table.add_column(name, justify="right")
-    total = sum(unit.time for unit in partition.units) or 1.0
-    for stage, cost in enumerate(partition.stage_costs):
-        units = [unit for unit in partition.units if unit.stage == stage]
+    total = sum(load.seconds for load in partition.stages) or 1.0
+    for stage, load in enumerate(partition.stages):
+        chunks = sorted({unit.chunk for unit in partition.units if unit.stage == stage})
+        sent = [partition.cut_bytes[chunk] for chunk in chunks if chunk < len(partition.cut_bytes)]
         table.add_row(
             str(stage),
-            _abbreviate([unit.name for unit in units]),
-            _bytes(partition.stage_parameter_bytes[stage]),
-            _bytes(sum(unit.activation_bytes for unit in units)),
-            f"{sum(unit.time for unit in units) / total:.0%}",
-            f"{cost:.0%}",
-            _bytes(partition.cut_bytes[stage]) if stage < len(partition.cut_bytes) else "",
+            _abbreviate([unit.name for unit in partition.units if unit.stage == stage]),
+            _bytes(load.held.parameter),
+            _bytes(load.activation_bytes),
+            _bytes(load.memory_bytes),
+            f"{load.seconds / total:.0%}",
+            _bytes(sum(sent)) if sent else "",
         )
-    table.caption = "activations and sends on: per microbatch; cost: weighted share of memory and time"
+    proof = "proven to be the best" if partition.is_optimal else f"at most {partition.gap:.1%} from the best"
+    table.caption = (
+        f"activations and memory: at the peak; sends on: per microbatch; {proof}, limited by the {partition.limited_by}"
+    )
     table.caption_justify = "left"
     return table
 

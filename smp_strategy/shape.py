@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 
+from smp_strategy.beforehand import choose_placed_units
 from smp_strategy.config import SMPConfig
 from smp_strategy.mesh import MeshShape, check_degree
-from smp_strategy.units import Unit, choose_units
 
 __all__ = ["choose_shape"]
 
@@ -24,13 +24,9 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
         ConfigError: the degrees do not fit the number of ranks or of units.
     """
     world_size = dist.get_world_size()
-
-    def units(num_stages: int) -> list[Unit]:
-        return choose_units(module, num_stages, config.unit_classes)
-
     degree = config.pipeline_parallel_degree
     if degree is None:
-        num_units = len(units(world_size))
+        num_units = len(choose_placed_units(config, module, world_size))
         degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
         report(
             f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
@@ -41,5 +37,5 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
             f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
             f"Set it to about {4 * degree}."
         )
-    check_degree(degree, world_size, [unit.name for unit in units(degree)])
+    check_degree(degree, world_size, [unit.name for unit in choose_placed_units(config, module, degree)])
     return MeshShape.of_world(world_size, pp=degree, placement=config.placement_strategy)

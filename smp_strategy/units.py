@@ -17,11 +17,11 @@ Rules, in order:
    it.
 
 A model without any list of blocks is opened down to its layers. A mere list or dict of modules or parameters is never a
-unit.
+unit. Where the user places modules by hand, a unit with parts on several stages is opened until every part is on one.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, final
 
@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["Unit", "choose_units", "unit"]
+__all__ = ["Unit", "choose_units", "has_state", "unit"]
 
 _MARK = "_smp_unit"
 
@@ -75,19 +75,34 @@ def unit(target: Target) -> Target:
     return target
 
 
-def choose_units(root: nn.Module, num_stages: int = 1, unit_classes: Sequence[str] = ()) -> list[Unit]:
+def choose_units(
+    root: nn.Module,
+    num_stages: int = 1,
+    unit_classes: Sequence[str] = (),
+    *,
+    stage_of: Callable[[str], int | None] | None = None,
+) -> list[Unit]:
     """The units of ``root`` in order of registration.
 
     Args:
         root: the whole module, e.g. a LightningModule.
         num_stages: number of stages that the units should fill; it decides how deep nested lists are opened.
         unit_classes: classes whose modules stay whole, by name or by qualified name (``package.module.Class``).
+        stage_of: the stage that each module is placed on by hand.
 
     Raises:
-        ConfigError: the model has no module of a class in ``unit_classes``, or a module that distributes itself.
+        ConfigError: the model has no module of a class in ``unit_classes``, a module that distributes itself, or one
+            that must stay whole with parts on several stages.
     """
     _refuse_wrappers(root)
     indivisible = _Indivisible(root, unit_classes)
+    units = _by_rules(root, num_stages, indivisible)
+    if stage_of is None:
+        return units
+    return _without_doubles(part for unit in units for part in _divided(unit, stage_of, indivisible))
+
+
+def _by_rules(root: nn.Module, num_stages: int, indivisible: "_Indivisible") -> list[Unit]:
     units: list[Unit] = []
     for depth in range(1, 8):
         units = _without_doubles(_visit("", root, depth, indivisible))
@@ -109,7 +124,7 @@ def _refuse_wrappers(root: nn.Module) -> None:
 
 
 def _visit(name: str, module: nn.Module, depth: int, indivisible: "_Indivisible") -> Iterator[Unit]:
-    if not _has_state(module):
+    if not has_state(module):
         return
     if (
         name
@@ -128,14 +143,34 @@ def _layers(root: nn.Module, indivisible: "_Indivisible") -> Iterator[Unit]:
     """Every module that has parameters of its own and none above it that has."""
 
     def visit(name: str, module: nn.Module) -> Iterator[Unit]:
-        own = next(module.parameters(recurse=False), None) is not None or isinstance(module, _NormBase)
-        if name and _has_state(module) and not _is_mere_list(module) and (own or indivisible.holds(module)):
+        own = _owns_state(module)
+        if name and has_state(module) and not _is_mere_list(module) and (own or indivisible.holds(module)):
             yield Unit(name, module)
             return
         for child_name, child in module.named_children():
             yield from visit(f"{name}.{child_name}" if name else child_name, child)
 
     yield from visit("", root)
+
+
+def _divided(unit: Unit, stage_of: Callable[[str], int | None], indivisible: "_Indivisible") -> Iterator[Unit]:
+    """``unit``, or what it must be opened into for each part to be on one stage."""
+    whole = stage_of(unit.name)
+    parts = unit.module.named_modules(prefix=unit.name, remove_duplicate=False)
+    strays = [name for name, part in parts if _owns_state(part) and stage_of(name) != whole]
+    if not strays and not _is_mere_list(unit.module):
+        yield unit
+        return
+    reason = indivisible.reason(unit.module)
+    if strays and reason is not None:
+        raise ConfigError(
+            f"`{unit.name}` must stay whole on one stage ({reason}), but `{strays[0]}` in it is placed on stage "
+            f"{stage_of(strays[0])} and `{unit.name}` itself {'nowhere' if whole is None else f'on stage {whole}'}. "
+            "Place the whole of it."
+        )
+    for name, child in unit.module.named_children():
+        if has_state(child):
+            yield from _divided(Unit(f"{unit.name}.{name}", child), stage_of, indivisible)
 
 
 def _is_mere_list(module: nn.Module) -> bool:
@@ -159,7 +194,7 @@ def _is_block_list(module: nn.Module) -> bool:
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     # A place in the list may be empty: `children` leaves these out.
-    blocks = [child for child in module.children() if any(child.children()) and _has_state(child)]
+    blocks = [child for child in module.children() if any(child.children()) and has_state(child)]
     return len(blocks) >= 2
 
 
@@ -181,9 +216,17 @@ class _Indivisible:
 
     def holds(self, module: nn.Module) -> bool:
         """Whether ``module`` is not to be opened."""
-        if isinstance(module, _INDIVISIBLE) or getattr(module, _MARK, False):
-            return True
-        return type(module).__name__ in self._by_model or not self._by_user.isdisjoint(_class_names(module))
+        return self.reason(module) is not None
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why ``module`` is not to be opened."""
+        if isinstance(module, _INDIVISIBLE):
+            return f"a {type(module).__name__} of PyTorch"
+        if getattr(module, _MARK, False):
+            return "marked with `unit`"
+        if type(module).__name__ in self._by_model:
+            return f"{type(module).__name__} is one of the model's `_no_split_modules`"
+        return None if self._by_user.isdisjoint(_class_names(module)) else "one of `unit_classes`"
 
 
 def _class_names(module: nn.Module) -> set[str]:
@@ -191,6 +234,11 @@ def _class_names(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
 
 
-def _has_state(module: nn.Module) -> bool:
+def has_state(module: nn.Module) -> bool:
+    """Whether ``module`` has parameters or batch statistics, its own or those of a part of it."""
     has_parameters = next(module.parameters(), None) is not None
     return has_parameters or any(isinstance(child, _NormBase) for child in module.modules())
+
+
+def _owns_state(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None or isinstance(module, _NormBase)

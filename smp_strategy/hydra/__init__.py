@@ -5,7 +5,7 @@ package is enough for that, because Hydra finds ``hydra_plugins.smp_strategy``, 
 
 ===================== ============================================================================================
 ``smp=pp2``           a documented file of the group ``smp`` (``configs/smp`` in the repository)
-``smp=pp4_mb16``      any other recipe: :class:`RecipeSource` reads the options off the name
+``smp=pp4_zbv_mb16``  any other recipe: :class:`RecipeSource` reads the options off the name
 ``smp=base``          the schema: every option of :class:`~smp_strategy.config.SMPConfig` with its type and default
 ``smp_rundir=shared`` one run directory for all ranks, also under ``torchrun``
 ``trainer=smp``       the application's own ``trainer/default.yaml`` with ``strategy: ${smp}``

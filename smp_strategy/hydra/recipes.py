@@ -6,6 +6,7 @@ the search path, so a documented file of the same name is used where there is on
 """
 
 import dataclasses
+import types
 import typing
 from typing import Any, Literal, final
 
@@ -15,32 +16,45 @@ from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, OmegaConf
 
-from smp_strategy.config import SMPConfig, parse_recipe
+from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
+from smp_strategy.recipe import parse_recipe
 
 __all__ = ["RecipeSource", "schema"]
 
 GROUP = "smp"
 TARGET = "smp_strategy.SMPStrategy"
 # What `--help` shows next to the files: enough to guess the grammar.
-EXAMPLES = ["pp2_mb16", "pp4_mb16"]
+EXAMPLES = ["pp2_mb16", "pp4_1f1b_v2"]
 
 
 def schema(**options: Any) -> DictConfig:
     """The typed node of the group ``smp``: ``_target_`` and every field of :class:`SMPConfig`.
 
-    It is made from :class:`SMPConfig`, so the two cannot drift apart. OmegaConf has no ``Literal``; those fields are
-    plain strings here, and :class:`SMPConfig` checks their range when the strategy is built.
+    It is made from :class:`SMPConfig`, so the two cannot drift apart. OmegaConf has no ``Literal`` and no union of a
+    number and a list; those fields are plain strings, or anything, here, and :class:`SMPConfig` checks them when the
+    strategy is built.
     """
     hints = typing.get_type_hints(SMPConfig)
     fields: list[tuple[str, type, Any]] = [("_target_", str, dataclasses.field(default=TARGET))]
     for option in dataclasses.fields(SMPConfig):
-        hint = str if typing.get_origin(hints[option.name]) is Literal else hints[option.name]
-        fields.append((option.name, hint, dataclasses.field(default=option.default)))
+        fields.append((option.name, _in_omegaconf(hints[option.name]), dataclasses.field(default=option.default)))
     typed = dataclasses.make_dataclass("SMPSchema", fields)
     node = OmegaConf.structured(typed(**options))
     assert isinstance(node, DictConfig)
     return node
+
+
+def _in_omegaconf(hint: Any) -> Any:
+    """The nearest type that OmegaConf has for an option of the type ``hint``."""
+    if typing.get_origin(hint) is Literal:
+        return str
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
+    if len(choices) == 1:
+        return _in_omegaconf(choices[0]) | None
+    return Any if any(typing.get_origin(choice) is tuple for choice in choices) else hint
 
 
 @final

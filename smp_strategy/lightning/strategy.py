@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -237,6 +238,17 @@ class SMPHooks(CommunicationHooks):
         if plugin is not None:
             plugin = with_global_norm(plugin, lambda *arguments: self.engine.clip_grad_norm_(*arguments))
         self._precision_plugin = plugin
+
+    def save_partition(self, path: str | Path) -> None:
+        """Write which unit is on which stage to a file, on global rank 0; `load_partition` reads it.
+
+        Raises:
+            SMPError: it is not decided yet.
+        """
+        if self.engine.partition is None:
+            raise SMPError("The partition is decided in the first step, but is asked for before. Ask after it.")
+        if self.global_rank == 0:
+            self.engine.partition.save(path)
 
     # Steps
 

@@ -1,17 +1,26 @@
-"""The decision: which unit is on which stage, and why.
+"""The decision: which unit is on which stage, what that costs, and how good it is.
 
-A partition is plain data. It is written as JSON, sent from rank to rank, and printed as a table.
+A partition is plain data. It is written as JSON, sent from rank to rank, and printed as a table. The assignment may be
+any: the solver's is contiguous, one made by hand need not be.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import final
+from typing import Any, Self, final
 
-from smp_strategy.partition.problem import Problem
+from smp_strategy.errors import ConfigError
+from smp_strategy.partition.costs import Held
+from smp_strategy.partition.file import FORMAT, write_atomically
+from smp_strategy.partition.problem import Problem, Score
+from smp_strategy.trace.work import Work
 
-__all__ = ["Partition", "PlacedUnit"]
+__all__ = ["Partition", "PlacedUnit", "StageLoad"]
+
+# Bounds are sums in another order than simulated times.
+ROUNDING = 1e-9
 
 
 @final
@@ -21,43 +30,114 @@ class PlacedUnit:
 
     name: str
     stage: int
-    parameter_bytes: int
+    chunk: int
+    """Number of the run of units on one stage that it belongs to, in execution order."""
+    held: Held
+    """Bytes of its parameters, their gradients and optimizer state."""
     activation_bytes: int
-    time: float
+    """Kept for backward, per microbatch."""
+    output_bytes: int
+    work: Work
+    """Of one microbatch, on a stage of speed 1."""
 
 
 @final
 @dataclass(frozen=True)
+class StageLoad:
+    """What a stage has to do and to hold."""
+
+    seconds: float
+    """Work of a whole step."""
+    held: Held
+    """Parameters, gradients and optimizer state; a parameter that units of the stage share counts once."""
+    activation_bytes: int
+    """Most bytes kept for backward at once."""
+    memory_limit: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Most bytes at once."""
+        return self.held.total + self.activation_bytes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Partition:
     """The stage of every unit, in execution order."""
 
     units: tuple[PlacedUnit, ...]
-    stage_costs: tuple[float, ...]
-    """Weighted share of each stage in the cost of the model."""
-    stage_parameter_bytes: tuple[int, ...]
-    """Bytes of parameters on each stage; one that two units of a stage share counts once."""
+    stages: tuple[StageLoad, ...]
     cut_bytes: tuple[int, ...]
-    """Bytes that cross from stage s to s + 1 or further, per microbatch."""
+    """Bytes that cross the border between a chunk and the next, per microbatch."""
+    schedule: str
+    """Name of the policy that the step was simulated with."""
+    num_microbatches: int
+    step_seconds: float
+    """Simulated, like all times here: modelled or measured work of the units under the schedule."""
+    cost: float
+    """What was minimised (:mod:`smp_strategy.partition.problem`)."""
+    lower_bound: float
+    """No contiguous partition under this schedule costs less; 0 where nothing is known, for one made by hand say."""
+    limited_by: str
+    """What would have to shrink for a faster step: ``time of stage 2``, ``memory of stage 0``."""
 
     @classmethod
-    def of(cls, problem: Problem, starts: list[int]) -> "Partition":
-        """The solution of ``problem`` whose stages begin at the units ``starts``."""
-        ends = [*starts[1:], len(problem.units)]
-        spans = list(zip(starts, ends, strict=True))
+    def of(
+        cls,
+        problem: Problem,
+        stage_of: Mapping[str, int],
+        score: Score,
+        *,
+        schedule: str,
+        lower_bound: float = 0.0,
+    ) -> Self:
+        """What an assignment of units costs.
+
+        Args:
+            problem: units and what counts.
+            stage_of: stage of each unit, by name.
+            score: what the simulation says of this assignment.
+            schedule: name of the policy of that simulation.
+            lower_bound: of the cost of all candidates.
+        """
+        setting = problem.setting
+        runs = [list(run) for _, run in groupby(problem.units, lambda unit: stage_of[unit.name])]
         units = tuple(
-            PlacedUnit(unit.name, stage, unit.parameter_bytes, unit.activation_bytes, unit.time)
-            for stage, (begin, end) in enumerate(spans)
-            for unit in problem.units[begin:end]
+            PlacedUnit(
+                unit.name,
+                stage_of[unit.name],
+                chunk,
+                unit.held,
+                unit.activation_bytes,
+                unit.output_bytes,
+                unit.work,
+            )
+            for chunk, run in enumerate(runs)
+            for unit in run
         )
-        unique = [
-            {key: size for unit in problem.units[begin:end] for key, size in unit.parameters.items()}
-            for begin, end in spans
-        ]
+        memory = problem.memory(stage_of, score)
+        stages = tuple(
+            StageLoad(
+                setting.num_microbatches
+                * sum(sum(unit.work) for unit in units if unit.stage == stage)
+                / setting.speed(stage),
+                held,
+                score.activation_bytes[stage],
+                setting.limit(stage),
+            )
+            for stage, held in enumerate(problem.held(stage_of))
+        )
+        first_of_run = [sum(map(len, runs[:chunk])) for chunk in range(1, len(runs))]
         return cls(
-            units,
-            tuple(problem.stage_cost(begin, end) for begin, end in spans),
-            tuple(sum(sizes.values()) for sizes in unique),
-            tuple(problem.cut_bytes[begin] for begin in starts[1:]),
+            units=units,
+            stages=stages,
+            cut_bytes=tuple(problem.cut_bytes[first] for first in first_of_run),
+            schedule=schedule,
+            num_microbatches=setting.num_microbatches,
+            step_seconds=score.step_seconds,
+            cost=problem.cost(score.step_seconds, max(memory)),
+            lower_bound=lower_bound,
+            limited_by=_limit(problem, stages, score),
         )
 
     @property
@@ -68,29 +148,91 @@ class Partition:
     @property
     def num_stages(self) -> int:
         """Number of stages."""
-        return len(self.stage_costs)
+        return len(self.stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of runs of units on one stage, over all stages."""
+        return len(self.cut_bytes) + 1
 
     @property
     def balance(self) -> float:
-        """Mean over largest stage cost; 1.0 is perfect."""
-        return sum(self.stage_costs) / len(self.stage_costs) / max(self.stage_costs)
+        """Mean over largest work of a stage; 1.0 is perfect."""
+        seconds = [stage.seconds for stage in self.stages]
+        return sum(seconds) / len(seconds) / (max(seconds) or 1.0) if max(seconds) else 1.0
+
+    @property
+    def bubble(self) -> float:
+        """Share of the stages' time in which they wait, 0 to 1."""
+        total = self.step_seconds * self.num_stages
+        return max(0.0, 1.0 - sum(stage.seconds for stage in self.stages) / total) if total else 0.0
+
+    @property
+    def gap(self) -> float:
+        """The part of the cost that a better partition could save at most; 0 where it is proven to be optimal."""
+        gap = 1.0 - self.lower_bound / self.cost if self.cost else 0.0
+        return gap if gap > ROUNDING else 0.0
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no contiguous partition under this schedule is better, by proof."""
+        return self.gap == 0.0
 
     def to_json(self) -> str:
         """The decision with all costs."""
-        return json.dumps({"num_stages": self.num_stages, "balance": self.balance, **asdict(self)}, indent=2)
+        return json.dumps({"format": FORMAT, "num_stages": self.num_stages, **_named(self)}, indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> "Partition":
-        """The inverse of :meth:`to_json`."""
-        data: Mapping[str, list] = json.loads(text)  # type: ignore[type-arg]
-        return cls(
-            tuple(PlacedUnit(**unit) for unit in data["units"]),
-            tuple(data["stage_costs"]),
-            tuple(data["stage_parameter_bytes"]),
-            tuple(data["cut_bytes"]),
-        )
+    def from_json(cls, text: str) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ConfigError: the text is no partition of this format.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            found = data.pop("format")
+            del data["num_stages"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"This is no partition as `Partition.save` writes it: {error!r}.") from error
+        if found != FORMAT:
+            raise ConfigError(f"The partition has format {found!r}, but this version reads format {FORMAT} only.")
+        try:
+            data["units"] = tuple(
+                PlacedUnit(**{**unit, "held": Held(**unit["held"]), "work": Work(**unit["work"])})
+                for unit in data["units"]
+            )
+            data["stages"] = tuple(StageLoad(**{**stage, "held": Held(**stage["held"])}) for stage in data["stages"])
+            data["cut_bytes"] = tuple(data["cut_bytes"])
+            return cls(**data)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"The partition lacks a field or has one too many: {error}.") from error
 
     def save(self, path: str | Path) -> None:
         """Write the decision to a file."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(self.to_json() + "\n")
+        write_atomically(path, self.to_json() + "\n")
+
+
+def _named(partition: Partition) -> dict[str, Any]:
+    """All fields, also those of named tuples, by name."""
+    data = asdict(partition)
+    for entry, unit in zip(data["units"], partition.units, strict=True):
+        entry |= {"held": unit.held._asdict(), "work": unit.work._asdict()}
+    for entry, stage in zip(data["stages"], partition.stages, strict=True):
+        entry["held"] = stage.held._asdict()
+    return data
+
+
+def _limit(problem: Problem, stages: Sequence[StageLoad], score: Score) -> str:
+    """The larger part of the cost, or a limit of memory that is nearly reached."""
+    # Not even the smallest unit fits beside what is there.
+    smallest = min(unit.held.total + unit.activation_bytes for unit in problem.units)
+    for number, stage in enumerate(stages):
+        if stage.memory_limit is not None and stage.memory_bytes + smallest > stage.memory_limit:
+            return f"memory of stage {number}"
+    numbers = range(len(stages))
+    slowest = max(numbers, key=lambda number: stages[number].seconds)
+    fullest = max(numbers, key=lambda number: stages[number].memory_bytes)
+    of_time = problem.cost(score.step_seconds, 0.0)
+    of_memory = problem.cost(0.0, stages[fullest].memory_bytes)
+    return f"memory of stage {fullest}" if of_memory > of_time else f"time of stage {slowest}"

@@ -1,137 +1,167 @@
-"""The partitioning problem, read off a trace: units in execution order with their costs.
+"""The partitioning problem: which stage gets which run of units, and what makes one answer better than another.
 
-A stage is a contiguous run of units. Its cost weighs memory against time as in SageMaker's library,
-``C = a * M + (1 - a) * T`` with ``a`` the ``memory_weight``; M and T are shares of the model's total. Memory is that
-of parameters, gradients, two optimizer moments and activations kept for backward. Time is modelled by a roofline:
-FLOPs or bytes moved, whichever takes longer. A parameter that two units share counts once per stage.
+The units stand in execution order and are cut into *chunks*, contiguous runs; a chunk's stage is given (one chunk per
+stage, or several under virtual stages). Minimised is
+
+    J = (1 - a) * step_time / T_ref + a * max over stages of memory / M_ref
+
+with ``a`` the ``memory_weight``. Step time and activations of a candidate come from a simulation of its schedule, which
+somebody else does (:class:`Score`); what a stage holds of parameters, gradients and optimizer state is counted here, a
+parameter that units of a stage share once. T_ref is the time in which the stages would do the work of all microbatches
+without ever waiting, M_ref what the first stage would hold under 1F1B if all memory was spread evenly: both are
+constants of the problem, so J is 1 where everything is ideal.
+
+A stage may have a limit of memory. An answer beyond it is none, however fast.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from functools import cached_property
+from typing import NamedTuple, final
 
-from smp_strategy.trace.events import Event, Trace
+from smp_strategy.partition.costs import Held, UnitCost
+from smp_strategy.trace.work import Work
 
-__all__ = ["Problem", "UnitCost", "event_times", "problem_of"]
+__all__ = ["InFlight", "Problem", "Score", "Setting", "Window"]
 
-# Floating-point operations that a processor does in the time in which it moves one byte.
-FLOPS_PER_BYTE = 8.0
-# Parameter, gradient and two moments of an Adam-like optimizer.
-STATES_PER_PARAMETER = 4
+
+class Score(NamedTuple):
+    """What the simulation says of a candidate."""
+
+    step_seconds: float
+    activation_bytes: tuple[int, ...]
+    """Peak of each stage."""
+
+
+class InFlight(NamedTuple):
+    """Microbatches that a stage has begun and not finished, at their peak, as the schedule promises."""
+
+    least: int = 1
+    """It will be at least as many."""
+    most: int | None = None
+    """And never more than these."""
+
+
+class Window(NamedTuple):
+    """Between what a unit's work must lie, whatever the partition is: longest ways through the program.
+
+    Only the work counts that the loss waits for. Ways backward are made of whole backward passes, or under a schedule
+    that splits these of the parts that other stages wait for.
+    """
+
+    work: Work = Work()
+    saved_bytes: int = 0
+    """Kept for a backward pass that really comes."""
+    head: float = float("inf")
+    """Forward work before it."""
+    after: float = float("inf")
+    """Forward work between it and the loss."""
+    back: float = float("inf")
+    """Backward work between the loss and it."""
+    tail: float = float("inf")
+    """Backward work that follows it."""
 
 
 @final
-@dataclass(frozen=True)
-class UnitCost:
-    """What one unit costs."""
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the units are spread over, and what counts."""
 
-    name: str
-    parameters: Mapping[int, int]
-    """Bytes of each of its parameters, by an identity that shared parameters have in common."""
-    activation_bytes: int
-    """Kept for the backward pass of one microbatch."""
-    time: float
-    """Forward time in FLOP equivalents."""
+    num_stages: int
+    stage_of_chunk: tuple[int, ...]
+    """Stage of each chunk, in execution order."""
+    num_microbatches: int = 1
+    memory_weight: float = 0.0
+    memory_limits: tuple[int | None, ...] = ()
+    """Bytes per stage; empty: there are none."""
+    stage_speeds: tuple[float, ...] = ()
+    """Relative; empty: all are the same."""
+    splits_backward: bool = False
+    """Whether gradients of weights may wait."""
+    in_flight: tuple[InFlight, ...] = ()
+    """What the schedule promises for each stage; empty: nothing."""
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of all its parameters."""
-        return sum(self.parameters.values())
+    @classmethod
+    def plain(cls, num_stages: int, **changes: object) -> "Setting":
+        """One chunk per stage."""
+        return cls(num_stages=num_stages, stage_of_chunk=tuple(range(num_stages)), **changes)  # type: ignore[arg-type]
+
+    def limit(self, stage: int) -> int | None:
+        """Most bytes on ``stage``."""
+        return self.memory_limits[stage] if self.memory_limits else None
+
+    def speed(self, stage: int) -> float:
+        """Of ``stage``, relative."""
+        return self.stage_speeds[stage] if self.stage_speeds else 1.0
+
+    def promise(self, stage: int) -> InFlight:
+        """Microbatches in flight on ``stage``."""
+        return self.in_flight[stage] if self.in_flight else InFlight()
 
 
 @final
 @dataclass(frozen=True)
 class Problem:
-    """Units in execution order; find ``num_stages`` contiguous runs."""
+    """Units in execution order, and what to do with them."""
 
     units: Sequence[UnitCost]
-    num_stages: int
-    memory_weight: float
+    setting: Setting
+    windows: Sequence[Window]
+    """One per unit."""
+    critical_forward: float
+    """Seconds until one microbatch, alone, has its loss."""
     cut_bytes: Sequence[int]
     """Bytes that cross a cut before unit i, per microbatch."""
 
-    def stage_cost(self, begin: int, end: int) -> float:
-        """Weighted share of units ``begin`` to ``end`` (exclusive) in the whole model."""
-        memory = self.stage_memory(begin, end) / max(self._total_memory, 1)
-        time = sum(unit.time for unit in self.units[begin:end]) / max(self._total_time, 1e-30)
-        return self.memory_weight * memory + (1 - self.memory_weight) * time
+    def stage_of(self, starts: Sequence[int]) -> dict[str, int]:
+        """Stage of each unit, if chunks begin at the units ``starts``."""
+        ends = [*starts[1:], len(self.units)]
+        return {
+            unit.name: stage
+            for stage, begin, end in zip(self.setting.stage_of_chunk, starts, ends, strict=True)
+            for unit in self.units[begin:end]
+        }
 
-    def stage_memory(self, begin: int, end: int) -> int:
-        """Bytes of parameters, gradients, optimizer state and activations of one microbatch."""
-        parameters: dict[int, int] = {}
-        for unit in self.units[begin:end]:
-            parameters.update(unit.parameters)
-        activations = sum(unit.activation_bytes for unit in self.units[begin:end])
-        return STATES_PER_PARAMETER * sum(parameters.values()) + activations
+    def held(self, stage_of: Mapping[str, int]) -> tuple[Held, ...]:
+        """What each stage holds under an assignment of units."""
+        unique: list[dict[int, Held]] = [{} for _ in range(self.setting.num_stages)]
+        for unit in self.units:
+            unique[stage_of[unit.name]].update(unit.parameters)
+        return tuple(_sum(parameters.values()) for parameters in unique)
 
-    @property
-    def _total_memory(self) -> int:
-        return self.stage_memory(0, len(self.units))
+    def memory(self, stage_of: Mapping[str, int], score: Score) -> tuple[int, ...]:
+        """Most bytes that each stage holds at once."""
+        held = self.held(stage_of)
+        return tuple(mine.total + peak for mine, peak in zip(held, score.activation_bytes, strict=True))
 
-    @property
-    def _total_time(self) -> float:
-        return sum(unit.time for unit in self.units)
+    def fits(self, memory: Sequence[int]) -> bool:
+        """Whether every stage stays within its limit."""
+        limits = self.setting.memory_limits or [None] * len(memory)
+        return all(limit is None or peak <= limit for peak, limit in zip(memory, limits, strict=True))
 
+    def cost(self, step_seconds: float, memory: float) -> float:
+        """J, for the memory of the fullest stage."""
+        weight = self.setting.memory_weight
+        return (1 - weight) * step_seconds / self.ideal_seconds + weight * memory / self.ideal_memory
 
-def event_times(events: Sequence[Event]) -> dict[int, float]:
-    """Modelled forward time of each event, by position, in FLOP equivalents."""
-    return {position: max(float(event.flops), FLOPS_PER_BYTE * event.traffic) for position, event in enumerate(events)}
+    @cached_property
+    def ideal_seconds(self) -> float:
+        """T_ref."""
+        setting = self.setting
+        speed = sum(setting.speed(stage) for stage in range(setting.num_stages))
+        total = sum(sum(unit.work) for unit in self.units)
+        return setting.num_microbatches * total / speed or 1.0
 
-
-def problem_of(
-    trace: Trace,
-    parameters: Mapping[str, Mapping[int, int]],
-    *,
-    num_stages: int,
-    memory_weight: float,
-) -> Problem:
-    """The problem that a traced microbatch poses.
-
-    Args:
-        trace: events of one microbatch.
-        parameters: bytes of each unit's parameters, by unit in order of registration.
-        num_stages: number of stages.
-        memory_weight: weight of memory against time.
-
-    Units that the trace does not call (a head that only validation uses) follow the unit registered before them.
-    """
-    times = event_times(trace.events)
-    first_call: dict[str, int] = {}
-    time: dict[str, float] = dict.fromkeys(parameters, 0.0)
-    activations: dict[str, int] = dict.fromkeys(parameters, 0)
-    for position, event in enumerate(trace.events):
-        if event.kind == "unit":
-            first_call.setdefault(event.name, position)
-            time[event.name] += times[position]
-            activations[event.name] += event.saved_bytes
-    order = _execution_order(list(parameters), first_call)
-    units = [UnitCost(name, parameters[name], activations[name], time[name]) for name in order]
-    cuts: list[int] = []
-    position = len(trace.events)
-    for name in reversed(order):
-        # A cut before a unit that is not called is crossed by what the next called one needs.
-        position = first_call.get(name, position)
-        cuts.append(_crossing(trace.events, position))
-    return Problem(units, num_stages, memory_weight, cuts[::-1])
+    @cached_property
+    def ideal_memory(self) -> float:
+        """M_ref."""
+        parameters = {key: held for unit in self.units for key, held in unit.parameters.items()}
+        activations = sum(unit.activation_bytes for unit in self.units)
+        return _sum(parameters.values()).total / self.setting.num_stages + activations or 1.0
 
 
-def _execution_order(names: Sequence[str], first_call: Mapping[str, int]) -> list[str]:
-    called = sorted(first_call, key=first_call.__getitem__)
-    after: dict[str | None, list[str]] = {}
-    previous: str | None = None
-    for name in names:
-        if name in first_call:
-            previous = name
-        else:
-            after.setdefault(previous, []).append(name)
-    order = after.get(None, [])
-    for name in called:
-        order += [name, *after.get(name, [])]
-    return order
-
-
-def _crossing(events: Sequence[Event], position: int) -> int:
-    """Bytes of the values that are made before ``position`` and used from there on."""
-    made = {value.id: value.nbytes for event in events[:position] for value in event.outputs}
-    used = {value.id for event in events[position:] for value in event.inputs}
-    return sum(nbytes for value, nbytes in made.items() if value in used)
+def _sum(parts: Iterable[Held]) -> Held:
+    total = Held(0)
+    for part in parts:
+        total = total.plus(part)
+    return total

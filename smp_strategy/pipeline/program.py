@@ -41,7 +41,7 @@ from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
 from smp_strategy.trace.exposed import STATE, Former, Leftovers, left_behind, put_state, state_of
-from smp_strategy.trace.fake import imitate, is_left_behind
+from smp_strategy.trace.fake import imitate, is_left_behind, tensors_of
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import (
     Callee,
@@ -53,7 +53,9 @@ from smp_strategy.trace.prediction import (
     describe,
     versions_of,
 )
+from smp_strategy.trace.saved import counting_saved
 from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.tally import Tally
 from smp_strategy.trace.tree import flatten_call, unflatten_call
 
 __all__ = ["Program", "Context"]
@@ -292,19 +294,24 @@ class Program:
         refuse_changed_plain(call.name, call.leaves, prediction)
         specs = (*prediction.made, *prediction.changed.values())
         values = [self.record.value(spec) for spec in specs]
-        costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
-        self.record.complete(position, values, costs)
+        self.record.complete(position, values, prediction)
         return self._hand_out(call, prediction, segment, values, ran)
 
     def _observe(self, call: _Call) -> tuple[_Ran, Prediction]:
         """Run ``call`` and describe what it did; costs are worth measuring in a survey only."""
         leaves = [self.graph.real(leaf) for leaf in call.leaves]
         versions = versions_of(leaves)
-        meter = Meter() if self.is_survey else None
-        with meter or nullcontext():
+        if not self.is_survey:
             ran = self._run(call, random=True)
-        flops = 0 if meter is None else meter.flops
-        return ran, describe(ran.output, ran.inputs, versions, random=True, flops=flops)
+            return ran, describe(ran.output, ran.inputs, versions, random=True)
+        weights = list(tensors_of(call.callee.module).values())
+        tally = Tally(weights)
+        with counting_saved(weights) as saved_bytes, Meter(tally):
+            ran = self._run(call, random=True)
+        prediction = describe(
+            ran.output, ran.inputs, versions, random=True, effort=tally.efforts, saved_bytes=saved_bytes()
+        )
+        return ran, prediction
 
     def _hand_out(
         self,

@@ -85,8 +85,7 @@ class Record:
                     return entry
             self._part()
         outputs = [self.value(spec) for spec in (*prediction.made, *prediction.changed.values())]
-        costs = (prediction.flops, prediction.traffic, prediction.saved_bytes)
-        event = Event(kind, name, inputs, tuple(outputs), *costs)
+        event = Event(kind, name, inputs, tuple(outputs), prediction.effort, prediction.saved_bytes)
         entry = (event, self._route(event))
         self._add(entry, prediction)
         return entry
@@ -110,14 +109,13 @@ class Record:
         self._add((event, placement), None, is_whole=is_whole)
         return placement
 
-    def complete(self, position: int, outputs: Sequence[Value], costs: tuple[int, int, int]) -> None:
-        """The event at ``position`` has these ``outputs``, too, and these costs; the events after it are whole now."""
+    def complete(self, position: int, outputs: Sequence[Value], prediction: Prediction) -> None:
+        """The event at ``position`` has these ``outputs``, too, and costs what ``prediction`` says; the events after it
+        are whole now."""
         event, placement = self.events[position]
         self._router.settle(outputs, placement.stages)
-        flops, traffic, saved_bytes = costs
-        event = event._replace(
-            outputs=(*event.outputs, *outputs), flops=flops, traffic=traffic, saved_bytes=saved_bytes
-        )
+        outputs = (*event.outputs, *outputs)
+        event = event._replace(outputs=outputs, effort=prediction.effort, saved_bytes=prediction.saved_bytes)
         self.events[position] = (event, placement)
         for later in range(position, len(self.events)):
             self._check_path(later)

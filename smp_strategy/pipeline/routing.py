@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from smp_strategy.trace.events import Event, Trace, Value
+from smp_strategy.trace.work import Work
 
 __all__ = ["Flow", "Move", "Placement", "Router", "SegmentId", "gradient_uses", "route"]
 
@@ -160,55 +161,66 @@ class Flow:
     """The segments of one microbatch on all stages and how they depend on each other."""
 
     num_stages: int
-    forward_cost: Mapping[SegmentId, float]
-    """Segments in program order, with the summed cost of their events."""
-    forward_needs: Mapping[SegmentId, frozenset[SegmentId]]
-    """Segments whose forward must come before; earlier segments of the same stage included."""
-    backward_needs: Mapping[SegmentId, frozenset[SegmentId]]
-    """For segments that have a backward: the segments whose backward must come before."""
+    work: Mapping[SegmentId, Work]
+    """Segments in program order, with the work of their events."""
+    forward_needs: Mapping[SegmentId, Mapping[SegmentId, int]]
+    """Segments whose forward must come before, with the bytes that travel from there; earlier segments of the same
+    stage included."""
+    backward_needs: Mapping[SegmentId, Mapping[SegmentId, int]]
+    """For segments that have a backward: the segments whose backward must come before, with the bytes of gradients
+    that travel from there."""
+    saved_bytes: Mapping[SegmentId, int]
+    """Bytes that autograd keeps of each segment for its backward."""
     cut_bytes: Mapping[tuple[int, int], int]
     """Forward bytes from stage to stage, per microbatch."""
 
     def num_segments(self, stage: int) -> int:
         """Number of segments on ``stage``."""
-        return sum(segment.stage == stage for segment in self.forward_cost)
+        return sum(segment.stage == stage for segment in self.work)
 
 
-def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, cost: Mapping[int, float]) -> Flow:
+def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapping[int, Work]) -> Flow:
     """The segment graph that a traced microbatch makes under an assignment of units to stages.
 
     Args:
         trace: the events of one microbatch.
         stage_of: stage of each unit, by qualified name.
         num_stages: number of pipeline stages.
-        cost: forward cost of each event, by its position in the trace.
+        work: what each event costs, by its position in the trace; nothing where it has no entry.
     """
     router = Router(stage_of, num_stages)
     placed = [(event, router.place(event)) for event in trace.events]
     wanted, uses = gradient_uses(placed, trace.loss)
 
-    forward_cost: dict[SegmentId, float] = {}
-    forward_needs: dict[SegmentId, set[SegmentId]] = {}
+    sums: dict[SegmentId, Work] = {}
+    forward_needs: dict[SegmentId, dict[SegmentId, int]] = {}
+    saved_bytes: dict[SegmentId, int] = {}
     made_in: dict[int, SegmentId] = {}
     received_in: dict[tuple[int, int], SegmentId] = {}
     cut_bytes: dict[tuple[int, int], int] = {}
+    sizes: dict[int, int] = {}
     for position, (event, placement) in enumerate(placed):
+        sizes.update((value.id, value.nbytes) for value in event.outputs)
         if event.kind == "given":
             continue
         for segment in (*(move.source for move in placement.moves), *placement.segments):
-            if segment not in forward_cost:
-                forward_cost[segment] = 0.0
-                forward_needs[segment] = {SegmentId(segment.stage, number) for number in range(segment.number)}
+            if segment not in sums:
+                sums[segment], saved_bytes[segment] = Work(), 0
+                forward_needs[segment] = {SegmentId(segment.stage, number): 0 for number in range(segment.number)}
         for move in placement.moves:
-            forward_needs[move.target].add(move.source)
+            needs = forward_needs[move.target]
+            needs[move.source] = needs.get(move.source, 0) + move.value.nbytes
             received_in[move.value.id, move.target.stage] = move.target
             link = (move.source.stage, move.target.stage)
             cut_bytes[link] = cut_bytes.get(link, 0) + move.value.nbytes
         if event.kind != "read":
-            forward_cost[placement.segments[0]] += cost.get(position, 0.0)
-            made_in.update((value.id, placement.segments[0]) for value in event.outputs)
+            (segment,) = placement.segments
+            sums[segment] = sums[segment].plus(work.get(position, Work()))
+            saved_bytes[segment] += event.saved_bytes
+            made_in.update((value.id, segment) for value in event.outputs)
 
-    backward_needs: dict[SegmentId, set[SegmentId]] = {made_in[value]: set() for value in wanted if value in made_in}
+    backward_needs: dict[SegmentId, dict[SegmentId, int]] = {made_in[value]: {} for value in wanted if value in made_in}
+    sent: set[tuple[int, SegmentId]] = set()
     for value, user in uses:
         # The gradient of a value travels back along the way it came: from the segment that used it to the one in
         # which this stage received it, and from there to the segment that made it.
@@ -216,12 +228,17 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, cost: Mapp
         stops = [stop for stop in way if stop is not None]
         for before, after in zip(stops, stops[1:], strict=False):
             if before != after:
-                backward_needs.setdefault(after, set()).add(before)
-        backward_needs.setdefault(user, set())
+                needs = backward_needs.setdefault(after, {})
+                # Several uses on a stage send one gradient.
+                travels = before.stage != after.stage and (value, before) not in sent
+                needs[before] = needs.get(before, 0) + (sizes[value] if travels else 0)
+                sent.add((value, before))
+        backward_needs.setdefault(user, {})
     return Flow(
         num_stages,
-        forward_cost,
-        {segment: frozenset(needs) for segment, needs in forward_needs.items()},
-        {segment: frozenset(backward_needs[segment]) for segment in forward_cost if segment in backward_needs},
+        sums,
+        forward_needs,
+        {segment: backward_needs[segment] for segment in sums if segment in backward_needs},
+        saved_bytes,
         cut_bytes,
     )

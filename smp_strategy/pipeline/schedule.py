@@ -1,8 +1,9 @@
 """The plan of a stage: an ordered list of actions, with a text form.
 
 An action is the forward (``F``) or backward (``B``) pass of one segment of one microbatch: ``F3`` is the forward of
-microbatch 3, ``B0.1`` the backward of its second segment on this stage. Profiler ranges and traces carry the same
-text.
+microbatch 3, ``B0.1`` the backward of its second segment on this stage. A backward may be split into the part that
+computes the gradients of the segment's inputs (``I``), for which other stages wait, and that of the weights (``W``).
+Profiler ranges and traces carry the same text.
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import Literal, Self, final
 
 __all__ = ["Action", "Plan"]
 
-_ACTION = re.compile(r"(?P<kind>[FB])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
+_ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
 
 
 @final
@@ -19,7 +20,7 @@ _ACTION = re.compile(r"(?P<kind>[FB])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?"
 class Action:
     """One pass of one segment of one microbatch on a stage."""
 
-    kind: Literal["F", "B"]
+    kind: Literal["F", "B", "I", "W"]
     microbatch: int
     segment: int = 0
 

@@ -147,8 +147,11 @@ class Turns:
             self._forward(action.microbatch, action.segment)
         else:
             self._forward(action.microbatch, ALL_SEGMENTS)
-            if not self.has_left_plan and action.microbatch in self._backwards:
-                self._backwards[action.microbatch].run_from(action.segment)
+            backward = None if self.has_left_plan else self._backwards.get(action.microbatch)
+            if backward is not None and action.kind == "W":
+                backward.run_weights(action.segment)
+            elif backward is not None:
+                backward.run_from(action.segment, split=action.kind == "I")
 
     @property
     def has_left_plan(self) -> bool:
@@ -250,7 +253,7 @@ class Turns:
                 self.improvise()
                 return
             if number in self._backwards:
-                self._backwards[number].run_from(0)
+                self._backwards[number].complete()
 
     def agree(self) -> None:
         """Make sure that all stages have run the same programs; collective."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.trace.tally import Tally
 
 __all__ = ["Meter"]
 
@@ -22,17 +22,18 @@ _aten = torch.ops.aten
 
 
 class Meter(TorchDispatchMode):
-    """Counts FLOPs by PyTorch's own formulas and notices random operations.
+    """Lets kernels be counted and notices random operations.
 
     Args:
+        tally: counts kernels.
         assumed: what a dry run takes a number or a count for that it cannot know; ``None``: it fails there.
         unit: name of the unit that runs dry; it must not use what another unit has left somewhere.
     """
 
-    def __init__(self, assumed: int | None = None, unit: str | None = None) -> None:
+    def __init__(self, tally: Tally, assumed: int | None = None, unit: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
         self.random = False
+        self._tally = tally
         self._assumed = assumed
         self._unit = unit
 
@@ -51,8 +52,7 @@ class Meter(TorchDispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, FakeTensor) and self._unit is not None:
                 tensor.made_by = self._unit  # type: ignore[attr-defined]
-        if func.overloadpacket in flop_registry:
-            self.flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        self._tally.note(func, args, kwargs, result)
         self.random |= _draws(func, args, kwargs)
         return result
 

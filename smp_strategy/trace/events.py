@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
+from smp_strategy.trace.effort import Efforts
+
 __all__ = ["Event", "Trace", "Value"]
 
 
@@ -33,10 +35,8 @@ class Event(NamedTuple):
     """Qualified name of the unit, or name of the operation."""
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    flops: int = 0
-    """Floating-point operations of the forward pass."""
-    traffic: int = 0
-    """Bytes that the forward pass reads and writes (parameters, inputs, outputs)."""
+    effort: Efforts = Efforts()
+    """What it has a device do."""
     saved_bytes: int = 0
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
     home: tuple[int, ...] = ()

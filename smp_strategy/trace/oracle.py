@@ -5,12 +5,11 @@ gradient, whether an input was changed in place. The oracle runs the call once o
 arithmetic) and remembers the answer for every later call with the same metadata, so that in steady state a call of a
 remote unit costs one dictionary look-up.
 
-The same dry run measures what the call costs (FLOPs, bytes moved, bytes kept for backward) and whether it draws
-random numbers. Where the code reads a value, the run is repeated under several assumptions about it
+The same dry run counts what the call costs (:mod:`smp_strategy.trace.tally`, and bytes kept for backward) and says
+whether it draws random numbers. Where the code reads a value, the run is repeated under several assumptions about it
 (:mod:`smp_strategy.trace.dispatch`); where their results differ, there is no prediction.
 """
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,13 +30,14 @@ from smp_strategy.trace.fake import call, frozen_rng, imitate, stand_in, tensors
 from smp_strategy.trace.prediction import (
     IMMUTABLE,
     Callee,
-    Made,
     Prediction,
     Unpredictable,
     describe,
     versions_of,
 )
+from smp_strategy.trace.saved import counting_saved
 from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.tally import Tally
 from smp_strategy.trace.tree import unflatten_call
 
 __all__ = ["Oracle"]
@@ -148,14 +148,7 @@ class Oracle:
         *,
         lends: bool = False,
     ) -> Prediction:
-        meter = Meter(assumed, None if callee.module is None else str(callee.key))
         tensors = tensors_of(callee.module)
-        saved: dict[int, int] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-            return tensor
-
         modules = () if callee.module is None else tuple(callee.module.modules())
         noting: AbstractContextManager[None] = nullcontext()
         if survey is not None and callee.module is not None:
@@ -164,26 +157,22 @@ class Oracle:
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             stand_ins = {name: imitate(TensorSpec.of(tensor), leaf=True) for name, tensor in tensors.items()}
             versions = versions_of(fakes)
+            tally = Tally(stand_ins.values())
+            meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))
             args, kwargs = unflatten_call(fakes, structure)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), meter, noting:
+            with counting_saved(stand_ins.values()) as saved_bytes, meter, noting:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
-        for tensor in stand_ins.values():
-            saved.pop(tensor.untyped_storage()._cdata, None)
-        prediction = describe(
+        return describe(
             result,
             fakes,
             versions,
             # A unit that draws random numbers may return its input this time and something new the next.
             returns_inputs=not draws or callee.module is None,
             random=draws,
-            flops=meter.flops,
-            saved_bytes=sum(saved.values()),
+            effort=tally.efforts,
+            saved_bytes=saved_bytes(),
         )
-        traffic = sum(spec.nbytes for spec in leaves if isinstance(spec, TensorSpec))
-        traffic += sum(output.spec.nbytes for output in prediction.outputs if isinstance(output, Made))
-        traffic += sum(tensor.nbytes for tensor in tensors.values())
-        return dataclasses.replace(prediction, traffic=traffic)
 
 
 @contextmanager

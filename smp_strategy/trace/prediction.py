@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.trace.effort import Efforts
 from smp_strategy.trace.exposed import Exposed, exposing
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten
@@ -125,8 +126,8 @@ class Prediction:
     """For each :class:`Made` output: the tensor whose memory it shares, if any."""
     random: bool
     """Whether the call may draw random numbers."""
-    flops: int = 0
-    traffic: int = 0
+    effort: Efforts = Efforts()
+    """What the call and its backward have a device do."""
     saved_bytes: int = 0
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
     made: tuple[TensorSpec, ...] = field(init=False)

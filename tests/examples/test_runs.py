@@ -89,6 +89,23 @@ def test_a_sweep_runs_one_layout_after_the_other_in_one_folder_each(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_a_partition_written_by_hand_is_loaded_from_the_command_line(tmp_path):
+    stages = {"tokens": 0, "positions": 0, "blocks.0": 1, "blocks.1": 0, "norm": 1, "head": 1}
+    units = [{"name": f"model.{name}", "stage": stage} for name, stage in stages.items()]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"format": 1, "num_stages": 2, "units": units}))
+    told = train(
+        tmp_path,
+        "smp=pp2",
+        "smp.load_partition=true",
+        f"smp.partition_file={path}",
+        *SMALL,
+        *("model.model.layers=2", "model.model.width=48", "trainer.max_steps=1"),
+    )
+    assert re.search(r"│ 0 +│ model.tokens, model.positions, model.blocks.1 ", told)
+    assert re.search(r"│ 1 +│ model.blocks.0, model.norm, model.head ", told)
+
+
 def test_torchrun_runs_the_example_in_one_run_directory(tmp_path):
     run(
         tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", TRAIN, "smp=pp2", *SMALL_GPT

@@ -35,7 +35,8 @@ def toy_module(root: str = NEWER, *, seed: int = 0, **overrides):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(
-                nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)
+                *(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()),
+                *(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)),
             )
             self.seen = []  # what reached the steps of this rank
 

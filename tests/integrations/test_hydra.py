@@ -14,10 +14,11 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
-from smp_strategy.config import SMPConfig, parse_recipe
+from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.hydra import schema
 from smp_strategy.hydra.resolvers import agreed_start_time, divide, global_rank, with_rank
+from smp_strategy.recipe import parse_recipe
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -49,7 +50,7 @@ def user_app(tmp_path):
 # --- the examples' configuration ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("smp", ["single", "pp2", "pp4", "base", "pp2_mb16", "pp4_mb32"])
+@pytest.mark.parametrize("smp", ["single", "pp2", "pp4", "base", "pp2_mb16", "pp4_zbv_mb32"])
 @pytest.mark.parametrize("rest", [[], ["model=gpt2_hf"], ["model=vit_hf", "data=digits"]], ids=" ".join)
 def test_every_layout_composes_with_every_model(compose, smp, rest):
     config = compose(f"smp={smp}", *rest)
@@ -118,6 +119,17 @@ def test_a_file_says_the_same_as_its_name(compose, name):
 def test_any_recipe_is_an_option_of_the_group(compose):
     node = compose("smp=pp3_mb5").smp
     assert (node.pipeline_parallel_degree, node.microbatches) == (3, 5)
+
+
+def test_a_schedule_and_virtual_stages_are_options_of_the_group(compose):
+    node = compose("smp=pp4_1f1b_v2").smp
+    assert (node.pipeline, node.virtual_pipeline_degree, node.microbatches) == ("1f1b", 2, 16)
+
+
+def test_limits_and_speeds_are_given_on_the_command_line(compose):
+    assert compose("smp=pp2", "smp.memory_limit=16GiB").smp.memory_limit == "16GiB"
+    node = compose("smp=pp2", "smp.memory_limit=[16GiB,1024]", "smp.stage_speeds=[1,2]").smp
+    assert (node.memory_limit, node.stage_speeds) == (["16GiB", 1024], [1.0, 2.0])
 
 
 def test_recipes_of_what_is_not_built_compose_and_are_refused_by_the_config(compose):

@@ -95,7 +95,7 @@ def predict(folder, smp_options, step):
     return single, several, silent
 
 
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("step", [tensors, dicts, lists, no_tensors, nothing])
 def test_predictions(step, pp, tmp_path):
     compare(predict, pp, tmp_path, step)
@@ -157,7 +157,7 @@ def outputs_in_hooks(folder, smp_options):
     return seen
 
 
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
 def test_hooks_get_the_outputs_of_the_whole_batch(pp, tmp_path):
     compare(outputs_in_hooks, pp, tmp_path)
 
@@ -286,7 +286,7 @@ def measure(folder, smp_options):
     return found
 
 
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
 def test_collections_of_metrics_and_synchronised_values(pp, tmp_path):
     compare(measure, pp, tmp_path)
 
@@ -356,7 +356,7 @@ def modes(folder, smp_options):
     return [sorted(result) for result in before], before[0]["grad"], found
 
 
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
 def test_modes_inside_of_steps(pp, tmp_path):
     with quiet():
         expected = modes(tmp_path / "one", None)
@@ -374,7 +374,7 @@ def validate_first(folder, smp_options):
     return before, metrics_of(trainer), module.state_dict()
 
 
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
 def test_validation_may_come_before_training(pp, tmp_path):
     compare(validate_first, pp, tmp_path)
 

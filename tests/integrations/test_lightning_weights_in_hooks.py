@@ -322,7 +322,7 @@ def call_in_hook(folder, smp_options):
     return metrics_of(trainer), module.drawn
 
 
-@pytest.mark.parametrize("pp", [2, 3])
+@pytest.mark.parametrize("pp", [2, 4])
 def test_hooks_may_call_the_model(pp, tmp_path):
     with quiet():
         metrics, drawn = call_in_hook(tmp_path, None)

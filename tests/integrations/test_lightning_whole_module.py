@@ -242,7 +242,7 @@ def exchange_the_head(folder, smp_options):
     trainer = toy_trainer(folder, smp=smp_options, max_epochs=1)
     trainer.fit(module, toy_loader(shuffle=False))
     torch.manual_seed(3)
-    module.net[4] = nn.Linear(16, 4)
+    module.net[6] = nn.Linear(16, 4)
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, toy_loader(shuffle=False))
     return module.state_dict()

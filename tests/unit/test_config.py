@@ -5,13 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from smp_strategy.config import MICROBATCHES_PER_STAGE, SMPConfig, parse_recipe
+from smp_strategy.config import Schedule, SMPConfig
 from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.options import PartitionOptions, PipelineOptions
+from smp_strategy.recipe import MICROBATCHES_PER_STAGE, parse_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +44,9 @@ def test_options_are_given_by_name_only():
         SMPConfig(2)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_degree", "microbatches", "active_microbatches"])
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_degree", "virtual_pipeline_degree", "microbatches", "active_microbatches"]
+)
 @pytest.mark.parametrize("value", [0, -1])
 def test_counts_start_at_one(name, value):
     with pytest.raises(ConfigError, match=f"`{name}` must be at least 1, but is {value}"):
@@ -60,6 +65,9 @@ def test_counts_start_at_one(name, value):
         ("partition_file", 7, "str | None, but is 7 (int)"),
         ("memory_weight", "0.5", "float | None, but is '0.5' (str)"),
         ("tensor_parallel_degree", None, "int, but is None (NoneType)"),
+        ("stage_speeds", ["fast"], "but is ('fast',) (tuple)"),
+        ("memory_limit", 1.5, "but is 1.5 (float)"),
+        ("memory_limit", [1.5], "but is (1.5,) (tuple)"),
     ],
 )
 def test_a_value_of_the_wrong_type_is_named(name, value, shown):
@@ -70,7 +78,8 @@ def test_a_value_of_the_wrong_type_is_named(name, value, shown):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("pipeline", "1f1b"), ("pipeline", "Interleaved"), ("optimize", "time"), ("optimize", "")]
+    ("name", "value"),
+    [("pipeline", "zb"), ("pipeline", "Interleaved"), ("trace_device", "tpu"), ("optimize", "time"), ("optimize", "")],
 )
 def test_choices_are_listed_when_none_is_hit(name, value):
     with pytest.raises(ConfigError, match=f"`{name}` must be one of .*, but is '{value}'"):
@@ -104,6 +113,61 @@ def test_optimize_sets_the_default_of_memory_weight(optimize, weight):
     assert SMPConfig(optimize=optimize).resolved_memory_weight == weight
 
 
+@pytest.mark.parametrize(
+    ("limit", "per_stage"),
+    [
+        (None, None),
+        (4096, (4096,) * 3),
+        ("16GiB", (16 * 2**30,) * 3),
+        (("1GiB", 2**20, "1MB"), (2**30, 2**20, 10**6)),
+    ],
+)
+def test_a_memory_limit_is_one_for_all_stages_or_one_for_each(limit, per_stage):
+    assert PartitionOptions(memory_limit=limit).memory_limits(3) == per_stage
+
+
+@pytest.mark.parametrize("value", [0, -1, "0GiB", ["1GiB", 0]])
+def test_a_memory_limit_below_one_byte_is_refused(value):
+    with pytest.raises(ConfigError, match="`memory_limit` must be at least 1 byte, but is"):
+        SMPConfig(memory_limit=value)
+
+
+@pytest.mark.parametrize("value", ["much", "16GiBs", "", ["1GiB", "-1GiB"]])
+def test_a_memory_limit_that_is_no_amount_of_memory_is_refused(value):
+    with pytest.raises(ConfigError, match="`memory_limit`: .* is no amount of memory. Write a number and one of B, "):
+        SMPConfig(memory_limit=value)
+
+
+@pytest.mark.parametrize("name", ["memory_limit", "stage_speeds"])
+def test_a_list_needs_one_entry_per_stage(name):
+    with pytest.raises(ConfigError, match=f"`{name}` must have one entry for each of the 3 stages, but has 2: "):
+        SMPConfig(**{name: [1, 2], "pipeline_parallel_degree": 3})
+
+
+def test_stages_are_of_the_same_speed_unless_their_speeds_are_given():
+    assert PartitionOptions().speeds(2) == (1.0, 1.0)
+    assert PartitionOptions(stage_speeds=(1, 2.5)).speeds(2) == (1.0, 2.5)
+
+
+@pytest.mark.parametrize("value", [[1, 0], [-1.0], [float("nan")], [float("inf")]])
+def test_a_stage_without_a_speed_is_refused(value):
+    with pytest.raises(ConfigError, match="`stage_speeds` must be above 0, but are"):
+        SMPConfig(stage_speeds=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks"),
+    [
+        ({}, 1),
+        ({"pipeline": "1f1b", "virtual_pipeline_degree": 3}, 3),
+        ({"pipeline": "zb-v"}, 2),
+        ({"pipeline": "auto"}, None),
+    ],
+)
+def test_the_schedule_sets_the_default_of_the_virtual_degree(options, chunks):
+    assert PipelineOptions(**options).chunks_per_stage == chunks
+
+
 # --- combinations ---------------------------------------------------------------------------------------------------
 
 
@@ -115,6 +179,52 @@ def test_reading_a_partition_needs_a_file():
 def test_a_default_stage_contradicts_automatic_partition():
     with pytest.raises(ConfigError, match="`default_partition` \\(0\\) contradicts `auto_partition=True`"):
         SMPConfig(default_partition=0)
+
+
+@pytest.mark.parametrize(("value", "bound"), [(-1, "at least 0"), (2, "one of the 2 stages, 0 to 1")])
+def test_a_default_stage_must_exist(value, bound):
+    with pytest.raises(ConfigError, match=f"`default_partition` must be {bound}, but is {value}"):
+        SMPConfig(auto_partition=False, default_partition=value, pipeline_parallel_degree=2)
+
+
+def test_a_partition_comes_from_a_file_or_from_the_modules():
+    with pytest.raises(ConfigError, match="`load_partition=True` contradicts `auto_partition=False`"):
+        SMPConfig(load_partition=True, partition_file="p.json", auto_partition=False)
+
+
+@pytest.mark.parametrize("pipeline", ["zb-h1", "zb-h2"])
+def test_zero_bubble_without_a_fold_has_one_chunk_per_stage(pipeline):
+    with pytest.raises(ConfigError, match=f"`virtual_pipeline_degree` \\(2\\) contradicts `pipeline={pipeline}`"):
+        SMPConfig(pipeline=pipeline, virtual_pipeline_degree=2)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_zb_v_has_two_chunks_per_stage(chunks):
+    with pytest.raises(ConfigError, match=f"`virtual_pipeline_degree` \\({chunks}\\) contradicts `pipeline=zb-v`"):
+        SMPConfig(pipeline="zb-v", virtual_pipeline_degree=chunks)
+
+
+@pytest.mark.parametrize("options", [{"microbatches": 3}, {}], ids=["microbatches given", "4 per stage"])
+def test_all_forwards_first_needs_all_microbatches_active(options):
+    config = {"pipeline": "simple", "active_microbatches": 2, **options}
+    with pytest.raises(ConfigError, match="`active_microbatches` \\(2\\) contradicts `pipeline=simple`"):
+        SMPConfig(**config).check(2)
+    SMPConfig(**config | {"active_microbatches": 8}).check(2)
+
+
+@pytest.mark.parametrize("name", ["memory_limit", "stage_speeds", "default_partition", "active_microbatches"])
+def test_what_depends_on_the_number_of_stages_is_refused_at_once_where_it_is_given(name):
+    value = {"memory_limit": [1], "stage_speeds": [1], "default_partition": 2, "active_microbatches": 1}[name]
+    with pytest.raises(ConfigError, match=f"`{name}` .*"):
+        SMPConfig(pipeline_parallel_degree=2, microbatches=2, pipeline="simple", **{name: value})
+
+
+@pytest.mark.parametrize(
+    "measured", [{"trace_execution_times": True}, {"trace_memory_usage": True}, {"trace_device": "cpu"}]
+)
+def test_nothing_is_measured_without_tracing(measured):
+    with pytest.raises(ConfigError, match=f"`{min(measured)}` contradicts `skip_tracing=True`"):
+        SMPConfig(skip_tracing=True, **measured)
 
 
 def test_two_precisions_contradict_each_other():
@@ -130,7 +240,9 @@ def test_two_precisions_contradict_each_other():
         {"shard_optimizer_state": True},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
-        {"auto_partition": False},
+        {"pipeline": "zb-h1"},
+        {"virtual_pipeline_degree": 2},
+        {"memory_limit": "16GiB"},
         {"fp16": True},
     ],
 )
@@ -280,6 +392,7 @@ def test_two_more_microbatches_than_stages_are_active_by_default():
 
 _NAMES = {
     "pipeline_parallel_degree": "pp",
+    "virtual_pipeline_degree": "v",
     "tensor_parallel_degree": "tp",
     "sharded_data_parallel_degree": "sdp",
     "microbatches": "mb",
@@ -298,7 +411,7 @@ def test_a_recipe_says_what_its_name_says(options, random):
 
 @given(st.text(max_size=12))
 def test_any_other_name_is_a_config_error(name):
-    recipe = r"((pp|tp|sdp|mb)\d+|mics\d+x\d+|zero1)"
+    recipe = r"((pp|v|tp|sdp|mb)\d+|mics\d+x\d+|zero1|interleaved|simple|1f1b|zbh1|zbh2|zbv|auto)"
     assume(not re.fullmatch(rf"{recipe}(_{recipe})*", name))
     with pytest.raises(ConfigError, match=re.escape(f"`smp={name}`: the part ")):
         parse_recipe(name)
@@ -310,6 +423,9 @@ def test_any_other_name_is_a_config_error(name):
         ("mics2x4", {"sharded_data_parallel_degree": 2}),
         ("zero1", {"shard_optimizer_state": True}),
         ("tp2_mb4", {"tensor_parallel_degree": 2, "microbatches": 4}),
+        ("1f1b", {"pipeline": "1f1b"}),
+        ("zbv_pp2_mb4", {"pipeline": "zb-v", "pipeline_parallel_degree": 2, "microbatches": 4}),
+        ("v2_1f1b", {"pipeline": "1f1b", "virtual_pipeline_degree": 2}),
     ],
 )
 def test_recipes_name_every_kind_of_parallelism(name, options):
@@ -324,10 +440,15 @@ def test_the_part_that_is_not_understood_is_shown(name, part):
         parse_recipe(name)
 
 
-@pytest.mark.parametrize("name", ["pp2_pp4", "mb4_pp2_mb8", "sdp2_mics2x2", "zero1_zero1"])
+@pytest.mark.parametrize("name", ["pp2_pp4", "mb4_pp2_mb8", "sdp2_mics2x2", "zero1_zero1", "1f1b_zbv"])
 def test_a_part_that_stands_twice_is_refused(name):
     with pytest.raises(ConfigError, match="is given twice"):
         parse_recipe(name)
+
+
+@pytest.mark.parametrize("schedule", typing.get_args(Schedule))
+def test_every_schedule_can_be_named_in_a_recipe(schedule):
+    assert parse_recipe(f"pp2_{schedule.replace('-', '')}")["pipeline"] == schedule
 
 
 def test_a_degree_of_zero_is_refused_when_the_config_is_built():

@@ -1,114 +1,92 @@
-"""The problem read off a trace, and the decision as data."""
+"""The decision as data: what an assignment costs, and the file."""
+
+import json
 
 import pytest
 
+from smp_strategy.errors import ConfigError
+from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import FLOPS_PER_BYTE, event_times, problem_of
-from smp_strategy.partition.solver import solve
-from smp_strategy.trace.events import Event, Trace, Value
+from smp_strategy.partition.problem import Score, Setting
+from smp_strategy.partition.reading import problem_of
+from smp_strategy.trace.work import Work
+from tests.unit.partition.problems import chain
 
-PARAMETERS = {"embed": {0: 100}, "a": {1: 10}, "b": {2: 20}, "head": {0: 100, 3: 5}}
-
-
-def value(number: int, nbytes: int) -> Value:
-    return Value(number, nbytes, True)
-
-
-def trace() -> Trace:
-    """embed -> a -> b -> (skip of embed) -> head; `a` is called twice."""
-    e, a1, a2, b, mixed, out = (value(number, nbytes) for number, nbytes in enumerate([8, 16, 16, 32, 32, 4]))
-    return Trace(
-        [
-            Event("unit", "embed", (), (e,), flops=0, traffic=108, saved_bytes=1),
-            Event("unit", "a", (e,), (a1,), flops=1000, traffic=1, saved_bytes=10),
-            Event("unit", "a", (a1,), (a2,), flops=1000, traffic=1, saved_bytes=10),
-            Event("unit", "b", (a2,), (b,), flops=10, traffic=1000, saved_bytes=100),
-            Event("op", "add", (b, e), (mixed,), flops=32, traffic=64, saved_bytes=7),
-            Event("unit", "head", (mixed,), (out,), flops=5, traffic=0, saved_bytes=1000),
-        ],
-        5,
-    )
+TIED = Held(100, 100, 200)
+PARAMETERS = {"u0": {0: TIED}, "u1": {1: Held(10)}, "u2": {2: Held(20, 20, 40)}, "u3": {0: TIED}}
+SCORE = Score(step_seconds=20.0, activation_bytes=(30, 5))
 
 
-def problem(**changes):
-    return problem_of(trace(), PARAMETERS, **{"num_stages": 2, "memory_weight": 0.5, **changes})
+def partition(*stages: int, **changes) -> Partition:
+    trace, work = chain([Work(1, 1, 1)] * 4, saved=5, outputs=8)
+    setting = Setting.plain(2, **{"num_microbatches": 2, **changes})
+    problem = problem_of(trace, work, PARAMETERS, setting)
+    stage_of = {f"u{index}": stage for index, stage in enumerate(stages)}
+    return Partition.of(problem, stage_of, SCORE, schedule="1f1b", lower_bound=0.5)
 
 
-def test_time_is_arithmetic_or_memory_traffic_whichever_takes_longer():
-    assert event_times(trace().events)[1] == 1000
-    assert event_times(trace().events)[3] == FLOPS_PER_BYTE * 1000
+def test_units_of_a_partition_carry_stage_chunk_and_costs():
+    found = partition(0, 1, 1, 0)
+    assert [(unit.stage, unit.chunk) for unit in found.units] == [(0, 0), (1, 1), (1, 1), (0, 2)]
+    assert found.stage_of == {"u0": 0, "u1": 1, "u2": 1, "u3": 0}
+    assert (found.num_stages, found.num_chunks) == (2, 3)
+    assert found.cut_bytes == (8, 8)
+    assert found.units[2].held == Held(20, 20, 40)
 
 
-def test_a_unit_costs_the_sum_of_its_calls():
-    units = {unit.name: unit for unit in problem().units}
-    assert units["a"].time == 2000
-    assert units["a"].activation_bytes == 20
-    assert units["head"].parameter_bytes == 105
+def test_a_parameter_that_units_of_a_stage_share_counts_once_and_on_two_stages_twice():
+    assert [stage.held for stage in partition(0, 1, 1, 0).stages] == [TIED, Held(30, 20, 40)]
+    assert [stage.held for stage in partition(0, 0, 1, 1).stages] == [Held(110, 100, 200), Held(120, 120, 240)]
 
 
-def test_units_stand_in_the_order_of_their_first_call():
-    shuffled = {name: PARAMETERS[name] for name in ("head", "b", "a", "embed")}
-    units = problem_of(trace(), shuffled, num_stages=2, memory_weight=0.5).units
-    assert [unit.name for unit in units] == ["embed", "a", "b", "head"]
+def test_memory_of_a_stage_is_what_it_holds_and_the_peak_of_activations():
+    assert [stage.memory_bytes for stage in partition(0, 1, 1, 0).stages] == [430, 95]
 
 
-def test_a_cut_is_crossed_by_what_is_made_before_and_used_after():
-    # Before a: e. Before b: a2 and the skip e. Before head: mixed.
-    assert problem().cut_bytes == [0, 8, 24, 32]
+def test_time_of_a_stage_is_its_work_over_its_speed():
+    found = partition(0, 0, 0, 1, stage_speeds=(2.0, 1.0))
+    assert [stage.seconds for stage in found.stages] == [9.0, 6.0]
+    assert found.balance == pytest.approx(7.5 / 9)
+    assert found.bubble == pytest.approx(1 - 15 / 40)
 
 
-def test_a_unit_that_the_trace_does_not_call_follows_the_one_registered_before_it():
-    parameters = {"first": {7: 1}, "embed": {0: 1}, "unused": {8: 1}, "a": {1: 1}, "b": {2: 1}, "head": {3: 1}}
-    found = problem_of(trace(), {**parameters, "last": {9: 1}}, num_stages=2, memory_weight=0.5)
-    assert [unit.name for unit in found.units] == ["first", "embed", "unused", "a", "b", "head", "last"]
-    assert {unit.time for unit in found.units if unit.name in ("first", "unused", "last")} == {0.0}
+def test_a_partition_says_what_limits_it():
+    assert partition(0, 1, 1, 1).limited_by == "time of stage 1"
+    assert partition(0, 0, 0, 1, memory_weight=1.0).limited_by == "memory of stage 0"
+    assert partition(0, 1, 1, 1, memory_limits=(None, 500)).limited_by == "memory of stage 1"
 
 
-def test_a_cut_before_an_uncalled_unit_is_crossed_by_what_crosses_after_it():
-    parameters = {"embed": {0: 1}, "unused": {8: 1}, "a": {1: 1}, "b": {2: 1}, "head": {3: 1}, "last": {9: 1}}
-    found = problem_of(trace(), parameters, num_stages=2, memory_weight=0.5)
-    assert found.cut_bytes == [0, 8, 8, 24, 32, 0]
-
-
-def test_without_a_trace_parameters_alone_decide():
-    found = problem_of(Trace([]), PARAMETERS, num_stages=2, memory_weight=0.2)
-    assert [unit.name for unit in found.units] == list(PARAMETERS)
-    # embed and head share their large parameter, but the head has one more and cannot stand with embed alone.
-    assert solve(found) in ([0, 1], [0, 2], [0, 3])
-
-
-def test_the_memory_weight_decides_between_balanced_memory_and_balanced_time():
-    slow = {"s": {0: 1}, "t": {1: 1}, "u": {2: 98}}
-    events = [
-        Event("unit", name, (), (value(i, 1),), flops=flops)
-        for i, (name, flops) in enumerate(zip("stu", (90, 5, 5), strict=True))
-    ]
-    by_time = problem_of(Trace(events), slow, num_stages=2, memory_weight=0.0)
-    by_memory = problem_of(Trace(events), slow, num_stages=2, memory_weight=1.0)
-    assert solve(by_time) == [0, 1]
-    assert solve(by_memory) == [0, 2]
-
-
-def partition() -> Partition:
-    return Partition.of(problem(), solve(problem()))
+def test_a_partition_is_optimal_if_its_cost_is_the_lower_bound():
+    found = partition(0, 0, 1, 1)
+    assert found.cost == pytest.approx(20 / 12)
+    assert found.gap == pytest.approx(1 - 0.5 / found.cost)
+    assert not found.is_optimal
+    problem_free = Partition.from_json(json.dumps({**json.loads(found.to_json()), "lower_bound": found.cost}))
+    assert problem_free.is_optimal
 
 
 def test_a_partition_is_read_back_from_its_json(tmp_path):
-    assert Partition.from_json(partition().to_json()) == partition()
-    partition().save(tmp_path / "deeper" / "partition.json")
-    assert Partition.from_json((tmp_path / "deeper" / "partition.json").read_text()) == partition()
+    found = partition(0, 1, 1, 0, memory_limits=(None, 1000))
+    assert Partition.from_json(found.to_json()) == found
+    found.save(tmp_path / "deeper" / "partition.json")
+    assert Partition.from_json((tmp_path / "deeper" / "partition.json").read_text()) == found
 
 
-def test_bytes_of_a_stage_count_shared_parameters_once():
-    whole = Partition.of(problem(num_stages=1), [0])
-    assert whole.stage_parameter_bytes == (135,)
-    assert Partition.of(problem(), [0, 3]).stage_parameter_bytes == (130, 105)
-    assert whole.balance == pytest.approx(1.0)
-    assert whole.stage_costs == pytest.approx((1.0,))
+def test_files_name_what_their_numbers_mean():
+    unit = json.loads(partition(0, 0, 1, 1).to_json())["units"][0]
+    assert unit["held"] == {"parameter": 100, "gradient": 100, "optimizer": 200}
+    assert unit["work"] == {"forward": 1, "input_gradient": 1, "weight_gradient": 1}
 
 
-def test_stages_are_numbered_in_execution_order():
-    placed = Partition.of(problem(), [0, 3])
-    assert placed.stage_of == {"embed": 0, "a": 0, "b": 0, "head": 1}
-    assert placed.num_stages == 2
-    assert placed.cut_bytes == (32,)
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("no JSON", "no partition as `Partition.save` writes it"),
+        ("[1]", "no partition as `Partition.save` writes it"),
+        ('{"format": 7, "num_stages": 2}', "has format 7, but this version reads format 1 only"),
+        ('{"format": 1, "num_stages": 2, "units": []}', "lacks a field or has one too many"),
+    ],
+)
+def test_what_is_no_partition_is_refused_with_the_reason(text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        Partition.from_json(text)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from smp_strategy.pipeline.routing import Flow, Router, gradient_uses, route
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.trace.events import Event, Trace, Value
+from smp_strategy.trace.work import Work
 
 
 def chain(*stages: int) -> tuple[Trace, dict[str, int]]:
@@ -20,7 +21,7 @@ def chain(*stages: int) -> tuple[Trace, dict[str, int]]:
 
 def flow_of(*stages: int) -> Flow:
     trace, stage_of = chain(*stages)
-    return route(trace, stage_of, max(stages) + 1, dict.fromkeys(range(len(stages)), 1.0))
+    return route(trace, stage_of, max(stages) + 1, dict.fromkeys(range(len(stages)), Work(1.0, 1.0, 1.0)))
 
 
 @st.composite
@@ -77,6 +78,8 @@ def execute(plan: Plan, trace: Trace, stage_of: dict[str, int], num_microbatches
                 if action.kind == "F":
                     awaited = {("value", action.microbatch, move.number) for move in moves if move.target == here}
                     sends = {("value", action.microbatch, move.number) for move in moves if move.source == here}
+                elif action.kind == "W":
+                    awaited = sends = set()
                 else:
                     awaited = {("grad", action.microbatch, key) for key, (_, to) in returns.items() if to == here}
                     sends = {("grad", action.microbatch, key) for key, (by, _) in returns.items() if by == here}

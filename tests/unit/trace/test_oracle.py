@@ -146,18 +146,10 @@ def test_random_streams_stay_where_they_are():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_flops_of_a_linear_layer_are_two_per_weight_and_row():
-    assert predict(nn.Linear(8, 16, bias=False), real(5, 8)).flops == 2 * 5 * 8 * 16
-
-
 def test_bytes_kept_for_backward_are_those_of_the_activations():
     # A linear layer keeps its input; its weight is a parameter and does not count.
     assert predict(nn.Linear(8, 16), real(5, 8)).saved_bytes == 5 * 8 * 4
     assert predict(torch.no_grad()(torch.exp), real(5, 8)).saved_bytes == 0
-
-
-def test_bytes_moved_are_inputs_outputs_and_parameters():
-    assert predict(nn.Linear(8, 16, bias=False), real(5, 8)).traffic == 4 * (5 * 8 + 5 * 16 + 8 * 16)
 
 
 def counted() -> tuple[nn.Module, list[int]]:

@@ -1,0 +1,82 @@
+"""What of a partition is decided before the first step: by hand or by a file.
+
+Whatever does not fit is refused while the pipeline is set up, when the ranks have done nothing yet. Stages that modules
+have been given are never passed over: where they have no say it is an error, because SageMaker ignores them silently
+and nobody notices.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.errors import ConfigError
+from smp_strategy.partition.file import read_partition
+from smp_strategy.partition.manual import ByHand, some
+from smp_strategy.placement import placed_modules
+from smp_strategy.units import Unit, choose_units
+
+__all__ = ["choose_placed_units", "place_beforehand"]
+
+
+def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -> list[Unit]:
+    """The units of ``module``, none of which has parts that are placed on different stages.
+
+    Raises:
+        ConfigError: something must stay whole that is placed on several stages, or modules are placed by hand although
+            the library is to choose.
+    """
+    by_hand = ByHand(placed_modules(module), config.default_partition)
+    if config.auto_partition and not config.load_partition and by_hand.stages:
+        raise ConfigError(
+            f"{some(by_hand.outermost())} {'is' if len(by_hand.outermost()) == 1 else 'are'} placed by hand, but "
+            "`auto_partition` is True and would choose other stages. Set `auto_partition=False`, or do not place "
+            "modules with `set_partition` and `partition`."
+        )
+    stage_of = by_hand.stage_of if by_hand.stages else None
+    return choose_units(module, num_stages, config.unit_classes, stage_of=stage_of)
+
+
+def place_beforehand(
+    config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int
+) -> Mapping[str, int] | None:
+    """The stage of every unit, where the user says so; ``None`` where the library is to choose. Collective.
+
+    Raises:
+        ConfigError: what the user says does not fit the model or the number of stages.
+    """
+    by_hand = ByHand(placed_modules(module), config.default_partition)
+    if not config.auto_partition:
+        return by_hand.place([unit.name for unit in units], num_stages)
+    if not config.load_partition:
+        return None
+    assert config.partition_file is not None
+    sizes = {unit.name: sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in units}
+    saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
+    stage_of = saved.place(sizes, num_stages)
+    for name, stage in stage_of.items():
+        if by_hand.stage_of(name) not in (None, stage):
+            raise ConfigError(
+                f"`{name}` is on stage {stage} in {config.partition_file}, but is placed on stage "
+                f"{by_hand.stage_of(name)} by hand. Change one of them."
+            )
+    return stage_of
+
+
+def _text_on_rank_0(path: str) -> str:
+    """Contents of a file that only the first machine may have; all ranks fail if it cannot be read."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found)
+    text, problem = found
+    if problem is not None:
+        raise ConfigError(f"`partition_file` cannot be read: {problem}. Write it with a run without `load_partition`.")
+    assert isinstance(text, str)
+    return text

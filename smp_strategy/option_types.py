@@ -1,0 +1,65 @@
+"""Options as values and as text: does a value fit the type that an option has, and which value does a text stand for?
+
+Types are those that the options of :mod:`smp_strategy.config` use: plain types, unions of them with ``None``,
+``Literal`` for a choice of words, and tuples of any length.
+"""
+
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+__all__ = ["as_tuple", "fits", "parse", "wrong_types"]
+
+
+def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
+    """One sentence for every attribute of ``options`` that does not fit its type."""
+    found = []
+    for name, hint in hints.items():
+        value = getattr(options, name)
+        if not fits(value, hint):
+            shown = getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
+            found.append(f"`{name}` must be {shown}, but is {value!r} ({type(value).__name__}).")
+    return found
+
+
+def as_tuple(value: Any) -> Any:
+    """``value``, or the tuple of its items if it is a list."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple)
+    return tuple(value) if is_list else value
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether ``value`` is of the type ``hint``; that a word is one of its choices is checked elsewhere."""
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str)  # the range check names the choices
+    if typing.get_origin(hint) is tuple:
+        item_hint, _ = typing.get_args(hint)
+        return isinstance(value, tuple) and all(fits(item, item_hint) for item in value)
+    if isinstance(hint, type):
+        if hint is int:
+            return isinstance(value, int) and not isinstance(value, bool)
+        if hint is float:
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, hint)
+    return any(fits(value, choice) for choice in typing.get_args(hint))
+
+
+def parse(text: str, hint: Any) -> Any:
+    """The value that ``text`` stands for under ``hint``; text that does not parse is left for the type check."""
+    choices = (hint,) if typing.get_origin(hint) in (tuple, Literal) else typing.get_args(hint) or (hint,)
+    if type(None) in choices and text.strip().lower() in ("", "none", "null"):
+        return None
+    lists = [choice for choice in choices if typing.get_origin(choice) is tuple]
+    is_list = lists and (str not in choices or "," in text)
+    if is_list:
+        item_hint, _ = typing.get_args(lists[0])
+        return tuple(parse(item.strip(), item_hint) for item in text.split(",") if item.strip())
+    if bool in choices:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+    for kind in (int, float):
+        if kind in choices:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return text

@@ -1,0 +1,305 @@
+"""The options by concern: what there is, what it means, and which values are in range.
+
+Names and defaults are those of SageMaker's model parallel library, so that an existing configuration can be copied
+over. What the library does not have (``virtual_pipeline_degree``, ``memory_limit`` ...) is named by the field's terms.
+Whether options go together is a question for :mod:`smp_strategy.config`. Nothing here imports torch.
+"""
+
+import dataclasses
+import typing
+from typing import Literal
+
+from smp_strategy.sizes import parse_bytes
+
+__all__ = [
+    "ActivationOptions",
+    "PartitionOptions",
+    "PipelineOptions",
+    "PrecisionOptions",
+    "RestoreModule",
+    "Schedule",
+    "ShardingOptions",
+    "TensorParallelOptions",
+    "TraceOptions",
+    "UnitOptions",
+]
+
+Optimize = Literal["memory", "speed"]
+Schedule = Literal["interleaved", "simple", "1f1b", "zb-h1", "zb-h2", "zb-v", "auto"]
+TraceDevice = Literal["cpu", "gpu"]
+RestoreModule = Literal["all", "rank_zero", "none"]
+
+# ZB-V folds the model once: down the stages and up again.
+CHUNKS_OF_ZB_V = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a batch flows through the stages."""
+
+    pipeline_parallel_degree: int | None = None
+    """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units."""
+    microbatches: int | None = None
+    """Microbatches per step. ``None``: 1 where a degree is given, 4 per stage where none is given anywhere."""
+    active_microbatches: int | None = None
+    """Most microbatches in flight on a rank at once; it caps activation memory. ``None``: number of stages + 2."""
+    pipeline: Schedule = "interleaved"
+    """``interleaved``: backward work that is ready goes first. ``simple``: all forwards, then all backwards.
+    ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages. ``zb-h1``, ``zb-h2``,
+    ``zb-v``: zero bubble, where the gradients of weights fill the waits. ``auto``: whichever is fastest and fits."""
+    virtual_pipeline_degree: int | None = None
+    """Chunks of the model on each stage. ``None``: 2 under ``zb-v``, chosen under ``auto``, else 1."""
+    placement_strategy: str = "cluster"
+    """Rank order: ``cluster`` (= ``DPT``), ``spread`` (= ``TPD``) or a permutation of D, P, T; the right-most
+    letter varies fastest."""
+
+    def _problems(self) -> list[str]:
+        found = _at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
+        found += _at_least_one(self, "virtual_pipeline_degree")
+        found += _one_of(self, "pipeline", typing.get_args(Schedule))
+        found += self._wrong_chunks()
+        known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
+        if not known:
+            found.append(
+                "`placement_strategy` must be `cluster`, `spread` or a permutation of the letters D, P and T, "
+                f"but is {self.placement_strategy!r}."
+            )
+        return found
+
+    def _wrong_chunks(self) -> list[str]:
+        chunks = self.virtual_pipeline_degree
+        if self.pipeline in ("zb-h1", "zb-h2") and chunks is not None and chunks > 1:
+            return [
+                f"`virtual_pipeline_degree` ({chunks}) contradicts `pipeline={self.pipeline}`, which has one chunk per "
+                "stage. Leave the degree out, or choose `zb-v`."
+            ]
+        if self.pipeline == "zb-v" and chunks not in (None, CHUNKS_OF_ZB_V):
+            return [
+                f"`virtual_pipeline_degree` ({chunks}) contradicts `pipeline=zb-v`, which has {CHUNKS_OF_ZB_V} chunks "
+                "per stage. Leave the degree out, or choose `1f1b`."
+            ]
+        return []
+
+    @property
+    def chunks_per_stage(self) -> int | None:
+        """``virtual_pipeline_degree`` with the default that the schedule implies; ``None`` where ``auto`` chooses."""
+        if self.virtual_pipeline_degree is not None:
+            return self.virtual_pipeline_degree
+        return {"zb-v": CHUNKS_OF_ZB_V, "auto": None}.get(self.pipeline, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartitionOptions:
+    """How units are given to stages."""
+
+    auto_partition: bool = True
+    """Let the library choose the stage of every unit."""
+    default_partition: int | None = None
+    """With ``auto_partition=False``: the stage of units that nobody placed."""
+    optimize: Optimize = "memory"
+    """What the partitioner weighs more; it sets the default of ``memory_weight``."""
+    memory_weight: float | None = None
+    """Weight of memory against compute time, 0 to 1. ``None``: 0.8 for ``memory``, 0.2 for ``speed``."""
+    memory_limit: int | str | tuple[int | str, ...] | None = None
+    """Memory of a rank: bytes, a text like ``16GiB``, or a list with one of these per stage. ``None``: what the device
+    has."""
+    stage_speeds: tuple[float, ...] | None = None
+    """How fast each stage computes, one number per stage: ``[1, 1, 2]``, if the last is twice as fast. ``None``: all
+    alike."""
+    partition_file: str | None = None
+    """Where the decision is written to (JSON), or read from."""
+    load_partition: bool = False
+    """Read the decision from ``partition_file`` instead of making one."""
+    restore_module: RestoreModule = "all"
+    """Which ranks have an ordinary module with all weights again when a run (fit, test ...) ends. Elsewhere each rank
+    keeps its own units, and using others is an error. Every run begins with the whole module on all ranks."""
+
+    def _problems(self) -> list[str]:
+        found = _one_of(self, "optimize", typing.get_args(Optimize))
+        found += _one_of(self, "restore_module", typing.get_args(RestoreModule))
+        weight = self.memory_weight
+        if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight <= 1):
+            found.append(f"`memory_weight` must be between 0 and 1, but is {weight!r}.")
+        speeds = self.stage_speeds
+        if speeds is not None and not all(0 < speed < float("inf") for speed in speeds):
+            found.append(f"`stage_speeds` must be above 0, but are {list(speeds)}.")
+        if self.default_partition is not None and self.default_partition < 0:
+            found.append(f"`default_partition` must be at least 0, but is {self.default_partition}.")
+        for limit in _each(self.memory_limit):
+            try:
+                if _bytes(limit) < 1:
+                    found.append(f"`memory_limit` must be at least 1 byte, but is {limit!r}.")
+            except ValueError as error:
+                found.append(f"`memory_limit`: {error}")
+        return found
+
+    def _problems_with(self, num_stages: int) -> list[str]:
+        """What is wrong with these options if there are ``num_stages`` stages."""
+        found = []
+        for name in ("memory_limit", "stage_speeds"):
+            given = getattr(self, name)
+            if isinstance(given, tuple) and len(given) != num_stages:
+                found.append(
+                    f"`{name}` must have one entry for each of the {num_stages} stages, but has {len(given)}: "
+                    f"{list(given)}."
+                )
+        if self.default_partition is not None and self.default_partition >= num_stages:
+            found.append(
+                f"`default_partition` must be one of the {num_stages} stages, 0 to {num_stages - 1}, but is "
+                f"{self.default_partition}."
+            )
+        return found
+
+    @property
+    def resolved_memory_weight(self) -> float:
+        """``memory_weight``, or the default that ``optimize`` implies."""
+        if self.memory_weight is not None:
+            return float(self.memory_weight)
+        return 0.8 if self.optimize == "memory" else 0.2
+
+    def memory_limits(self, num_stages: int) -> tuple[int, ...] | None:
+        """Bytes that each of ``num_stages`` stages may use; ``None`` where the device decides."""
+        if self.memory_limit is None:
+            return None
+        limits = tuple(_bytes(limit) for limit in _each(self.memory_limit))
+        return limits if isinstance(self.memory_limit, tuple) else limits * num_stages
+
+    def speeds(self, num_stages: int) -> tuple[float, ...]:
+        """How fast each of ``num_stages`` stages computes, relative to the others."""
+        return (1.0,) * num_stages if self.stage_speeds is None else tuple(map(float, self.stage_speeds))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """How the library learns what a step does and what it costs."""
+
+    skip_tracing: bool = False
+    """Partition by parameter counts in registration order, without the dry run of the step. The step must not
+    read attributes that blocks set (``block.aux_loss``): only the dry run notices."""
+    trace_execution_times: bool = False
+    """Measure unit times on the device instead of modelling them."""
+    trace_memory_usage: bool = False
+    """Measure activation memory on the device instead of modelling it."""
+    trace_device: TraceDevice | None = None
+    """Where to measure. ``None``: where the step will run."""
+
+    def _problems(self) -> list[str]:
+        found = _one_of(self, "trace_device", (*typing.get_args(TraceDevice), None))
+        asked = [
+            name for name in ("trace_execution_times", "trace_memory_usage", "trace_device") if getattr(self, name)
+        ]
+        if self.skip_tracing and asked:
+            named = " and ".join(f"`{name}`" for name in asked)
+            verb = "contradicts" if len(asked) == 1 else "contradict"
+            found.append(f"{named} {verb} `skip_tracing=True`: without tracing nothing is measured. Leave one out.")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnitOptions:
+    """What moves as a whole, and how it runs."""
+
+    unit_classes: tuple[str, ...] = ()
+    """Classes whose modules stay whole on one stage, by name or by qualified name."""
+    compile: bool = False
+    """Run each unit through ``torch.compile``; code above the units stays as it is."""
+
+    def _problems(self) -> list[str]:
+        return []
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """Sharded data parallelism (MiCS) and optimizer-state sharding."""
+
+    sharded_data_parallel_degree: int = 1
+    """Ranks over which parameters, gradients and optimizer state are sharded."""
+    shard_optimizer_state: bool = False
+    """Shard optimizer state and gradients only."""
+    sdp_reduce_bucket_size: int = 500_000_000
+    """Gradient bucket, in elements."""
+    sdp_param_persistence_threshold: int = 1_000_000
+    """Parameters smaller than this many elements stay replicated."""
+    sdp_max_live_parameters: int = 1_000_000_000
+    """Most elements gathered at once."""
+    sdp_hierarchical_allgather: bool = True
+    """Gather between nodes first, then inside each node."""
+    sdp_gradient_clipping: float = 1.0
+    """Global gradient norm that sharded data parallelism clips to."""
+    delayed_parameter_initialization: bool = False
+    """Build the model on the meta device; every rank materialises its own share."""
+
+    def _problems(self) -> list[str]:
+        return _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorParallelOptions:
+    """Tensor-parallel layers."""
+
+    tensor_parallel_degree: int = 1
+    """Ranks over which layers are split."""
+    prescaled_batch: bool = False
+    """All tensor-parallel ranks of a replica read the same batch."""
+
+    def _problems(self) -> list[str]:
+        return _at_least_one(self, "tensor_parallel_degree")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ActivationOptions:
+    """Activation checkpointing and offload."""
+
+    activation_checkpointing: str = "none"
+    """Units that recompute their activations in backward."""
+    offload_activations: bool = False
+    """Keep checkpointed activations in host memory."""
+    activation_loading_horizon: int = 4
+    """How many pipeline actions ahead of their use offloaded activations are loaded."""
+
+    def _problems(self) -> list[str]:
+        return _at_least_one(self, "activation_loading_horizon")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrecisionOptions:
+    """Compute precision, where the front door does not choose it."""
+
+    fp16: bool = False
+    """Train in float16 with loss scaling."""
+    bf16: bool = False
+    """Train in bfloat16."""
+    fp16_params: bool = False
+    """Create parameters in float16."""
+
+    def _problems(self) -> list[str]:
+        if self.fp16 and self.bf16:
+            return ["`fp16` and `bf16` contradict each other, but both are True. Choose one."]
+        return []
+
+
+def _each(limit: int | str | tuple[int | str, ...] | None) -> tuple[int | str, ...]:
+    """The limits that are given, one for all stages or one for each."""
+    if limit is None:
+        return ()
+    return limit if isinstance(limit, tuple) else (limit,)
+
+
+def _bytes(limit: int | str) -> int:
+    return parse_bytes(limit) if isinstance(limit, str) else limit
+
+
+def _at_least_one(config: object, *names: str) -> list[str]:
+    values = {name: getattr(config, name) for name in names}
+    return [
+        f"`{name}` must be at least 1, but is {value}."
+        for name, value in values.items()
+        if value is not None and value < 1
+    ]
+
+
+def _one_of(config: object, name: str, choices: tuple[str | None, ...]) -> list[str]:
+    value = getattr(config, name)
+    return (
+        [] if value in choices else [f"`{name}` must be one of {', '.join(filter(None, choices))}, but is {value!r}."]
+    )

@@ -1,0 +1,130 @@
+"""A partition in a file: written by one job, read and changed by people, taken over by another job.
+
+What counts in the file is which unit is on which stage. The costs stand there for the reader and are found anew by the
+job that loads it; the order of the units is that of execution and does not count either. The bytes of parameters are
+compared, because a partition for a model of another size is probably none for this one.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.partition.manual import stage_problems
+
+__all__ = ["FORMAT", "SavedPartition", "read_partition", "write_atomically"]
+
+FORMAT = 1
+"""Number of the file format; it changes when an older reader would misunderstand."""
+
+
+@final
+@dataclass(frozen=True)
+class SavedPartition:
+    """What counts of a file."""
+
+    source: str
+    """The file, for messages."""
+    num_stages: int
+    stage_of: Mapping[str, int]
+    """Stage of each unit, in the order of the file."""
+    parameter_bytes: Mapping[str, int]
+    """Of the units for which the file says it."""
+
+    def place(self, parameter_bytes: Mapping[str, int], num_stages: int) -> dict[str, int]:
+        """The stage of every unit of a model.
+
+        Args:
+            parameter_bytes: the units of the model, with the bytes of their parameters.
+            num_stages: stages that there are.
+
+        Raises:
+            ConfigError: the file does not fit, with the first difference.
+        """
+        problem = self._first_difference(parameter_bytes, num_stages)
+        problems = [problem] if problem else stage_problems(self.stage_of, num_stages)
+        if problems:
+            raise ConfigError([f"The partition in {self.source} does not fit. {problem}" for problem in problems])
+        return {name: self.stage_of[name] for name in parameter_bytes}
+
+    def _first_difference(self, parameter_bytes: Mapping[str, int], num_stages: int) -> str | None:
+        if self.num_stages != num_stages:
+            return (
+                f"It is for {self.num_stages} stages, but there are {num_stages}. Set `pipeline_parallel_degree="
+                f"{self.num_stages}`, or make a partition for {num_stages}."
+            )
+        for number, name in enumerate(self.stage_of):
+            if name not in parameter_bytes:
+                near = difflib.get_close_matches(name, parameter_bytes, n=1)
+                hint = f" (`{near[0]}`, perhaps?)" if near else ""
+                return f"Unit {number} of the file is `{name}`, which is no unit of this model{hint}."
+            size = self.parameter_bytes.get(name, parameter_bytes[name])
+            if size != parameter_bytes[name]:
+                return (
+                    f"Unit {number} of the file, `{name}`, has {size} bytes of parameters there, but "
+                    f"{parameter_bytes[name]} in this model."
+                )
+        for number, name in enumerate(parameter_bytes):
+            if name not in self.stage_of:
+                return f"Unit {number} of this model is `{name}`, which is not in the file."
+        return None
+
+
+def read_partition(text: str, source: str) -> SavedPartition:
+    """What a file says.
+
+    Args:
+        text: its contents.
+        source: its name.
+
+    Raises:
+        ConfigError: it is no partition, or has another format.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}.") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        raise ConfigError(
+            f"{source} is no partition of format {FORMAT}: its `format` is {found!r}. Write a new one with "
+            "`partition_file`."
+        )
+    units = _field(data, "units", list, source)
+    stages: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for number, unit in enumerate(units):
+        where = f"unit {number} of {source}"
+        if not isinstance(unit, dict):
+            raise ConfigError(f"{where[0].upper()}{where[1:]} must be an object with a name and a stage.")
+        name = _field(unit, "name", str, where)
+        if name in stages:
+            raise ConfigError(f"{source} has two units of the name `{name}`. Remove one.")
+        stages[name] = _field(unit, "stage", int, where)
+        if "held" in unit:
+            sizes[name] = _field(_field(unit, "held", dict, where), "parameter", int, f"`held` of {where}")
+    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes)
+
+
+def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    value = data.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        words = {list: "a list", dict: "an object", str: "a text", int: "a whole number"}
+        raise ConfigError(f"`{key}` of {where} must be {words[kind]}, but is {value!r}.")
+    return value
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Write ``text`` so that whoever reads the file finds all of it, or what was there before."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

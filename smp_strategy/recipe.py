@@ -1,0 +1,66 @@
+"""Options as one short word: ``pp4_zbv_mb16`` for a command line, a file name or an environment variable."""
+
+import re
+from typing import Any
+
+from smp_strategy.errors import ConfigError
+
+__all__ = ["MICROBATCHES_PER_STAGE", "parse_recipe"]
+
+# So many microbatches per stage keep the idle time below 20 %.
+MICROBATCHES_PER_STAGE = 4
+
+_SCHEDULES = {
+    "interleaved": "interleaved",
+    "simple": "simple",
+    "1f1b": "1f1b",
+    "zbh1": "zb-h1",
+    "zbh2": "zb-h2",
+    "zbv": "zb-v",
+    "auto": "auto",
+}
+_NUMBERS = {
+    "pp": "pipeline_parallel_degree",
+    "v": "virtual_pipeline_degree",
+    "tp": "tensor_parallel_degree",
+    "sdp": "sharded_data_parallel_degree",
+    "mb": "microbatches",
+}
+_NUMBER = re.compile(r"(pp|v|tp|sdp|mb)(\d+)")
+_MICS = re.compile(r"mics(\d+)x(\d+)")
+
+
+def parse_recipe(name: str) -> dict[str, Any]:
+    """Read options off a short name: ``pp2``, ``pp4_mb16``, ``pp4_1f1b_v2``, ``tp2_pp2``, ``mics2x2``, ``zero1``.
+
+    A name with ``pp`` and without ``mb`` gets 4 microbatches per stage. ``vN`` gives every rank N chunks of the model.
+    A schedule is named like in the option ``pipeline``, without hyphens. ``micsAxB`` shards over A ranks and
+    replicates B times; B follows from the world size and is only a reminder for the reader.
+
+    Raises:
+        ConfigError: a part that is not understood, or one that stands twice.
+    """
+    options: dict[str, Any] = {}
+    for part in name.split("_"):
+        key, value = _option(name, part)
+        if key in options:
+            raise ConfigError(f"`smp={name}`: `{key}` is given twice.")
+        options[key] = value
+    if "pipeline_parallel_degree" in options:
+        options.setdefault("microbatches", MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"])
+    return options
+
+
+def _option(name: str, part: str) -> tuple[str, Any]:
+    if match := _NUMBER.fullmatch(part):
+        return _NUMBERS[match[1]], int(match[2])
+    if match := _MICS.fullmatch(part):
+        return "sharded_data_parallel_degree", int(match[1])
+    if part == "zero1":
+        return "shard_optimizer_state", True
+    if part in _SCHEDULES:
+        return "pipeline", _SCHEDULES[part]
+    raise ConfigError(
+        f"`smp={name}`: the part {part!r} is not understood. Parts are ppN, vN, tpN, sdpN, micsNxM, zero1, mbN and a "
+        f"schedule ({', '.join(_SCHEDULES)}), joined by `_`, e.g. pp2_mb8."
+    )

@@ -1,0 +1,30 @@
+"""Amounts of memory as people write them: ``16GiB`` is a number of bytes.
+
+Memory is told in powers of 1024 by some tools and in powers of 1000 by others, and the difference (7 % at a gigabyte)
+decides whether a model fits. So a number needs its unit, and both families of units are read by their own names.
+"""
+
+import re
+
+__all__ = ["parse_bytes"]
+
+_PREFIXES = "KMGT"
+_UNITS = {
+    "B": 1,
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate(_PREFIXES, 1)},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate(_PREFIXES, 1)},
+}
+_BY_NAME = {unit.lower(): factor for unit, factor in _UNITS.items()}
+
+
+def parse_bytes(text: str) -> int:
+    """``"16GiB"`` (also ``"1.5 TiB"``, ``"800MB"``, ``"4096"``) as a number of bytes.
+
+    Raises:
+        ValueError: the text is no amount of memory.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    factor = _BY_NAME.get((match[2] or "B").lower()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{text!r} is no amount of memory. Write a number and one of {', '.join(_UNITS)}: 16GiB.")
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor

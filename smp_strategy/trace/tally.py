@@ -1,0 +1,156 @@
+"""What a call has a device do, counted kernel by kernel while it runs, on fake tensors or real ones.
+
+Its backward is counted along: the gradient of each factor of a product takes one more product of the same size, a fused
+attention kernel does five products in backward for two in forward (it computes the scores anew), and other kernels
+read what comes back and what they read before.
+
+The gradient of a *weight*, which is what is computed from parameters alone (also a cast of one, or what a unit makes
+of inputs without gradient), concerns nobody but the optimizer; other gradients are waited for by who made the inputs.
+"""
+
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from smp_strategy.trace.effort import Effort, Efforts
+
+__all__ = ["Tally"]
+
+_aten = torch.ops.aten
+
+_ADDS_TO_A_PRODUCT = frozenset({_aten.addmm, _aten.baddbmm})
+_ATTENTIONS = frozenset(
+    {
+        _aten._scaled_dot_product_efficient_attention,
+        _aten._scaled_dot_product_flash_attention,
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._scaled_dot_product_cudnn_attention,
+    }
+)
+_RECURRENT = frozenset({_aten.mkldnn_rnn_layer, _aten._cudnn_rnn})
+# They read as much of a table as they return.
+_LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
+_ALLOCATIONS = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty})
+
+
+@final
+class Tally:
+    """Adds up kernels.
+
+    Args:
+        parameters: the weights that there are from the beginning.
+
+    Attributes:
+        efforts: the sum.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        self.efforts = Efforts()
+        # By address, and kept: another storage must not get the same one.
+        self._weights = {_key(parameter): parameter.untyped_storage() for parameter in parameters}
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """``func`` has run."""
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        needing = [tensor for tensor in inputs if tensor.requires_grad] if torch.is_grad_enabled() else []
+        if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in outputs):
+            needing = []
+        weights = [tensor for tensor in needing if _key(tensor) in self._weights]
+        if needing and len(weights) == len(needing):
+            self._weights.update((_key(tensor), tensor.untyped_storage()) for tensor in outputs)
+        elif needing:  # a weight that was written into is none any more
+            for tensor in outputs:
+                self._weights.pop(_key(tensor), None)
+        if not _is_kernel(func, inputs, outputs):
+            return
+        kind = func.overloadpacket
+        flops = _flops(kind, args, kwargs, result)
+        if flops is None:
+            self._add(*_other_kernel(kind, inputs, outputs, needing, weights))
+        else:
+            self._add(*_product(kind, flops, inputs, outputs, (needing, weights)))
+
+    def _add(self, forward: Effort, input_gradient: Effort, weight_gradient: Effort) -> None:
+        new = (forward, input_gradient, weight_gradient)
+        self.efforts = Efforts(*(old.plus(effort) for old, effort in zip(self.efforts, new, strict=True)))
+
+
+def _flops(kind: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """By PyTorch's formulas and some that it lacks; ``None``: no product."""
+    if kind is _aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if kind is _aten._grouped_mm:  # every row of the result, or every entry where the groups are summed over
+        inner = args[0].size(-1) if result.ndim < 3 or args[0].ndim == 3 else args[0].size(-1) // len(result)
+        return 2 * int(result.numel()) * inner
+    if kind in _RECURRENT:
+        steps = args[0].shape[:-1].numel()
+        weights = args[1] if kind is _aten._cudnn_rnn else args[1:3]
+        return 2 * steps * sum(weight.numel() for weight in weights if weight.ndim > 1)
+    return int(flop_registry[kind](*args, **kwargs, out_val=result)) if kind in flop_registry else None
+
+
+def _product(
+    kind: Any, flops: int, inputs: list[Tensor], outputs: list[Tensor], gradients: tuple[list[Tensor], list[Tensor]]
+) -> tuple[Effort, Effort, Effort]:
+    moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
+    forward = Effort(flops, moved, 0, 1)
+    needing, weights = gradients
+    is_waited_for = len(needing) > len(weights)
+    if kind in _ATTENTIONS:
+        backward = Effort(flops * 5 // 2, 2 * moved, 0, 1) if needing else Effort()
+        return (forward, backward, Effort()) if is_waited_for else (forward, Effort(), backward)
+    if kind in _RECURRENT:
+        return forward, forward if is_waited_for else Effort(), forward if weights else Effort()
+    addends = _keys([inputs[0]] if kind in _ADDS_TO_A_PRODUCT else [tensor for tensor in inputs if tensor.ndim < 2])
+    known = _keys(weights)
+    of_weight, of_input = Effort(), Effort()
+    for tensor in needing:
+        each = Effort(0, 0, _nbytes(outputs[0]), 1) if _key(tensor) in addends else forward
+        if _key(tensor) in known:
+            of_weight = of_weight.plus(each)
+        else:
+            of_input = of_input.plus(each)
+    return forward, of_input, of_weight
+
+
+def _other_kernel(
+    kind: Any, inputs: list[Tensor], outputs: list[Tensor], needing: list[Tensor], weights: list[Tensor]
+) -> tuple[Effort, Effort, Effort]:
+    written = sum(map(_nbytes, outputs))
+    read = sum(map(_nbytes, inputs))
+    if kind in _LOOKUPS:
+        read = written + sum(map(_nbytes, inputs[1:]))
+    moved = read + written
+    of_input = Effort(0, 0, moved + written, 1) if len(needing) > len(weights) else Effort()
+    # The gradient of a table is as large as the table.
+    table = sum(map(_nbytes, weights)) if kind in _LOOKUPS else 0
+    of_weight = Effort(0, 0, moved + table, 1) if weights else Effort()
+    return Effort(0, 0, moved, 1), of_input, of_weight
+
+
+def _is_kernel(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Whether ``func`` has work to do: views and uninitialised tensors are free."""
+    if func.overloadpacket in _ALLOCATIONS or not outputs:
+        return False
+    return bool(func._schema.is_mutable) or not _keys(outputs) <= _keys(inputs)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes of the elements; an expanded tensor has fewer than its shape says."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _keys(tensors: Iterable[Tensor]) -> set[int]:
+    return set(map(_key, tensors))
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
