@@ -242,7 +242,6 @@ def test_two_precisions_contradict_each_other():
         {"offload_activations": True},
         {"pipeline": "zb-h1"},
         {"virtual_pipeline_degree": 2},
-        {"memory_limit": "16GiB"},
         {"fp16": True},
     ],
 )
