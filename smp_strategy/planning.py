@@ -64,13 +64,21 @@ def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Poli
     return found or [Policy("1f1b", config.chunks_per_stage or 1, config.active_microbatches)]
 
 
-def best_partition(config: SMPConfig, program: Program, num_stages: int) -> Partition:
-    """The partition of least cost under the schedule that the options ask for, or under any of them.
+def best_partition(
+    config: SMPConfig, program: Program, num_stages: int, *, policies: Sequence[Policy] | None = None
+) -> Partition:
+    """The partition of least cost.
+
+    Args:
+        config: all options.
+        program: what is partitioned.
+        num_stages: number of stages.
+        policies: schedules to choose from; ``None``: those that the options allow.
 
     Raises:
         ConfigError: there are more chunks than units, or nothing fits the limits of memory.
     """
-    policies = policies_of(config, num_stages, len(program.parameters))
+    policies = policies or policies_of(config, num_stages, len(program.parameters))
     if len(policies) > 1:
         first_look = _attempts(config, program, num_stages, policies, QUICK)
         finalists = sorted(first_look, key=lambda policy: first_look[policy].cost)[:MOST_FINALISTS]
