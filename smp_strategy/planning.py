@@ -151,7 +151,8 @@ def plan_of(config: SMPConfig, costs: Costs, partition: Partition, num_microbatc
         ]
         policies = policies_of(config, num_stages, len(partition.units))
         policies = [policy for policy in policies if policy.layout == found.layout] or [found]
-        plan = search(flow, num_microbatches, policies, costs.link, most_bytes=free).plan
+        active = config.active_microbatches
+        plan = search(flow, num_microbatches, policies, costs.link, most_bytes=free, active_microbatches=active).plan
     else:
         (policy,) = policies_of(config, num_stages, len(partition.units))
         plan = simulate(flow, num_microbatches, policy, costs.link)
