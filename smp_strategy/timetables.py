@@ -64,4 +64,5 @@ class Timetables:
             None if stage.memory_limit is None else stage.memory_limit - stage.held.total
             for stage in self._partition.stages
         ]
-        return search(flow, num_microbatches, alike, link, most_bytes=free).plan
+        active = self._config.active_microbatches
+        return search(flow, num_microbatches, alike, link, most_bytes=free, active_microbatches=active).plan

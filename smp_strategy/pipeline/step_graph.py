@@ -47,6 +47,7 @@ class StepGraph:
 
     Attributes:
         needs: per track, the tracks that must come before in the same microbatch, with the delay after their end.
+        tables: per kind of pass and segment, its seconds, its track and what that needs.
         visits: per stage, its segments in groups that it can run without waiting for what depends on their own
             results. On a chain of chunks these are the chunks.
     """
@@ -69,6 +70,14 @@ class StepGraph:
             "W": [max(cost.weight_gradient, SMALLEST_COST) for cost in work],
         }
         self.needs = self._all_needs(flow, number_of, link)
+        self.tables = {
+            kind: [
+                (cost, self.track(kind, number), self.needs[self.track(kind, number)])
+                for number, cost in enumerate(costs)
+            ]
+            for kind, costs in self._costs.items()
+        }
+        self._actions: dict[Entry, Action] = {}
         self._ancestors = [-1] * len(self.segments)
         self.visits = [self._visits_of(stage) for stage in range(flow.num_stages)]
 
@@ -97,6 +106,14 @@ class StepGraph:
     def cost(self, kind: str, segment: int) -> float:
         """Seconds of one pass."""
         return self._costs[kind][segment]
+
+    def action_of(self, entry: Entry) -> Action:
+        """The action that stands for ``entry`` in a plan."""
+        action = self._actions.get(entry)
+        if action is None:
+            action = Action(entry.kind, entry.microbatch, self.segments[entry.segment].number)
+            self._actions[entry] = action
+        return action
 
     def track(self, kind: str, segment: int) -> int:
         """The track of a pass."""
@@ -279,26 +296,29 @@ class _Clock:
 
     def advance(self, stage: int) -> bool:
         """Do passes of ``stage`` until one has to wait; whether there were any."""
-        order, reached = self._orders[stage], self._reached[stage]
-        first = reached
+        order, first, free_at = self._orders[stage], self._reached[stage], self._free_at[stage]
+        # This loop runs for every pass of every timetable that is tried.
+        tables, ends, times = self._graph.tables, self._ends, self._times[stage]
+        reached = first
         while reached < len(order):
-            entry = order[reached]
-            ready = self._ready(entry)
-            if ready is None:
-                break
-            self._run(stage, entry, max(ready, self._free_at[stage]))
-            reached += 1
-        self._reached[stage] = reached
+            kind, segment, microbatch = order[reached]
+            cost, track, needs = tables[kind][segment]
+            start = free_at
+            for need, delay in needs:
+                end = ends[need][microbatch]
+                if end is None:
+                    break
+                if end + delay > start:
+                    start = end + delay
+            else:
+                free_at = start + cost
+                ends[track][microbatch] = free_at
+                times.append((start, free_at))
+                reached += 1
+                continue
+            break
+        self._reached[stage], self._free_at[stage] = reached, free_at
         return reached > first
-
-    def _run(self, stage: int, entry: Entry, start: float) -> None:
-        kind, segment, microbatch = entry
-        end = start + self._graph.cost(kind, segment)
-        self._ends[self._graph.track(kind, segment)][microbatch] = end
-        if kind == "B":
-            self._ends[self._graph.track("W", segment)][microbatch] = end
-        self._free_at[stage] = end
-        self._times[stage].append((start, end))
 
     def _ready(self, entry: Entry) -> float | None:
         """When the inputs of a pass are there; ``None`` while one of them is not made."""
@@ -331,11 +351,8 @@ class _Clock:
         order.insert(self._reached[stage], order.pop(position))
 
     def plan(self) -> Plan:
-        numbers = [segment.number for segment in self._graph.segments]
-        return Plan(
-            tuple(tuple([Action(kind, mb, numbers[segment]) for kind, segment, mb in order]) for order in self._orders),
-            tuple(map(tuple, self._times)),
-        )
+        action_of = self._graph.action_of
+        return Plan(tuple([tuple(map(action_of, order)) for order in self._orders]), tuple(map(tuple, self._times)))
 
 
 def _mask(numbers: Sequence[int]) -> int:
