@@ -1,9 +1,10 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,16 +16,12 @@ from smp_strategy.mesh import MeshShape
 from smp_strategy.optim.state_size import MOMENTS_IF_UNKNOWN, optimizer_state_bytes
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import InFlight, Score, Setting
-from smp_strategy.partition.reading import chain_of, problem_of
-from smp_strategy.partition.solver import solve
-from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.partition.reading import chain_of
 from smp_strategy.pipeline.turns import Step
-from smp_strategy.timetables import policy_of
+from smp_strategy.planning import Program, as_given, best_partition
 from smp_strategy.trace.events import Trace
 
-__all__ = ["decide"]
+__all__ = ["decide", "program_of"]
 
 
 def decide(
@@ -52,11 +49,12 @@ def decide(
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
     costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
+    program = program_of(config, surroundings, found.trace, costs, shape.pp)
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        best_partition(config, found.trace, costs, held_of(surroundings), shape.pp, given),
+        best_partition(config, program, shape.pp) if given is None else as_given(config, program, shape.pp, given),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     if config.partition_file and not config.load_partition and dist.get_rank() == 0:
@@ -85,54 +83,32 @@ def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
     }
 
 
-def best_partition(
-    config: SMPConfig,
-    traced: Trace | None,
-    costs: Costs,
-    parameters: Mapping[str, Mapping[int, Held]],
-    num_stages: int,
-    given: Mapping[str, int] | None = None,
-) -> Partition:
-    """The partition of least cost under the schedule that the options ask for, or the one that is ``given``.
-
-    Args:
-        config: all options.
-        traced: a microbatch; without one the units are taken for a chain in order of registration.
-        costs: what its calls cost.
-        parameters: what those of each unit take.
-        num_stages: number of stages.
-        given: stage of each unit, where that is decided already.
-    """
-    trace, work = chain_of(parameters)
-    if traced is not None:
-        trace = costs.with_bytes(_as_training(traced))
+def program_of(
+    config: SMPConfig, surroundings: Surroundings, trace: Trace | None, costs: Costs, num_stages: int
+) -> Program:
+    """What is to be partitioned; without a trace the units are taken for a chain in order of registration."""
+    parameters = held_of(surroundings)
+    limits: Sequence[int | None] = config.memory_limits(num_stages) or (memory_of(surroundings.device),) * num_stages
+    if trace is None:
+        trace, work = chain_of(parameters)
+    else:
+        trace = costs.with_bytes(_as_training(trace))
         work = costs.work(trace.events)
-    num_microbatches = config.num_microbatches(num_stages)
-    policy = policy_of(config)
-    setting = Setting.plain(
-        num_stages,
-        num_microbatches=num_microbatches,
-        memory_weight=config.resolved_memory_weight,
+    return Program(
+        trace=trace,
+        work=work,
+        parameters=parameters,
+        link=costs.machine.link,
+        memory_limits=tuple(limits),
         stage_speeds=costs.stage_speeds,
-        in_flight=(InFlight(1, None),) * num_stages,
     )
-    problem = problem_of(trace, work, parameters, setting)
 
-    def evaluate(stage_of: Mapping[str, int]) -> Score:
-        flow = route(trace, stage_of, num_stages, work).at_speeds(costs.stage_speeds)
-        plan = simulate(flow, num_microbatches, policy)
-        saved = [0] * num_stages
-        for segment, nbytes in flow.saved_bytes.items():
-            saved[segment.stage] += nbytes
-        peaks = tuple(nbytes * plan.peak_microbatches(stage) for stage, nbytes in enumerate(saved))
-        return Score(plan.makespan, peaks)
 
-    if given is not None:
-        return Partition.of(problem, given, evaluate(given), schedule=config.pipeline)
-    solution = solve(problem, evaluate)
-    return Partition.of(
-        problem, solution.stage_of, solution.score, schedule=config.pipeline, lower_bound=solution.lower_bound
-    )
+def memory_of(device: torch.device) -> int | None:
+    """Bytes that a rank may fill; ``None`` on CPUs, whose memory ranks share and may exceed."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return None
 
 
 def _as_training(trace: Trace) -> Trace:

@@ -1,13 +1,11 @@
 """The timetables of a run: one for every path that steps take, and every number of microbatches."""
 
-from collections.abc import Mapping
-from typing import final
+from typing import final, get_args
 
-from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
-from smp_strategy.errors import ConfigError
+from smp_strategy.partition.partition import Partition
 from smp_strategy.pipeline.check import check
-from smp_strategy.pipeline.policies import Policy
+from smp_strategy.pipeline.policies import Policy, PolicyName
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Trace
@@ -18,12 +16,10 @@ __all__ = ["Timetables", "policy_of"]
 MOST_PLANS = 256
 
 
-def policy_of(config: SMPConfig) -> Policy:
-    """The policy that the options ask for."""
-    if config.pipeline == "auto":
-        raise ConfigError("`pipeline=auto` is not built yet. Name a schedule.")
-    chunks = config.virtual_pipeline_degree or (2 if config.pipeline == "zb-v" else 1)
-    return Policy(config.pipeline, chunks, config.active_microbatches)
+def policy_of(partition: Partition) -> Policy:
+    """The policy that ``partition`` was made for."""
+    names = {name: name for name in get_args(PolicyName)}
+    return Policy(names[partition.schedule], partition.chunks_per_stage, partition.active_microbatches)
 
 
 @final
@@ -31,16 +27,14 @@ class Timetables:
     """See the module docstring.
 
     Args:
-        policy: how work is ordered.
-        stage_of: stage of each unit.
-        num_stages: number of stages.
+        partition: where units are, and under which policy.
         costs: how long calls take.
     """
 
-    def __init__(self, policy: Policy, stage_of: Mapping[str, int], num_stages: int, costs: Costs) -> None:
-        self._policy = policy
-        self._stage_of = stage_of
-        self._num_stages = num_stages
+    def __init__(self, partition: Partition, costs: Costs) -> None:
+        self._policy = policy_of(partition)
+        self._stage_of = partition.stage_of
+        self._num_stages = partition.num_stages
         self._costs = costs
         self._plans: dict[tuple[int, int], Plan] = {}
 
