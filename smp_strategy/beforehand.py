@@ -56,7 +56,8 @@ def place_beforehand(
     assert config.partition_file is not None
     sizes = {unit.name: sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in units}
     saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
-    stage_of = saved.place(sizes, num_stages)
+    asked = config.chunks_per_stage if config.virtual_pipeline_degree or config.pipeline == "zb-v" else None
+    stage_of = saved.place(sizes, num_stages, asked)
     for name, stage in stage_of.items():
         if by_hand.stage_of(name) not in (None, stage):
             raise ConfigError(

@@ -86,6 +86,11 @@ class SMPConfig(
                 "`load_partition=True` contradicts `auto_partition=False`: one takes the partition from a file, the "
                 "other from the modules. Leave one of them out."
             )
+        if not self.auto_partition and self.virtual_pipeline_degree is not None:
+            found.append(
+                f"`virtual_pipeline_degree` ({self.virtual_pipeline_degree}) contradicts `auto_partition=False`: how "
+                "many chunks a stage has follows from where modules are placed. Leave it out."
+            )
         if self.auto_partition and self.default_partition is not None:
             found.append(
                 f"`default_partition` ({self.default_partition}) contradicts `auto_partition=True`. "

@@ -156,6 +156,12 @@ class Partition:
         return len(self.cut_bytes) + 1
 
     @property
+    def virtual_degree(self) -> int:
+        """Most runs of units that one stage has."""
+        runs = {(unit.stage, unit.chunk) for unit in self.units}
+        return max(sum(stage == number for stage, _ in runs) for number in range(self.num_stages))
+
+    @property
     def balance(self) -> float:
         """Mean over largest work of a stage; 1.0 is perfect."""
         seconds = [stage.seconds for stage in self.stages]
@@ -180,7 +186,12 @@ class Partition:
 
     def to_json(self) -> str:
         """The decision with all costs."""
-        return json.dumps({"format": FORMAT, "num_stages": self.num_stages, **_named(self)}, indent=2)
+        head = {
+            "format": FORMAT,
+            "num_stages": self.num_stages,
+            "virtual_pipeline_degree": self.virtual_degree,
+        }
+        return json.dumps({**head, **_named(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -193,6 +204,7 @@ class Partition:
             data: dict[str, Any] = json.loads(text)
             found = data.pop("format")
             del data["num_stages"]
+            data.pop("virtual_pipeline_degree", None)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"This is no partition as `Partition.save` writes it: {error!r}.") from error
         if found != FORMAT:
