@@ -18,6 +18,7 @@ from smp_strategy.partition.solver import solve
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.turns import Step
+from smp_strategy.timetables import policy_of
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.work import Work
@@ -96,18 +97,18 @@ def best_partition(
 ) -> Partition:
     """The partition of least cost under the schedule that the options ask for, or the one that is ``given``."""
     num_microbatches = config.num_microbatches(num_stages)
-    active = config.max_active_microbatches(num_stages)
+    policy = policy_of(config)
     setting = Setting.plain(
         num_stages,
         num_microbatches=num_microbatches,
         memory_weight=config.resolved_memory_weight,
-        in_flight=(InFlight(1, None if config.pipeline == "simple" else active),) * num_stages,
+        in_flight=(InFlight(1, None),) * num_stages,
     )
     problem = problem_of(trace, work, parameters, setting)
 
     def evaluate(stage_of: Mapping[str, int]) -> Score:
         flow = route(trace, stage_of, num_stages, work)
-        plan = simulate(flow, num_microbatches, policy=config.pipeline, active_microbatches=active)
+        plan = simulate(flow, num_microbatches, policy)
         saved = [0] * num_stages
         for segment, nbytes in flow.saved_bytes.items():
             saved[segment.stage] += nbytes

@@ -42,10 +42,8 @@ from smp_strategy.partition.partition import Partition
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
@@ -53,8 +51,9 @@ from smp_strategy.placement import placed_modules
 from smp_strategy.report import render_layout, render_schedule
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
+from smp_strategy.timetables import Timetables, policy_of
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.machine import Machine, modelled_work
+from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
 
@@ -62,8 +61,6 @@ __all__ = ["Engine"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
 EVALUATION, HOOK = 1, 2
-# Batches of every size and path have a plan of their own; a step that never repeats one must not fill the memory.
-MOST_PLANS = 256
 
 
 @final
@@ -121,7 +118,7 @@ class Engine:
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._timetables: Timetables | None = None
         self._seed = 0
         self._num_steps = 0
         self._num_evaluations = 0
@@ -232,6 +229,9 @@ class Engine:
             oracle=self._oracle,
             transport=self._transport,
             device=self._device,
+        )
+        self._timetables = Timetables(
+            policy_of(self.config), stage_of, self.mesh.pp, Machine.nominal(self._device.type)
         )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
@@ -391,24 +391,13 @@ class Engine:
 
     def _plan(self, kind: str, num_microbatches: int) -> Plan | None:
         trace = self._traces.get(kind)
-        if trace is None or self.partition is None:
+        if trace is None or self._timetables is None:
             return None
-        key = (trace.signature, num_microbatches)
-        if key not in self._plans:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
-            work = modelled_work(trace.events, Machine.nominal(self._device.type))
-            flow = route(trace, self.partition.stage_of, self.mesh.pp, work)
-            self._plans[key] = simulate(
-                flow,
-                num_microbatches,
-                policy=self.config.pipeline,  # type: ignore[arg-type]  # the others are refused until they are built
-                active_microbatches=self.config.max_active_microbatches(self.mesh.pp),
-            )
-            if kind == "train" and not self._reported_schedule:
-                self._report(render_schedule(self._plans[key]))
-                self._reported_schedule = True
-        return self._plans[key]
+        plan = self._timetables.plan(trace, num_microbatches)
+        if kind == "train" and not self._reported_schedule:
+            self._report(render_schedule(plan))
+            self._reported_schedule = True
+        return plan
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]

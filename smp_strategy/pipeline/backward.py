@@ -3,6 +3,9 @@
 Which gradients travel is known on every stage from the record of the program: a value's gradient comes back from
 exactly those stages whose use of it leads to the loss. Receives for them are posted when the forward pass is
 complete. The gradients of several uses are added in the order of autograd in one process: the latest use first.
+
+The backward of a segment may run in two parts: the gradients that other segments wait for, and later, whenever the
+plan says so, those of the weights (see :mod:`smp_strategy.pipeline.split_backward`).
 """
 
 from typing import Any, final
@@ -15,6 +18,7 @@ from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.routing import gradient_uses
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment
+from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.transport import Receipt, Transport
 
 __all__ = ["Backward"]
@@ -54,6 +58,7 @@ class Backward:
         self._goes_on = goes_on
         self._retain_graph = retain_graph
         self._next = len(program.graph.segments) - 1
+        self._deferred: dict[int, Deferred] = {}
         self._seeds: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._receipts: dict[Remote, Receipt] = {}
         loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
@@ -64,31 +69,48 @@ class Backward:
 
     @property
     def is_done(self) -> bool:
-        """Whether all segments have run."""
-        return self._next < 0
+        """Whether nothing is left to do."""
+        return self._next < 0 and not self._deferred
 
     def awaited(self) -> list[Receipt]:
         """Gradients that the next segment starts from."""
+        if self._next < 0:
+            return []
         exports = self._program.graph.segments[self._next].exports.values()
         uses = [use for export in exports for use in export.uses if isinstance(use, Remote)]
         return [self._receipts[use] for use in uses if use in self._receipts]
 
     def run_next(self) -> None:
-        """Run the backward pass of the last segment that is still to do."""
-        self.run_from(self._next)
+        """Run the backward pass of the last segment that is still to do, or what is left of the others'."""
+        if self._next >= 0:
+            self.run_from(self._next)
+        else:
+            self.complete()
 
-    def run_from(self, segment: int) -> None:
-        """Run the backward passes that are still to do, from the last segment down to ``segment``."""
-        while self._next >= segment and self._next >= 0:
-            self._run(self._program.graph.segments[self._next])
+    def run_from(self, segment: int, *, split: bool = False) -> None:
+        """Run the backward passes that are still to do, from the last segment down to ``segment``.
+
+        Args:
+            segment: where to stop.
+            split: leave the gradients of weights for :meth:`run_weights`.
+        """
+        while self._next >= max(segment, 0):
+            self._run(self._program.graph.segments[self._next], split=split)
             self._next -= 1
-            if self._next < 0:
-                self._run(self._program.graph.glue)
-                if self._goes_on:
-                    return
-                # Frees the activations of this microbatch.
-                self._program.graph.segments.clear()
-                self._program.graph.glue.exports.clear()
+            self._end()
+
+    def run_weights(self, segment: int) -> None:
+        """Compute the gradients that the backward of ``segment`` has left."""
+        deferred = self._deferred.pop(segment, None)
+        if deferred is not None:
+            deferred.run()
+            self._end()
+
+    def complete(self) -> None:
+        """Run all that is still to do."""
+        self.run_from(0)
+        for segment in list(self._deferred):
+            self.run_weights(segment)
 
     def _plant(self, loss: Any, weight: float, is_last_stage: bool) -> None:
         """Backward starts at the loss, where it is."""
@@ -111,17 +133,44 @@ class Backward:
                         assert self._transport is not None
                         self._receipts[use] = self._transport.receive(use.spec, use.stage, use.tag + 1)
 
-    def _run(self, segment: Segment) -> None:
-        roots = list(self._seeds.get(segment.index, ()))
+    def _end(self) -> None:
+        """Once all segments are done: the glue, whose gradients come from any of them."""
+        if not self.is_done:
+            return
+        self._run(self._program.graph.glue)
+        if not self._goes_on:
+            # Frees the activations of this microbatch.
+            self._program.graph.segments.clear()
+            self._program.graph.glue.exports.clear()
+
+    def _run(self, segment: Segment, *, split: bool = False) -> None:
+        roots = self._seeds.pop(segment.index, [])
         for export in segment.exports.values():
             gradient = self._gradient(export)
             if gradient is not None:
                 roots.append((export.tensor, gradient))
         if roots:
             tensors, gradients = zip(*roots, strict=True)
-            torch.autograd.backward(tensors, gradients, retain_graph=self._retain_graph)
+            if split:
+                deferred = backward_of_imports(tensors, gradients, self._waited_for(segment))
+                if deferred:
+                    self._deferred[segment.index] = deferred
+            else:
+                torch.autograd.backward(tensors, gradients, retain_graph=self._retain_graph)
         for record in segment.imports:
             self._return(record)
+        if split:
+            # What is left to do holds what it needs of the graph.
+            segment.exports.clear()
+            segment.imports.clear()
+
+    def _waited_for(self, segment: Segment) -> set[Import]:
+        """The imports of ``segment`` whose gradients are sent, or taken by an earlier segment."""
+        of_glue = {use for export in self._program.graph.glue.exports.values() for use in export.uses}
+        return {record for record in segment.imports if record not in of_glue and self._is_wanted(record)}
+
+    def _is_wanted(self, record: Import) -> bool:
+        return record.source is None or (record.value, self._stage) in self._remote_uses
 
     def _gradient(self, export: Export) -> Tensor | None:
         """The sum of the gradients that the uses of ``export`` return; the latest use first, as autograd adds."""
@@ -142,7 +191,7 @@ class Backward:
     def _return(self, record: Import) -> None:
         """Send the gradient of a received value to where it came from; local ones are fetched by their export."""
         source = record.source
-        if source is None or (record.value, self._stage) not in self._remote_uses:
+        if source is None or not self._is_wanted(record):
             return
         assert self._transport is not None
         gradient, record.grad = record.grad, None

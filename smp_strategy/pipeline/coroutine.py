@@ -15,9 +15,12 @@ from typing import Any, final
 
 import torch
 
-from smp_strategy.pipeline.rng import RngState, seeded
+from smp_strategy.pipeline.rng import RngState, begin_at, derive_seed
 
 __all__ = ["Coroutine"]
+
+# No other stream derives from a microbatch's seed by this number.
+BETWEEN_TURNS = -1
 
 
 class _CancelledError(BaseException):
@@ -31,7 +34,8 @@ class Coroutine:
     Args:
         body: the program.
         executor: gives the thread; it must have as many as programs that are alive at once.
-        seed: where the program's random streams begin.
+        seed: where the program's random streams begin. After each turn others begin that derive from it, too: whoever
+            lets programs take turns keeps the global ones (:func:`smp_strategy.pipeline.rng.kept`).
         device: device whose random stream is kept apart.
     """
 
@@ -45,13 +49,16 @@ class Coroutine:
         self._started = False
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
-        with seeded(seed, device):
-            self._rng = RngState.current(device)
+        self._seed = seed
+        self._num_turns = 0
+        self._rng: RngState | None = None
 
     def resume(self) -> bool:
         """Run until the program pauses or ends, and say whether it ended; its exception is raised here."""
-        outside = RngState.current(self._device)
-        self._rng.restore()
+        if self._rng is None:
+            begin_at(self._seed, self._device)
+        else:
+            self._rng.restore()
         try:
             if self._started:
                 self._go.put(True)
@@ -61,8 +68,10 @@ class Coroutine:
                 self._executor.submit(context.run, self._run, _ThreadModes(self._device))
             self._stop.get()
         finally:
-            self._rng = RngState.current(self._device)
-            outside.restore()
+            self._num_turns += 1
+            if not self.finished:
+                self._rng = RngState.current(self._device)
+            begin_at(derive_seed(self._seed, BETWEEN_TURNS, self._num_turns), self._device)
         if self._error is not None:
             raise self._error
         return self.finished

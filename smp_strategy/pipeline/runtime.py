@@ -18,6 +18,7 @@ from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.rng import kept
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
@@ -102,7 +103,7 @@ class Runtime:
         """
         turns = self._turns(job, microbatches)
         try:
-            with watched_entrances(self._active):
+            with watched_entrances(self._active), kept(self._stage.device):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
                 for position, action in enumerate(actions):
                     with record_function(str(action)):

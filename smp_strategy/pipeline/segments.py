@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "enter", "start_of_gradient"]
+__all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "enter", "import_at", "start_of_gradient"]
 
 
 @final
@@ -96,6 +96,11 @@ def enter(tensor: Tensor, record: Import) -> Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
         return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-untyped-call]
+
+
+def import_at(node: Any) -> Import | None:
+    """The import whose gradient is caught at ``node`` of the graph, if one is."""
+    return node.record if type(node) is _Enter._backward_cls else None  # type: ignore[attr-defined]
 
 
 def cut_off(tensor: Tensor) -> Tensor:

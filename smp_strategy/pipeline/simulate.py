@@ -1,10 +1,9 @@
-"""Schedules, computed: a list-scheduling simulation over the segment graph gives every stage its order of actions.
+"""Schedules, computed: a simulation over the segment graph gives every stage its order of actions.
 
-Whenever a stage is free it takes the best of its actions whose inputs are there. The policy says which is best:
-
-* ``simple``: a forward if there is one, so all forwards come before the backwards (GPipe);
-* ``interleaved``: a backward if there is one, and no new microbatch while ``active_microbatches`` are in flight on
-  the stage (SageMaker's schedule; on a chain of stages it is 1F1B with a longer warm-up).
+A policy (:mod:`smp_strategy.pipeline.policies`) proposes orders: the published timetable where the flow is the chain
+of chunks that it was made for, and list scheduling under the policy's rules for any flow. Where a policy has several
+proposals (Zero Bubble: what is best depends on how long the passes take), the fastest one is taken. All of them are
+timed by the same simulation, with the time that messages are under way.
 
 The forwards of a segment run in the order of the microbatches, and so do its backwards: gradients are added up in
 the order of one process that accumulates over the same microbatches, which makes the sums bit-identical.
@@ -12,133 +11,126 @@ the order of one process that accumulates over the same microbatches, which make
 The simulated order is a linear order of the dependency graph, so stages that follow it cannot deadlock.
 """
 
-from typing import Literal
+from collections.abc import Iterator
 
-from smp_strategy.pipeline.routing import Flow, SegmentId
-from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
+from smp_strategy.pipeline.policies import Policy
+from smp_strategy.pipeline.routing import Flow
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.step_graph import Orders, StepGraph
+from smp_strategy.pipeline.tables import one_forward_one_backward, zero_bubble, zero_bubble_v
+from smp_strategy.trace.work import Link
 
-__all__ = ["simulate"]
+__all__ = ["SPLIT_OVERHEAD", "simulate"]
 
-# A segment without compute (it only forwards or reads a value) still takes its turn.
-SMALLEST_COST = 1e-9
-
-Track = tuple[Literal["F", "B"], SegmentId]
-"""The forwards, or the backwards, of one segment over all microbatches; they run in the order of the microbatches."""
-Task = tuple[Track, int]
-"""A track and a microbatch."""
+# Share of a whole backward that its input gradient takes longer if the weight gradient is left for later.
+SPLIT_OVERHEAD = 0.02
+# Timetables that are this close to the fastest one are as good, and the simpler one is taken.
+NEGLIGIBLE = 1e-3
 
 
 def simulate(
     flow: Flow,
     num_microbatches: int,
+    policy: Policy = Policy(),  # noqa: B008  (a named tuple cannot change)
+    link: Link = Link.instant(),  # noqa: B008
     *,
-    policy: Literal["interleaved", "simple"] = "interleaved",
-    active_microbatches: int | None = None,
+    split_overhead: float = SPLIT_OVERHEAD,
 ) -> Plan:
     """Order the work of a step.
 
     Args:
         flow: segments of one microbatch and their dependencies.
         num_microbatches: microbatches of the step.
-        policy: see the module docstring.
-        active_microbatches: most microbatches in flight on a stage under ``interleaved``; default: stages + 2.
+        policy: what goes first.
+        link: how long messages are under way.
+        split_overhead: what a split backward takes longer, as a share of it.
 
     Returns:
-        The plan of every stage. Two stages, four microbatches, two in flight::
+        The plan of every stage. Two stages, four microbatches, ``1f1b``::
 
             stage 0   F0 F1 B0 F2 B1 F3 B2 B3
             stage 1   F0 B0 F1 B1 F2 B2 F3 B3
     """
-    cap = num_microbatches if policy == "simple" else active_microbatches or flow.num_stages + 2
-    clock = _Clock(flow, num_microbatches, first="F" if policy == "simple" else "B", cap=cap)
-    actions: list[list[Action]] = [[] for _ in range(flow.num_stages)]
-    times: list[list[tuple[float, float]]] = [[] for _ in range(flow.num_stages)]
-    while (choice := clock.next()) is not None:
-        start, ((kind, segment), microbatch) = choice
-        actions[segment.stage].append(Action(kind, microbatch, segment.number))
-        times[segment.stage].append((start, clock.run(start, ((kind, segment), microbatch))))
-    assert clock.is_done, "the segments of the flow wait for each other"
-    return Plan(tuple(map(tuple, actions)), tuple(map(tuple, times)))
+    graph = StepGraph(flow, num_microbatches, link, split_overhead)
+    best: Plan | None = None
+    for orders in _proposals(graph, policy):
+        for plan in _timed(graph, orders, policy):
+            if best is None or plan.makespan < best.makespan * (1 - NEGLIGIBLE):
+                best = plan
+    assert best is not None
+    return best
 
 
-class _Clock:
-    """The simulated machine: which work is done, and which comes next."""
+def _timed(graph: StepGraph, orders: Orders, policy: Policy) -> Iterator[Plan]:
+    if not policy.splits_backward:
+        yield graph.follow(orders)
+        return
+    yield graph.follow(graph.merged(orders, everywhere=True))
+    yield graph.follow(graph.merged(orders, everywhere=False))
 
-    def __init__(self, flow: Flow, num_microbatches: int, *, first: str, cap: int) -> None:
-        self._flow = flow
-        self._num_microbatches = num_microbatches
-        self._first = first
-        self._cap = cap
-        self._end: dict[Task, float] = {}
-        self._free_at = [0.0] * flow.num_stages
-        self._needs: dict[Track, list[Track]] = {}
-        self._tracks: list[list[Track]] = [[] for _ in range(flow.num_stages)]
-        for segment in flow.work:
-            self._add("F", segment, [("F", other) for other in flow.forward_needs[segment]])
-        for segment, before in flow.backward_needs.items():
-            # Backward begins when the stage has finished the whole forward of the microbatch.
-            last = SegmentId(segment.stage, flow.num_segments(segment.stage) - 1)
-            self._add("B", segment, [("F", last), *(("B", other) for other in before)])
-        self._reached: dict[Track, int] = dict.fromkeys(self._needs, 0)
 
-    def _add(self, kind: Literal["F", "B"], segment: SegmentId, needs: list[Track]) -> None:
-        self._needs[kind, segment] = needs
-        self._tracks[segment.stage].append((kind, segment))
+def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    """Orders under ``policy``, the published ones first."""
+    match policy.name:
+        case "simple":
+            yield list_schedule(graph, Rules(forward_first=True))
+        case "interleaved":
+            yield list_schedule(graph, Rules(most_microbatches=policy.active_microbatches or graph.num_stages + 2))
+        case "1f1b":
+            yield from _one_forward_one_backward(graph, policy)
+        case "zb-h1" | "zb-h2":
+            yield from _zero_bubble(graph, policy)
+        case "zb-v":
+            yield from _zero_bubble_v(graph, policy)
 
-    def next(self) -> tuple[float, Task] | None:
-        """The action that starts first on any stage, with its start; ``None`` when all work is done."""
-        choices = [choice for stage in range(self._flow.num_stages) for choice in self._choices(stage)]
-        if not choices:
-            return None
-        start, _, task = min(choices)
-        return start, task
 
-    @property
-    def is_done(self) -> bool:
-        """Whether every action has run."""
-        return all(reached == self._num_microbatches for reached in self._reached.values())
+def _one_forward_one_backward(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    stages, chunks, active = graph.num_stages, policy.num_chunks, policy.active_microbatches
+    tables = [
+        one_forward_one_backward(
+            stage, stages, graph.num_microbatches, chunks, most_live=active if chunks == 1 else None
+        )
+        for stage in range(stages)
+    ]
+    orders = graph.expand(tables, chunks)
+    if orders is not None and (chunks == 1 or active is None):
+        yield orders
+        return
+    if chunks == 1:
+        live = [stages - stage for stage in range(stages)]
+    else:
+        live = [2 * (stages - stage - 1) + (chunks - 1) * stages + 1 for stage in range(stages)]
+    yield list_schedule(graph, Rules(most_live=live, most_microbatches=active, group=stages))
 
-    def run(self, start: float, task: Task) -> float:
-        """Do ``task``; returns its end."""
-        track, microbatch = task
-        self._end[task] = self._free_at[track[1].stage] = start + self._cost(track)
-        self._reached[track] = microbatch + 1
-        return self._end[task]
 
-    def _choices(self, stage: int) -> list[tuple[float, tuple[bool, int, int], Task]]:
-        found = []
-        for track in self._tracks[stage]:
-            task = (track, self._reached[track])
-            ready = self._ready(task)
-            if ready is not None:
-                found.append((max(ready, self._free_at[stage]), self._rank(task), task))
-        return found
+def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    """Zero Bubble with one chunk per stage: at most p microbatches in flight, or 2p - 1."""
+    stages = graph.num_stages
+    most = stages if policy.name == "zb-h1" else 2 * stages - 1
+    most = min(most, policy.active_microbatches or most)
+    for slope in dict.fromkeys((1 if policy.name == "zb-h1" else 2, 1)):
+        warm_ups = [min(slope * (stages - stage - 1), most - 1) for stage in range(stages)]
+        delays = [min(slope * stage, most - 1 - warm_up) for stage, warm_up in enumerate(warm_ups)]
+        tables = [
+            zero_bubble(warm_up, delay, graph.num_microbatches) for warm_up, delay in zip(warm_ups, delays, strict=True)
+        ]
+        if (orders := graph.expand(tables, 1)) is not None:
+            yield orders
+    yield from _greedy(graph, Rules(splits=True, most_microbatches=most))
+    yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
 
-    def _ready(self, task: Task) -> float | None:
-        """When the inputs of ``task`` are there; ``None`` while it has to wait for work that is not chosen yet."""
-        track, microbatch = task
-        if microbatch == self._num_microbatches or (self._begins(track) and self._in_flight(track) >= self._cap):
-            return None
-        needs = [(need, microbatch) for need in self._needs[track]]
-        if any(need not in self._end for need in needs):
-            return None
-        return max((self._end[need] for need in needs), default=0.0)
 
-    def _rank(self, task: Task) -> tuple[bool, int, int]:
-        """Smaller is better."""
-        (kind, segment), microbatch = task
-        return kind != self._first, microbatch, segment.number if kind == "F" else -segment.number
+def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    stages = graph.num_stages
+    tables = [zero_bubble_v(stages - 1 - stage, stages, graph.num_microbatches) for stage in range(stages)]
+    orders = graph.expand(tables, 2)
+    if orders is not None and policy.active_microbatches is None:
+        yield orders
+    rules = Rules(splits=True, most_live=[2 * stages] * stages, most_microbatches=policy.active_microbatches)
+    yield from _greedy(graph, rules)
 
-    @staticmethod
-    def _begins(track: Track) -> bool:
-        return track[0] == "F" and track[1].number == 0
 
-    def _in_flight(self, track: Track) -> int:
-        """Microbatches that the stage has begun and not finished."""
-        mine = self._tracks[track[1].stage]
-        return self._reached[track] - min(self._reached[other] for other in mine)
-
-    def _cost(self, track: Track) -> float:
-        kind, segment = track
-        work = self._flow.work[segment]
-        return max(work.backward if kind == "B" else work.forward, SMALLEST_COST)
+def _greedy(graph: StepGraph, rules: Rules) -> Iterator[Orders]:
+    for patience in (0.0, 0.5, 1.0):
+        yield list_schedule(graph, rules._replace(patience=patience))

@@ -9,6 +9,7 @@ place cannot reach the message. A receive is posted when it is known and waited 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -197,8 +198,14 @@ def _message(spec: TensorSpec) -> Tensor:
 
 def _elements(message: Tensor, spec: TensorSpec, strides: Sequence[int]) -> Tensor:
     """The elements in ``message`` in the order that ``strides`` give them, without gaps and overlaps."""
-    strided = torch.empty_strided(spec.size, strides, dtype=spec.dtype, device="meta")
-    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, torch.empty_like(strided).stride())
+    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, _without_gaps(spec.size, tuple(strides)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_gaps(size: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of elements that stand as close as they can in the order that ``strides`` give them."""
+    strided = torch.empty_strided(size, strides, device="meta")
+    return torch.empty_like(strided).stride()
 
 
 def _unpacked(message: Tensor, spec: TensorSpec) -> Tensor:

@@ -20,7 +20,7 @@ from smp_strategy.pipeline.coroutine import Coroutine
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
-from smp_strategy.pipeline.rng import derive_seed
+from smp_strategy.pipeline.rng import derive_seed, kept
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Receipt
@@ -147,8 +147,11 @@ class Turns:
             self._forward(action.microbatch, action.segment)
         else:
             self._forward(action.microbatch, ALL_SEGMENTS)
-            if not self.has_left_plan and action.microbatch in self._backwards:
-                self._backwards[action.microbatch].run_from(action.segment)
+            backward = None if self.has_left_plan else self._backwards.get(action.microbatch)
+            if backward is not None and action.kind == "W":
+                backward.run_weights(action.segment)
+            elif backward is not None:
+                backward.run_from(action.segment, split=action.kind == "I")
 
     @property
     def has_left_plan(self) -> bool:
@@ -227,8 +230,9 @@ class Turns:
         Returns:
             Whether there was a barrier; otherwise all microbatches have ended.
         """
-        for number in range(len(self._programs)):
-            self._forward(number, ALL_SEGMENTS)
+        with kept(self._stage.device):
+            for number in range(len(self._programs)):
+                self._forward(number, ALL_SEGMENTS)
         barriers, self._barriers = self._barriers, {}
         if not barriers:
             return False
@@ -249,7 +253,7 @@ class Turns:
                 self.improvise()
                 return
             if number in self._backwards:
-                self._backwards[number].run_from(0)
+                self._backwards[number].complete()
 
     def agree(self) -> None:
         """Make sure that all stages have run the same programs; collective."""

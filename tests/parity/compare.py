@@ -28,10 +28,12 @@ __all__ = [
     "Block",
     "Blocks",
     "Case",
+    "Outcome",
     "check",
     "in_order",
     "mean_square",
     "one_process",
+    "pipeline",
     "refusal",
     "steps_of",
 ]
@@ -152,10 +154,22 @@ def pipeline(case: Case, pp: int, counts: Iterable[int]) -> list[Outcome]:
     return found
 
 
-def check(case: Case, pp: int, counts: tuple[int, ...] = (1, 4)) -> None:
-    """``case`` has the same numbers on ``pp`` stages as in one process, for each number of microbatches."""
+def check(
+    case: Case,
+    pp: int,
+    counts: tuple[int, ...] = (1, 4),
+    run: Callable[..., list[Outcome]] = pipeline,
+    layout: Iterable[Any] = (),
+) -> None:
+    """``case`` has the same numbers on ``pp`` stages as in one process, for each number of microbatches.
+
+    Args:
+        case, pp, counts: see :func:`pipeline`.
+        run: what the ranks do in its place.
+        layout: what ``run`` gets besides.
+    """
     expected = run_ranks(pipeline, 1, case, 1, counts)[0] if case.draws else [one_process(case, n) for n in counts]
-    ranks = run_ranks(pipeline, pp, case, pp, counts, timeout=40)
+    ranks = run_ranks(run, pp, case, pp, counts, *layout, timeout=40)
     for number, (count, wanted) in enumerate(zip(counts, expected, strict=True)):
         exact = not case.differs or (case.differs == REUSED and count == 1)
         _assert_same_state(wanted.state, ranks[0][number].state, exact)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.problem import InFlight, Problem, Score, Setting
 from smp_strategy.partition.reading import problem_of
+from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Event, Trace, Value
@@ -27,7 +28,7 @@ class Case:
         for segment in flow.work:
             speed = setting.speed(segment.stage)
             flow.work[segment] = Work(*(seconds / speed for seconds in flow.work[segment]))
-        plan = simulate(flow, setting.num_microbatches, active_microbatches=self.active)
+        plan = simulate(flow, setting.num_microbatches, Policy(active_microbatches=self.active))
         saved = [0] * setting.num_stages
         for segment, nbytes in flow.saved_bytes.items():
             saved[segment.stage] += nbytes

@@ -78,6 +78,8 @@ def execute(plan: Plan, trace: Trace, stage_of: dict[str, int], num_microbatches
                 if action.kind == "F":
                     awaited = {("value", action.microbatch, move.number) for move in moves if move.target == here}
                     sends = {("value", action.microbatch, move.number) for move in moves if move.source == here}
+                elif action.kind == "W":
+                    awaited = sends = set()
                 else:
                     awaited = {("grad", action.microbatch, key) for key, (_, to) in returns.items() if to == here}
                     sends = {("grad", action.microbatch, key) for key, (by, _) in returns.items() if by == here}

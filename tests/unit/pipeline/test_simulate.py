@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smp_strategy.pipeline.check import check
+from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Trace
@@ -13,8 +15,10 @@ from smp_strategy.trace.work import Work
 
 from .flows import chain, execute, flow_of, programs
 
-policies = st.sampled_from(["simple", "interleaved"])
 caps = st.none() | st.integers(1, 5)
+policies = st.builds(
+    Policy, st.sampled_from(["simple", "interleaved", "1f1b", "zb-h1", "zb-h2"]), st.integers(1, 3), caps
+) | st.builds(Policy, st.just("zb-v"), st.just(2), caps)
 
 
 def table(plan) -> str:
@@ -79,12 +83,12 @@ def table(plan) -> str:
     ],
 )
 def test_small_timetables_are_the_known_ones(stages, policy, active, expected):
-    plan = simulate(flow_of(*stages), 4, policy=policy, active_microbatches=active)
+    plan = simulate(flow_of(*stages), 4, Policy(policy, 1, active))
     assert table(plan) == dedent(expected).strip()
 
 
 def test_one_forward_one_backward_on_four_stages():
-    plan = simulate(flow_of(0, 1, 2, 3), 6, active_microbatches=4)
+    plan = simulate(flow_of(0, 1, 2, 3), 6, Policy("interleaved", 1, 4))
     assert table(plan).splitlines() == [
         "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5",
         "F0 F1 F2 F3 B0 B1 F4 B2 F5 B3 B4 B5",
@@ -95,7 +99,7 @@ def test_one_forward_one_backward_on_four_stages():
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_with_as_many_in_flight_as_stages_memory_and_time_are_those_of_1f1b(num_stages):
-    plan = simulate(flow_of(*range(num_stages)), 8, active_microbatches=num_stages)
+    plan = simulate(flow_of(*range(num_stages)), 8, Policy("interleaved", 1, num_stages))
     assert plan.peak_microbatches(0) == num_stages
     assert plan.peak_microbatches(num_stages - 1) == 1
     # The bubble of 1F1B and GPipe: p - 1 forwards and backwards in which a stage waits.
@@ -109,45 +113,50 @@ def test_costs_move_the_order_and_the_times():
     assert plan.bubble == pytest.approx(0.5)
 
 
-@given(programs(), st.integers(1, 5), policies, caps)
-def test_every_plan_runs_to_its_end_on_stages_that_block(program, num_microbatches, policy, cap):
+@given(programs(), st.integers(1, 5), policies)
+def test_every_plan_runs_to_its_end_on_stages_that_block(program, num_microbatches, policy):
     trace, stage_of, num_stages = program
-    flow = route(trace, stage_of, num_stages, {})
-    plan = simulate(flow, num_microbatches, policy=policy, active_microbatches=cap)
+    flow = route(trace, stage_of, num_stages, dict.fromkeys(range(20), Work(1.0, 1.0, 1.0)))
+    plan = simulate(flow, num_microbatches, policy)
     execute(plan, trace, stage_of, num_microbatches)
 
 
-@given(programs(), st.integers(1, 4), policies, caps)
-def test_every_plan_does_each_pass_once_and_in_the_order_of_the_microbatches(program, num_microbatches, policy, cap):
+@given(programs(), st.integers(1, 4), policies)
+def test_every_plan_does_each_pass_once_and_in_an_order_that_the_runtime_can_follow(program, num_microbatches, policy):
     trace, stage_of, num_stages = program
-    flow = route(trace, stage_of, num_stages, {})
-    plan = simulate(flow, num_microbatches, policy=policy, active_microbatches=cap)
+    flow = route(trace, stage_of, num_stages, dict.fromkeys(range(20), Work(1.0, 1.0, 1.0)))
+    plan = simulate(flow, num_microbatches, policy)
+    check(plan, flow, num_microbatches)
     for stage, actions in enumerate(plan.stages):
         segments = {"F": [s for s in flow.work if s.stage == stage]}
-        segments["B"] = [s for s in segments["F"] if s in flow.backward_needs]
-        assert len(actions) == num_microbatches * (len(segments["F"]) + len(segments["B"]))
-        for kind in "FB":
+        segments["I"] = segments["W"] = [s for s in segments["F"] if s in flow.backward_needs]
+        parts = [(part, a.microbatch, a.segment) for a in actions for part in ("IW" if a.kind == "B" else a.kind)]
+        assert len(parts) == num_microbatches * sum(map(len, segments.values()))
+        for kind in "FIW":
             for segment in segments[kind]:
-                order = [a.microbatch for a in actions if (a.kind, a.segment) == (kind, segment.number)]
+                order = [mb for part, mb, number in parts if (part, number) == (kind, segment.number)]
                 assert order == list(range(num_microbatches))
         for microbatch in range(num_microbatches):
-            mine = [a for a in actions if a.microbatch == microbatch]
-            assert [a.segment for a in mine if a.kind == "F"] == sorted(s.number for s in segments["F"])
+            mine = [(part, number) for part, mb, number in parts if mb == microbatch]
+            forward = [number for part, number in mine if part == "F"]
+            assert forward == sorted(s.number for s in segments["F"])
             # The runtime runs backward from the last segment down, so a plan must not ask for another order.
-            assert [a.segment for a in mine if a.kind == "B"] == sorted((s.number for s in segments["B"]), reverse=True)
-            assert [a.kind for a in mine] == sorted((a.kind for a in mine), reverse=True)
+            backward = [number for part, number in mine if part == "I"]
+            assert backward == sorted((s.number for s in segments["I"]), reverse=True)
+            assert [part for part, _ in mine[: len(forward)]] == ["F"] * len(forward)
+            assert all(mine.index(("I", number)) < mine.index(("W", number)) for number in backward)
 
 
 @given(programs(), st.integers(1, 6), st.integers(1, 5))
 def test_no_stage_keeps_more_microbatches_than_are_active(program, num_microbatches, cap):
     trace, stage_of, num_stages = program
-    plan = simulate(route(trace, stage_of, num_stages, {}), num_microbatches, active_microbatches=cap)
+    plan = simulate(route(trace, stage_of, num_stages, {}), num_microbatches, Policy("interleaved", 1, cap))
     assert all(plan.peak_microbatches(stage) <= cap for stage in range(num_stages))
 
 
 @given(st.integers(1, 4), st.integers(1, 6), caps)
 def test_the_simple_policy_keeps_all_microbatches_whatever_the_cap(num_stages, num_microbatches, cap):
-    plan = simulate(flow_of(*range(num_stages)), num_microbatches, policy="simple", active_microbatches=cap)
+    plan = simulate(flow_of(*range(num_stages)), num_microbatches, Policy("simple", 1, cap))
     assert all(plan.peak_microbatches(stage) == num_microbatches for stage in range(num_stages))
 
 
@@ -157,7 +166,7 @@ def test_times_of_a_stage_do_not_overlap(program, num_microbatches, policy):
     plan = simulate(
         route(trace, stage_of, num_stages, dict.fromkeys(range(20), Work(1.0, 1.0, 1.0))),
         num_microbatches,
-        policy=policy,
+        policy,
     )
     for spans in plan.times:
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))

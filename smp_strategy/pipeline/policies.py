@@ -1,0 +1,83 @@
+"""What a user can ask of a schedule: the names of the policies, and what each of them means for the layout.
+
+* ``simple``: all forwards, then all backwards (GPipe, arXiv:1811.06965);
+* ``interleaved``: backward work that is ready goes first, at most ``active_microbatches`` in flight (SageMaker);
+* ``1f1b``: one forward, one backward (PipeDream-Flush, arXiv:2006.09503); with several chunks per stage, Megatron's
+  interleaving (arXiv:2104.04473);
+* ``zb-h1``, ``zb-h2``, ``zb-v``: Zero Bubble (arXiv:2401.10241): backward is split, and the part that computes the
+  gradients of weights fills the waits.
+
+A *chunk* is a contiguous run of units. Chunks are dealt out to stages one after the other, round by round (``loop``);
+under ``zb-v`` they go down the stages and up again, so that the first and the last one share a stage: the last, which
+is rank 0, where losses and loggers are.
+"""
+
+from typing import Literal, NamedTuple
+
+__all__ = ["Policy", "PolicyName", "candidates"]
+
+PolicyName = Literal["simple", "interleaved", "1f1b", "zb-h1", "zb-h2", "zb-v"]
+# More chunks make smaller bubbles and more messages; beyond this the messages win.
+MOST_CHUNKS = 4
+
+
+class Policy(NamedTuple):
+    """How the work of a step is ordered, and what layout that needs."""
+
+    name: PolicyName = "interleaved"
+    num_chunks: int = 1
+    """Chunks per stage."""
+    active_microbatches: int | None = None
+    """Most microbatches in flight on a stage; ``None``: what the policy needs (``interleaved``: stages + 2)."""
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights may be computed later than those of inputs."""
+        return self.name.startswith("zb-")
+
+    def stage_of_chunk(self, chunk: int, num_stages: int) -> int:
+        """Where chunk ``chunk`` of ``num_chunks * num_stages`` lives."""
+        if self.name != "zb-v":
+            return chunk % num_stages
+        return num_stages - 1 - chunk if chunk < num_stages else chunk - num_stages
+
+    def __str__(self) -> str:
+        chunks = f" with {self.num_chunks} chunks per stage" if self.num_chunks > 1 else ""
+        active = f", at most {self.active_microbatches} microbatches in flight" if self.active_microbatches else ""
+        return f"{self.name}{chunks}{active}"
+
+
+def candidates(
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_units: int,
+    num_chunks: int | None = None,
+    active_microbatches: int | None = None,
+) -> list[Policy]:
+    """What ``auto`` chooses from, the simpler ones first.
+
+    Args:
+        num_stages: number of stages.
+        num_microbatches: microbatches of the step.
+        num_units: units that there are to make chunks of.
+        num_chunks: the only number of chunks per stage that is allowed; ``None``: any.
+        active_microbatches: most microbatches in flight on a stage; ``None``: as many as a policy wants.
+    """
+    found = [Policy("1f1b"), Policy("interleaved")]
+    if num_stages > 1:
+        # In flight: enough to hide slow links, as far as there are microbatches.
+        found += [
+            Policy("interleaved", active_microbatches=active)
+            for active in (2 * num_stages, 3 * num_stages)
+            if num_stages + 2 < active <= num_microbatches
+        ]
+        found += [Policy("1f1b", chunks) for chunks in range(2, MOST_CHUNKS + 1)]
+        found += [Policy("zb-h1"), Policy("zb-h2"), Policy("zb-v", 2)]
+    return [
+        policy if active_microbatches is None else policy._replace(active_microbatches=active_microbatches)
+        for policy in found
+        if num_stages * policy.num_chunks <= num_units
+        and num_chunks in (None, policy.num_chunks)
+        and (active_microbatches is None or (policy.active_microbatches or 0) <= active_microbatches)
+    ]

@@ -1,0 +1,276 @@
+"""The passes of a step as a graph of numbers, made once for all timetables that are tried.
+
+A *track* is one kind of pass of one segment over all microbatches; it runs in the order of the microbatches, so that
+gradients are added up in the order of one process that accumulates over them. With ``n`` segments, tracks ``0..n-1``
+are forwards, ``n..2n-1`` backwards (whole ones, or their input gradients), ``2n..3n-1`` weight gradients.
+
+Given the order of passes on each stage, :meth:`StepGraph.follow` says when each of them runs. An order that would
+wait for ever is repaired: the pass that can start first goes first. So what comes out never deadlocks.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, final
+
+from smp_strategy.pipeline.routing import Flow, SegmentId
+from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.pipeline.tables import Pass
+from smp_strategy.trace.work import Link
+
+__all__ = ["Entry", "Orders", "StepGraph"]
+
+# A segment without compute (it only forwards or reads a value) still takes its turn.
+SMALLEST_COST = 1e-9
+
+
+class Entry(NamedTuple):
+    """One pass in the order of a stage."""
+
+    kind: Literal["F", "B", "I", "W"]
+    segment: int
+    """Number among all segments."""
+    microbatch: int
+
+
+Orders = Sequence[Sequence[Entry]]
+"""The passes of each stage in order."""
+
+
+@final
+class StepGraph:
+    """What has to be done in a step, how long it takes, and what waits for what.
+
+    Args:
+        flow: segments of one microbatch and their dependencies.
+        num_microbatches: microbatches of the step.
+        link: how long messages are under way.
+        split_overhead: what the input gradient takes longer if it is computed alone, as a share of the backward.
+
+    Attributes:
+        needs: per track, the tracks that must come before in the same microbatch, with the delay after their end.
+        visits: per stage, its segments in groups that it can run without waiting for what depends on their own
+            results. On a chain of chunks these are the chunks.
+    """
+
+    def __init__(self, flow: Flow, num_microbatches: int, link: Link, split_overhead: float) -> None:
+        self.num_stages = flow.num_stages
+        self.num_microbatches = num_microbatches
+        self.segments = list(flow.work)
+        number_of = {segment: number for number, segment in enumerate(self.segments)}
+        self.of_stage: list[list[int]] = [[] for _ in range(flow.num_stages)]
+        for segment in sorted(self.segments):
+            self.of_stage[segment.stage].append(number_of[segment])
+        self.has_backward = [segment in flow.backward_needs for segment in self.segments]
+        work = list(flow.work.values())
+        self.can_split = [has and cost.weight_gradient > 0 for has, cost in zip(self.has_backward, work, strict=True)]
+        self._costs = {
+            "F": [max(cost.forward, SMALLEST_COST) for cost in work],
+            "B": [max(cost.backward, SMALLEST_COST) for cost in work],
+            "I": [max(cost.input_gradient + split_overhead * cost.backward, SMALLEST_COST) for cost in work],
+            "W": [max(cost.weight_gradient, SMALLEST_COST) for cost in work],
+        }
+        self.needs = self._all_needs(flow, number_of, link)
+        self._ancestors = [-1] * len(self.segments)
+        self.visits = [self._visits_of(stage) for stage in range(flow.num_stages)]
+
+    def _all_needs(self, flow: Flow, number_of: dict[SegmentId, int], link: Link) -> list[list[tuple[int, float]]]:
+        count = len(self.segments)
+        needs: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
+
+        def arrivals(target: SegmentId, sources: dict[SegmentId, int], offset: int) -> list[tuple[int, float]]:
+            return [
+                (offset + number_of[source], link.seconds(nbytes) if source.stage != target.stage else 0.0)
+                for source, nbytes in sources.items()
+            ]
+
+        for number, segment in enumerate(self.segments):
+            needs[number] = arrivals(segment, dict(flow.forward_needs[segment]), 0)
+            if self.has_backward[number]:
+                # Backward begins when the stage has finished the whole forward of the microbatch, and goes down.
+                mine = self.of_stage[segment.stage]
+                later = [other for other in mine if self.segments[other].number > segment.number]
+                above = [(count + other, 0.0) for other in later if self.has_backward[other]][:1]
+                needs[count + number] = [(mine[-1], 0.0), *above]
+                needs[count + number] += arrivals(segment, dict(flow.backward_needs[segment]), count)
+                needs[2 * count + number] = [(count + number, 0.0)]
+        return needs
+
+    def cost(self, kind: str, segment: int) -> float:
+        """Seconds of one pass."""
+        return self._costs[kind][segment]
+
+    def track(self, kind: str, segment: int) -> int:
+        """The track of a pass."""
+        return segment + len(self.segments) * (0 if kind == "F" else 2 if kind == "W" else 1)
+
+    def _visits_of(self, stage: int) -> list[list[int]]:
+        visits: list[list[int]] = []
+        for number in self.of_stage[stage]:
+            remote = [need for need, _ in self.needs[number] if self.segments[need].stage != stage]
+            if not visits or any((self._before(need) | 1 << need) & _mask(visits[-1]) for need in remote):
+                visits.append([])
+            visits[-1].append(number)
+        return visits
+
+    def _before(self, number: int) -> int:
+        """All segments that come before segment ``number``, as bits."""
+        if self._ancestors[number] < 0:
+            found = 0
+            for need, _ in self.needs[number]:
+                found |= 1 << need | self._before(need)
+            self._ancestors[number] = found
+        return self._ancestors[number]
+
+    # From tables to orders
+
+    def expand(self, tables: Sequence[Sequence[Pass]], num_chunks: int) -> Orders | None:
+        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
+
+        Visits in which a stage only reads what the loss is made of, or the loss, come right before its backward.
+        """
+        orders = []
+        for stage, table in enumerate(tables):
+            visits = self.visits[stage]
+            last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
+            chunks = visits if last is None else visits[: last + 1]
+            if len(chunks) != num_chunks:
+                return None
+            readings = [number for visit in visits[len(chunks) :] for number in visit]
+            order: list[Entry] = []
+            for kind, chunk, microbatch in table:
+                if kind == "F":
+                    order += [Entry("F", number, microbatch) for number in chunks[chunk]]
+                    continue
+                if kind != "W" and chunk == num_chunks - 1:
+                    order += [Entry("F", number, microbatch) for number in readings]
+                for number in reversed(chunks[chunk]):
+                    if kind == "B" or self.can_split[number]:
+                        order += [Entry(kind, number, microbatch)] if self.has_backward[number] else []
+                    elif kind == "I" and self.has_backward[number]:
+                        order.append(Entry("B", number, microbatch))
+            orders.append(order)
+        return orders
+
+    def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
+        """``orders`` with whole backwards where a weight gradient follows its input gradient.
+
+        Args:
+            orders: the passes of each stage.
+            everywhere: also where another stage waits for the input gradient, and would wait longer.
+        """
+        awaited = {
+            need
+            for track, needs in enumerate(self.needs)
+            for need, _ in needs
+            if self.stage_of(need) != self.stage_of(track)
+        }
+        result = []
+        for order in orders:
+            merged: list[Entry] = []
+            for entry in order:
+                before = merged[-1] if merged else None
+                if (
+                    entry.kind == "W"
+                    and before == Entry("I", entry.segment, entry.microbatch)
+                    and (everywhere or self.track("I", entry.segment) not in awaited)
+                ):
+                    merged[-1] = Entry("B", entry.segment, entry.microbatch)
+                else:
+                    merged.append(entry)
+            result.append(merged)
+        return result
+
+    def stage_of(self, track: int) -> int:
+        """The stage of a track."""
+        return self.segments[track % len(self.segments)].stage
+
+    # From orders to times
+
+    def follow(self, orders: Orders) -> Plan:
+        """The plan of stages that do their passes in the given orders, each as soon as it can."""
+        clock = _Clock(self, orders)
+        while not clock.is_done:
+            moved = [clock.advance(stage) for stage in range(self.num_stages)]
+            if not any(moved):
+                clock.repair()
+        return clock.plan()
+
+
+@final
+class _Clock:
+    """Stages that follow their orders."""
+
+    def __init__(self, graph: StepGraph, orders: Orders) -> None:
+        self._graph = graph
+        self._orders = [list(order) for order in orders]
+        self._reached = [0] * graph.num_stages
+        self._free_at = [0.0] * graph.num_stages
+        self._times: list[list[tuple[float, float]]] = [[] for _ in range(graph.num_stages)]
+        self._ends: list[list[float | None]] = [[None] * graph.num_microbatches for _ in graph.needs]
+
+    @property
+    def is_done(self) -> bool:
+        return all(reached == len(order) for reached, order in zip(self._reached, self._orders, strict=True))
+
+    def advance(self, stage: int) -> bool:
+        """Do passes of ``stage`` until one has to wait; whether there were any."""
+        order, reached = self._orders[stage], self._reached[stage]
+        first = reached
+        while reached < len(order):
+            entry = order[reached]
+            ready = self._ready(entry)
+            if ready is None:
+                break
+            self._run(stage, entry, max(ready, self._free_at[stage]))
+            reached += 1
+        self._reached[stage] = reached
+        return reached > first
+
+    def _run(self, stage: int, entry: Entry, start: float) -> None:
+        kind, segment, microbatch = entry
+        end = start + self._graph.cost(kind, segment)
+        self._ends[self._graph.track(kind, segment)][microbatch] = end
+        if kind == "B":
+            self._ends[self._graph.track("W", segment)][microbatch] = end
+        self._free_at[stage] = end
+        self._times[stage].append((start, end))
+
+    def _ready(self, entry: Entry) -> float | None:
+        """When the inputs of a pass are there; ``None`` while one of them is not made."""
+        kind, segment, microbatch = entry
+        ready = 0.0
+        for need, delay in self._graph.needs[self._graph.track(kind, segment)]:
+            end = self._ends[need][microbatch]
+            if end is None:
+                return None
+            if end + delay > ready:
+                ready = end + delay
+        return ready
+
+    def repair(self) -> None:
+        """All stages wait: move up the pass that can start first."""
+        found: list[tuple[float, int, int]] = []
+        for stage, order in enumerate(self._orders):
+            seen: set[int] = set()
+            for position in range(self._reached[stage], len(order)):
+                entry = order[position]
+                track = self._graph.track(entry.kind, entry.segment)
+                ready = None if track in seen else self._ready(entry)
+                seen.add(track)
+                if ready is not None:
+                    found.append((max(ready, self._free_at[stage]), stage, position))
+                    break
+        assert found, "the segments of the flow wait for each other"
+        _, stage, position = min(found)
+        order = self._orders[stage]
+        order.insert(self._reached[stage], order.pop(position))
+
+    def plan(self) -> Plan:
+        numbers = [segment.number for segment in self._graph.segments]
+        return Plan(
+            tuple(tuple([Action(kind, mb, numbers[segment]) for kind, segment, mb in order]) for order in self._orders),
+            tuple(map(tuple, self._times)),
+        )
+
+
+def _mask(numbers: Sequence[int]) -> int:
+    return sum(1 << number for number in numbers)

@@ -1,0 +1,124 @@
+"""Weight gradients of matrix products and convolutions, computed later than the rest of their backward.
+
+Autograd computes the gradients of a product's input and of its weight in one visit of its node, and lets go of what
+was saved for it. Here what the weight's gradient needs (the input, and the gradient of the result) is taken out of
+the node during that visit, in which autograd computes the input's gradient only. The formulas are those of autograd,
+kernel by kernel, so the bits are the same.
+
+Only products and convolutions are worth it: biases and scales beside them cost next to nothing, and a norm's kernel
+computes all of its gradients at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["can_come_later", "formula_of"]
+
+Formula = Callable[[Tensor], list[Tensor]]
+"""From the gradient of a node's result to gradients of some of its inputs."""
+
+
+class _Kind(NamedTuple):
+    weight: int
+    bias: int | None
+    saved: tuple[str, ...]
+    make: Callable[[Any, Sequence[int]], Formula]
+
+
+def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
+    """Whether the gradients of these ``inputs`` of ``node`` can be computed after its visit.
+
+    Not so where somebody watches the visit: hooks on the node see all of its gradients, and saved tensors that are
+    packed (by ``checkpoint``) can be unpacked once.
+    """
+    kind = _KINDS.get(node.name())
+    if kind is None or kind.weight not in inputs or not {kind.weight, kind.bias}.issuperset(inputs):
+        return False
+    for saved in (getattr(node, name) for name in kind.saved):
+        if saved.unpack_hook is not None or saved.data.layout is not torch.strided:
+            return False
+    handle = node.register_hook(_nothing)
+    is_alone = len(handle.hooks_dict_ref()) == 1
+    handle.remove()
+    return is_alone
+
+
+def formula_of(node: Any, inputs: Sequence[int]) -> Formula:
+    """What computes the gradients of ``inputs``, in their order; made while ``node`` is visited."""
+    return _KINDS[node.name()].make(node, inputs)
+
+
+def _nothing(*gradients: Any) -> None:
+    """A hook that changes nothing."""
+
+
+def _addmm(node: Any, inputs: Sequence[int]) -> Formula:
+    transposed = _is_transposed(node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides)
+    weight = partial(_second_factor, node._saved_mat1.detach(), transposed, node._saved_alpha)
+    if 0 not in inputs:
+        return partial(_each, [weight])
+    below, number = node.next_functions[0]
+    return partial(_each, [partial(_summand, node._saved_beta, below._input_metadata[number].shape), weight])
+
+
+def _mm(node: Any, inputs: Sequence[int]) -> Formula:
+    transposed = _is_transposed(node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides)
+    return partial(_each, [partial(_second_factor, node._saved_self.detach(), transposed, 1)])
+
+
+def _bmm(node: Any, inputs: Sequence[int]) -> Formula:
+    return partial(_each, [partial(_second_batch, node._saved_self.detach())])
+
+
+def _convolution(node: Any, inputs: Sequence[int]) -> Formula:
+    options = (
+        *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
+        *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
+        [False, 1 in inputs, 2 in inputs],
+    )
+    return partial(_kernel, node._saved_input.detach(), node._saved_weight.detach(), options, tuple(inputs))
+
+
+def _each(parts: Sequence[Callable[[Tensor], Tensor]], gradient: Tensor) -> list[Tensor]:
+    return [part(gradient) for part in parts]
+
+
+def _summand(factor: Any, shape: Sequence[int], gradient: Tensor) -> Tensor:
+    return _times(gradient, factor).sum_to_size(tuple(shape))
+
+
+def _is_transposed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    return strides[0] == 1 and strides[1] == sizes[0]
+
+
+def _second_factor(first: Tensor, transposed: bool, factor: Any, gradient: Tensor) -> Tensor:
+    # As autograd does it: the gradient gets the layout of the factor.
+    if transposed:
+        return _times(gradient.t().mm(first.conj()).t(), factor)
+    return _times(first.t().conj().mm(gradient), factor)
+
+
+def _second_batch(first: Tensor, gradient: Tensor) -> Tensor:
+    return first.transpose(1, 2).conj().bmm(gradient)
+
+
+def _times(tensor: Tensor, factor: Any) -> Tensor:
+    return tensor if factor == 1 else tensor * factor
+
+
+def _kernel(x: Tensor, weight: Tensor, options: Sequence[Any], inputs: Sequence[int], gradient: Tensor) -> list[Tensor]:
+    found = torch.ops.aten.convolution_backward(gradient, x, weight, *options)
+    return [found[position] for position in inputs]
+
+
+# By the node's name: which inputs (of the operation) are the weight and the bias, what is saved for them, and how.
+_KINDS: Mapping[str, _Kind] = {
+    "AddmmBackward0": _Kind(2, 0, ("_raw_saved_mat1",), _addmm),
+    "MmBackward0": _Kind(1, None, ("_raw_saved_self",), _mm),
+    "BmmBackward0": _Kind(1, None, ("_raw_saved_self",), _bmm),
+    "ConvolutionBackward0": _Kind(1, 2, ("_raw_saved_input", "_raw_saved_weight"), _convolution),
+}
