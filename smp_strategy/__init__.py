@@ -33,6 +33,8 @@ __all__ = [
     "SMPStrategy",
     "UnsupportedError",
     "__version__",
+    "partition",
+    "set_partition",
     "unit",
 ]
 __version__ = "0.1.0"
@@ -44,6 +46,8 @@ _HOME = {
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
     "UnsupportedError": "smp_strategy.errors",
+    "partition": "smp_strategy.placement",
+    "set_partition": "smp_strategy.placement",
     "unit": "smp_strategy.units",
 }
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.file import read_partition
-from smp_strategy.partition.manual import ByHand, some
+from smp_strategy.partitioner.file import read_partition
+from smp_strategy.partitioner.manual import ByHand, some
 from smp_strategy.placement import placed_modules
 from smp_strategy.units import Unit, choose_units
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from smp_strategy.agreement import agree_on
 from smp_strategy.config import SMPConfig
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import InFlight, Score, Setting
-from smp_strategy.partition.reading import chain_of, problem_of
-from smp_strategy.partition.solver import solve
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import Partition
+from smp_strategy.partitioner.problem import InFlight, Score, Setting
+from smp_strategy.partitioner.reading import chain_of, problem_of
+from smp_strategy.partitioner.solver import solve
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.turns import Step

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smp_strategy.mesh import MeshShape
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 
 __all__ = ["render_layout", "render_schedule"]

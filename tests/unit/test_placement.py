@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import smp_strategy
 from smp_strategy.errors import ConfigError
 from smp_strategy.placement import partition, placed_modules, set_partition
 from smp_strategy.units import choose_units, unit
@@ -29,6 +28,8 @@ class Model(nn.Module):
 
 
 def test_the_names_are_those_of_the_package():
+    import smp_strategy.engine  # a room of the name `partition` would take its place
+
     assert smp_strategy.set_partition is set_partition
     assert smp_strategy.partition is partition
 

@@ -2,7 +2,7 @@
 
 Chunks are cut off one after the other. What is known about the units that are placed, and the best that could become
 of the rest (dynamic programming over chunks and units), bounds the cost of everything that a beginning can lead to
-(:mod:`smp_strategy.partition.bounds`). The beginning with the smallest bound is looked at first; a whole partition is
+(:mod:`smp_strategy.partitioner.bounds`). The beginning with the smallest bound is looked at first; a whole partition is
 simulated; what cannot beat the best one found is dropped. When nothing is left the best is proven to be optimal.
 
 The number of simulations is limited (not their time: every rank decides alike). Beyond it the answer carries the bound
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.bounds import Bounds, Load
-from smp_strategy.partition.problem import Problem, Score
+from smp_strategy.partitioner.bounds import Bounds, Load
+from smp_strategy.partitioner.problem import Problem, Score
 
 __all__ = ["Evaluate", "Solution", "solve"]
 

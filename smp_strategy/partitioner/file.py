@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.manual import stage_problems
+from smp_strategy.partitioner.manual import stage_problems
 
 __all__ = ["FORMAT", "SavedPartition", "read_partition", "write_atomically"]
 
