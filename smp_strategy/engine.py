@@ -31,6 +31,8 @@ from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.decision import decide
 from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.explain.explanation import Explanation
+from smp_strategy.explain.text import timetable
 from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.manual import ManualSteps
@@ -48,7 +50,7 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.placement import placed_modules
-from smp_strategy.report import render_layout, render_schedule
+from smp_strategy.report import render_layout
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.timetables import Timetables, policy_of
@@ -380,6 +382,9 @@ class Engine:
         assert self._calls.runtime is not None
         plan = self._plan(kind, len(microbatches))
         if plan is not None:
+            if kind == "train" and not self._reported_schedule:
+                self._report(timetable(plan))
+                self._reported_schedule = True
             job = replace(job, expected=self._traces[kind].path)
         run = self._calls.runtime.run(job, microbatches, plan)
         if job.loss_of is not None and not any(loss is not None for loss in run.losses):
@@ -391,13 +396,13 @@ class Engine:
 
     def _plan(self, kind: str, num_microbatches: int) -> Plan | None:
         trace = self._traces.get(kind)
-        if trace is None or self._timetables is None:
-            return None
-        plan = self._timetables.plan(trace, num_microbatches)
-        if kind == "train" and not self._reported_schedule:
-            self._report(render_schedule(plan))
-            self._reported_schedule = True
-        return plan
+        return None if trace is None or self._timetables is None else self._timetables.plan(trace, num_microbatches)
+
+    def explain(self) -> Explanation:
+        """Why the units are where they are, and when each stage does what; known from the first step on."""
+        if self.partition is None:
+            raise SMPError("There is nothing to explain before the first step, which shows what the model does.")
+        return Explanation(self.partition, self._plan("train", self.partition.num_microbatches))
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
