@@ -223,7 +223,7 @@ def declared() -> nn.Module:
     ("build", "part", "whole", "reason"),
     [
         (attention, "blocks.0.attention.out_proj", "blocks.0.attention", "a MultiheadAttention of PyTorch"),
-        (marked, "blocks.0.mlp.0", "blocks.0", "marked with `unit`"),
+        (marked, "blocks.0.mlp", "blocks.0", "marked with `unit`"),
         (declared, "blocks.2.norm", "blocks.2", "Block is one of the model's `_no_split_modules`"),
         (Model, "blocks.2.norm", "blocks.2", "one of `unit_classes`"),
     ],
