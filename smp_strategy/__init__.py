@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
     from smp_strategy.placement import partition as partition
     from smp_strategy.placement import set_partition as set_partition
+    from smp_strategy.plan_ahead import plan_partition as plan_partition
+    from smp_strategy.trace.machine import Machine as Machine
     from smp_strategy.units import unit as unit
 
 __all__ = [
     "ConfigError",
     "Engine",
+    "Machine",
     "PeerFailedError",
     "SMPConfig",
     "SMPError",
@@ -34,6 +37,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "partition",
+    "plan_partition",
     "set_partition",
     "unit",
 ]
@@ -42,11 +46,13 @@ __version__ = "0.1.0"
 _HOME = {
     "ConfigError": "smp_strategy.errors",
     "Engine": "smp_strategy.engine",
+    "Machine": "smp_strategy.trace.machine",
     "PeerFailedError": "smp_strategy.errors",
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
     "UnsupportedError": "smp_strategy.errors",
     "partition": "smp_strategy.placement",
+    "plan_partition": "smp_strategy.plan_ahead",
     "set_partition": "smp_strategy.placement",
     "unit": "smp_strategy.units",
 }

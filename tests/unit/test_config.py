@@ -192,11 +192,6 @@ def test_a_partition_comes_from_a_file_or_from_the_modules():
         SMPConfig(load_partition=True, partition_file="p.json", auto_partition=False)
 
 
-def test_the_chunks_of_a_partition_by_hand_follow_from_it():
-    with pytest.raises(ConfigError, match="`virtual_pipeline_degree` \\(2\\) contradicts `auto_partition=False`"):
-        SMPConfig(auto_partition=False, virtual_pipeline_degree=2)
-
-
 @pytest.mark.parametrize("pipeline", ["zb-h1", "zb-h2"])
 def test_zero_bubble_without_a_fold_has_one_chunk_per_stage(pipeline):
     with pytest.raises(ConfigError, match=f"`virtual_pipeline_degree` \\(2\\) contradicts `pipeline={pipeline}`"):
@@ -245,9 +240,6 @@ def test_two_precisions_contradict_each_other():
         {"shard_optimizer_state": True},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
-        {"pipeline": "zb-h1"},
-        {"virtual_pipeline_degree": 2},
-        {"memory_limit": "16GiB"},
         {"fp16": True},
     ],
 )

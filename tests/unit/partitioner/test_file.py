@@ -56,12 +56,13 @@ def test_another_number_of_stages_is_refused():
     )
 
 
-def test_another_number_of_chunks_is_refused_where_one_is_asked_for():
-    partition = read_partition(changed(lambda data: data.update(virtual_pipeline_degree=2)), "p.json")
+def test_another_number_of_chunks_is_refused_where_the_schedule_has_one():
+    partition = read_partition(changed(lambda data: data.update(chunks_per_stage=2)), "p.json")
     with pytest.raises(ConfigError) as caught:
         partition.place(SIZES, 2, 3)
     assert str(caught.value) == (
-        NOT_FOR_THIS + "It has 2 chunks per stage, but 3 are asked for. Set `virtual_pipeline_degree=2`, or make a "
+        NOT_FOR_THIS
+        + "It has 2 chunks per stage, but the schedule is for 3. Set `virtual_pipeline_degree=2`, or make a "
         "partition for 3."
     )
     assert partition.place(SIZES, 2, 2) == partition.place(SIZES, 2)
@@ -115,8 +116,8 @@ def test_stages_are_checked_like_those_by_hand(stages, problem):
             "`num_stages` of p.json must be a whole number, but is '2'.",
         ),
         (
-            changed(lambda data: data.update(virtual_pipeline_degree=None)),
-            "`virtual_pipeline_degree` of p.json must be a whole number, but is None.",
+            changed(lambda data: data.update(chunks_per_stage=None)),
+            "`chunks_per_stage` of p.json must be a whole number, but is None.",
         ),
         (
             changed(lambda data: data["units"][2]["held"].clear()),

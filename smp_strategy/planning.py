@@ -1,0 +1,215 @@
+"""Where partition and schedule meet: the cost of a candidate is the simulated time of a step under a policy.
+
+The partitioner knows no schedules and the scheduler no units. Here a candidate is routed and simulated, what each
+policy promises about microbatches in flight is said, and under ``pipeline=auto`` every policy gets its best partition,
+of which the cheapest is taken. All of it is a function of plain data, the same on every rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.errors import ConfigError
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import Partition
+from smp_strategy.partitioner.problem import InFlight, Problem, Promise, Score, Setting
+from smp_strategy.partitioner.reading import problem_of
+from smp_strategy.partitioner.solver import does_not_fit, solve
+from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
+from smp_strategy.pipeline.policies import Policy, candidates
+from smp_strategy.pipeline.routing import Flow, route
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.trace.events import Trace
+from smp_strategy.trace.work import Link, Work
+
+__all__ = ["Program", "as_given", "best_partition", "peak_saved_bytes", "policies_of", "problem_under", "simulated"]
+
+# Of many policies, each gets so many simulations, and those that look best then get all that they need.
+QUICK = 12
+MOST_FINALISTS = 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A microbatch of a model, and what it runs on."""
+
+    trace: Trace
+    work: Mapping[int, Work]
+    """Of each event, by position."""
+    parameters: Mapping[str, Mapping[int, Held]]
+    """What each unit's parameters take, by unit in order of registration."""
+    link: Link
+    memory_limits: tuple[int | None, ...] = ()
+    """Bytes per stage; empty: there are none."""
+    stage_speeds: tuple[float, ...] = ()
+    """Relative; empty: all are alike."""
+
+
+def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Policy]:
+    """The policies that the options allow, the simpler ones first."""
+    if config.pipeline != "auto":
+        return [Policy(config.pipeline, config.chunks_per_stage or 1, config.active_microbatches)]
+    found = candidates(
+        num_stages,
+        config.num_microbatches(num_stages),
+        num_units=num_units,
+        num_chunks=config.chunks_per_stage,
+        active_microbatches=config.active_microbatches,
+    )
+    return found or [Policy("1f1b", config.chunks_per_stage or 1, config.active_microbatches)]
+
+
+def best_partition(config: SMPConfig, program: Program, num_stages: int) -> Partition:
+    """The partition of least cost under the schedule that the options ask for, or under any of them.
+
+    Raises:
+        ConfigError: there are more chunks than units, or nothing fits the limits of memory.
+    """
+    policies = policies_of(config, num_stages, len(program.parameters))
+    if len(policies) > 1:
+        first_look = _attempts(config, program, num_stages, policies, QUICK)
+        policies = sorted(first_look, key=lambda policy: first_look[policy].cost)[:MOST_FINALISTS]
+    found = _attempts(config, program, num_stages, policies, None)
+    return min(found.values(), key=lambda partition: partition.cost)
+
+
+def _attempts(
+    config: SMPConfig, program: Program, num_stages: int, policies: Sequence[Policy], budget: int | None
+) -> dict[Policy, Partition]:
+    """The best partition under each policy under which there is one."""
+    found: dict[Policy, Partition] = {}
+    errors: list[ConfigError] = []
+    for policy in policies:
+        problem = problem_under(config, program, num_stages, policy)
+        evaluate = partial(simulated, config, program, num_stages, policy)
+        guesses = _guesses(problem) if policy.num_chunks == 1 else ()
+        try:
+            solution = solve(problem, evaluate, budget=budget, guesses=guesses)
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        found[policy] = _partition(problem, solution.stage_of, solution.score, policy, solution.lower_bound)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
+    """What an assignment that is decided already costs, under the policy that suits it best.
+
+    Raises:
+        ConfigError: it does not fit the limits of memory.
+    """
+    found = []
+    for policy in policies_of(config, num_stages, len(program.parameters)):
+        problem = problem_under(config, program, num_stages, policy)
+        score = simulated(config, program, num_stages, policy, stage_of)
+        found.append(_partition(problem, stage_of, score, policy, 0.0))
+    fitting = [partition for partition in found if partition.fits]
+    if not fitting:
+        least = min(found, key=lambda partition: max(stage.memory_bytes for stage in partition.stages))
+        raise does_not_fit(
+            "The partition that is given does not fit",
+            [stage.memory_bytes for stage in least.stages],
+            [stage.memory_limit for stage in least.stages],
+        )
+    return min(fitting, key=lambda partition: partition.cost)
+
+
+def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: Policy) -> Problem:
+    """The partitioning problem under a policy."""
+    num_microbatches = config.num_microbatches(num_stages)
+    setting = Setting(
+        num_stages=num_stages,
+        stage_of_chunk=tuple(
+            policy.stage_of_chunk(chunk, num_stages) for chunk in range(policy.num_chunks * num_stages)
+        ),
+        num_microbatches=num_microbatches,
+        memory_weight=config.resolved_memory_weight,
+        memory_limits=program.memory_limits,
+        stage_speeds=program.stage_speeds,
+        splits_backward=policy.splits_backward,
+        in_flight=tuple(_in_flight(policy, stage, num_stages, num_microbatches) for stage in range(num_stages)),
+    )
+    return problem_of(program.trace, program.work, program.parameters, setting)
+
+
+def simulated(
+    config: SMPConfig, program: Program, num_stages: int, policy: Policy, stage_of: Mapping[str, int]
+) -> Score:
+    """Time and activations of a step under an assignment of units to stages."""
+    flow = route(program.trace, stage_of, num_stages, program.work).at_speeds(program.stage_speeds)
+    plan = simulate(flow, config.num_microbatches(num_stages), policy, program.link)
+    return Score(plan.makespan, peak_saved_bytes(plan, flow))
+
+
+def peak_saved_bytes(plan: Plan, flow: Flow) -> tuple[int, ...]:
+    """Most bytes that autograd keeps at once on each stage: from a forward until all of its backward is done."""
+    peaks = []
+    for stage, actions in enumerate(plan.stages):
+        sizes = {
+            segment.number: nbytes
+            for segment, nbytes in flow.saved_bytes.items()
+            if segment.stage == stage and segment in flow.backward_needs
+        }
+        now = peak = 0
+        for action in actions:
+            if action.kind == "F":
+                now += sizes.get(action.segment, 0)
+                peak = max(peak, now)
+            elif action.kind != "I":
+                now -= sizes.get(action.segment, 0)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:
+    """What ``policy`` promises of the microbatches in flight on ``stage``."""
+    after, all_of_them = num_stages - 1 - stage, num_microbatches
+    asked = policy.active_microbatches or all_of_them
+    match policy.name:
+        case "1f1b" if policy.num_chunks == 1:
+            exactly = min(after + 1, asked, all_of_them)
+            return InFlight(Promise(), Promise(exactly, exactly), exactly)
+        case "1f1b":
+            chunks = 2 * after + (policy.num_chunks - 1) * num_stages + 1
+            return InFlight(likely=min(-(-chunks // policy.num_chunks), asked, all_of_them))
+        case "interleaved":
+            most = policy.active_microbatches or num_stages + 2
+            # Backwards take twice as long as forwards, so while the first one is on its way three per stage fit.
+            return InFlight(Promise(1, most), Promise(1, most), min(most, 3 * after + 1, all_of_them))
+        case "zb-h1" | "zb-h2":
+            most = min(num_stages if policy.name == "zb-h1" else 2 * num_stages - 1, asked)
+            return InFlight(Promise(), Promise(1, most), min(most, all_of_them))
+        case "zb-v":
+            return InFlight(likely=min(num_stages, asked, all_of_them))
+        case _:
+            return InFlight(likely=all_of_them)
+
+
+def _guesses(problem: Problem) -> list[dict[str, int]]:
+    """What SageMaker's algorithm would do."""
+    tree, setting = module_tree(problem.units), problem.setting
+    if tree.num_leaves < setting.num_stages:
+        return []
+    names = [unit.name for unit in problem.units]
+    weights = dict.fromkeys((0.2, 0.8, setting.memory_weight))
+    return [in_execution_order(tree_partition(tree, setting.num_stages, weight), names) for weight in weights]
+
+
+def _partition(
+    problem: Problem, stage_of: Mapping[str, int], score: Score, policy: Policy, lower_bound: float
+) -> Partition:
+    return Partition.of(
+        problem,
+        stage_of,
+        score,
+        schedule=policy.name,
+        chunks_per_stage=policy.num_chunks,
+        active_microbatches=policy.active_microbatches,
+        lower_bound=lower_bound,
+    )
