@@ -128,8 +128,10 @@ def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
     orders = graph.expand(tables, 2)
     if orders is not None and policy.active_microbatches is None:
         yield orders
-    rules = Rules(splits=True, most_live=2 * stages, most_microbatches=policy.active_microbatches)
-    yield from _greedy(graph, rules)
+    # Without patience: where a stage has two chunks there is something better to wait for most of the time.
+    live = [stages * min(2, len(visits)) for visits in graph.visits]
+    active = policy.active_microbatches
+    yield list_schedule(graph, [Rules(splits=True, most_live=most, most_microbatches=active) for most in live])
 
 
 def _greedy(graph: StepGraph, rules: Rules) -> Iterator[Orders]:

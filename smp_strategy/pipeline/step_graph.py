@@ -205,9 +205,9 @@ class StepGraph:
         # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
         readings = [number for visit in visits[len(chunks) :] for number in visit]
         if (num_chunks, len(chunks)) == (2, 1):
-            # The turning point of a V: two chunks in one visit. Its input gradients are awaited early, like those of
-            # the second chunk, and its forwards like those of the first.
-            skipped = {("F", 1), ("I", 0), ("W", 1)}
+            # The turning point of a V: two chunks in one visit. Forward when the first of them would be, backward when
+            # the second would be: others wait for both.
+            skipped = {("F", 1), ("I", 0), ("W", 0)}
             table = [Pass(kind, 0, microbatch) for kind, chunk, microbatch in table if (kind, chunk) not in skipped]
         elif len(chunks) != num_chunks:
             return None
