@@ -28,9 +28,12 @@ from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
+from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.decision import decide
 from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.explain.explanation import Explanation
+from smp_strategy.explain.text import timetable
 from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.manual import ManualSteps
@@ -48,12 +51,11 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.placement import placed_modules
-from smp_strategy.report import render_layout, render_schedule
+from smp_strategy.report import render_layout
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
 
@@ -118,6 +120,7 @@ class Engine:
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
+        self._costs = Costs.modelled(self._device)
         self._timetables: Timetables | None = None
         self._seed = 0
         self._num_steps = 0
@@ -158,6 +161,7 @@ class Engine:
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
             self.config.check(shape.pp)
+            measuring_device(self.config, self._device)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
             self._units = choose_placed_units(self.config, module, shape.pp)
@@ -230,7 +234,7 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        self._timetables = Timetables(self.config, self.partition, Machine.nominal(self._device.type))
+        self._timetables = Timetables(self.config, self.partition, self._costs)
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
@@ -251,17 +255,26 @@ class Engine:
     def _surroundings(self) -> Surroundings:
         assert self._module is not None
         return Surroundings(
-            module=self._module, units=self._units, calls=self._calls, oracle=self._oracle, device=self._device
+            module=self._module,
+            units=self._units,
+            calls=self._calls,
+            oracle=self._oracle,
+            device=self._device,
+            optimizers=self._optimizers,
         )
 
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace and partition."""
         assert self._module is not None
         first, surroundings = (step, microbatch, loss_of), self._surroundings()
-        self.partition, found = decide(self.config, surroundings, self.mesh.pp, first=first, given=self._given)
+        self.partition, found, self._costs = decide(
+            self.config, surroundings, self.mesh.shape, first=first, given=self._given
+        )
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
+        if notes := self._costs.render():
+            self._report(notes)
         self._report(render_layout(self.mesh.shape, self.partition))
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -378,6 +391,9 @@ class Engine:
         assert self._calls.runtime is not None
         plan = self._plan(kind, len(microbatches))
         if plan is not None:
+            if kind == "train" and not self._reported_schedule:
+                self._report(timetable(plan))
+                self._reported_schedule = True
             job = replace(job, expected=self._traces[kind].path)
         run = self._calls.runtime.run(job, microbatches, plan)
         if job.loss_of is not None and not any(loss is not None for loss in run.losses):
@@ -389,13 +405,13 @@ class Engine:
 
     def _plan(self, kind: str, num_microbatches: int) -> Plan | None:
         trace = self._traces.get(kind)
-        if trace is None or self._timetables is None:
-            return None
-        plan = self._timetables.plan(trace, num_microbatches)
-        if kind == "train" and not self._reported_schedule:
-            self._report(render_schedule(plan))
-            self._reported_schedule = True
-        return plan
+        return None if trace is None or self._timetables is None else self._timetables.plan(trace, num_microbatches)
+
+    def explain(self) -> Explanation:
+        """Why the units are where they are, and when each stage does what; known from the first step on."""
+        if self.partition is None:
+            raise SMPError("There is nothing to explain before the first step, which shows what the model does.")
+        return Explanation(self.partition, self._plan("train", self.partition.num_microbatches))
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]

@@ -1,160 +1,211 @@
-"""Layout and schedule together: which partition is best under which policy, and the plan of a step.
+"""Where partition and schedule meet: the cost of a candidate is the simulated time of a step under a policy.
 
-The partitioner asks what a candidate would take; the answer is a simulation under the policy. Where the policy is free
-(``pipeline=auto``), every kind of layout (one chunk per stage, several, the V of ZB-V) gets its best partition, and
-the policies for it are compared; a simpler one wins unless another is better by more than a hundredth. The plan of a
-step then follows from what was found, see :func:`smp_strategy.pipeline.search.search`.
+The partitioner knows no schedules and the scheduler no units. Here a candidate is routed and simulated, what each
+policy promises about microbatches in flight is said, and under ``pipeline=auto`` every policy gets its best partition,
+of which the cheapest is taken. All of it is a function of plain data, the same on every rank.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import final
 
 from smp_strategy.config import SMPConfig
+from smp_strategy.errors import ConfigError
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import InFlight, Problem, Score, Setting
+from smp_strategy.partition.problem import InFlight, Problem, Promise, Score, Setting
 from smp_strategy.partition.reading import problem_of
-from smp_strategy.partition.solver import solve
-from smp_strategy.pipeline.check import check
+from smp_strategy.partition.solver import does_not_fit, solve
+from smp_strategy.partition.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy, candidates
-from smp_strategy.pipeline.routing import Flow, route
-from smp_strategy.pipeline.schedule import Plan, peak_saved_bytes
-from smp_strategy.pipeline.search import NOTICEABLE, search
+from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.schedule import peak_saved_bytes
+from smp_strategy.pipeline.search import NOTICEABLE
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.work import Link, Work
 
-__all__ = ["Costs", "best_partition", "plan_of", "policies_of", "score_of"]
+__all__ = ["Program", "as_given", "best_partition", "policies_of", "problem_under", "simulated"]
+
+# Of many policies, each gets so many simulations, and those that look best then get all that they need.
+QUICK = 12
+MOST_FINALISTS = 2
 
 
-class Costs(NamedTuple):
-    """What a microbatch does and how long that takes."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A microbatch of a model, and what it runs on."""
 
     trace: Trace
     work: Mapping[int, Work]
     """Of each event, by position."""
+    parameters: Mapping[str, Mapping[int, Held]]
+    """What each unit's parameters take, by unit in order of registration."""
     link: Link
-
-    @classmethod
-    def modelled(cls, trace: Trace, machine: Machine) -> "Costs":
-        """What ``machine`` would take."""
-        return cls(trace, modelled_work(trace.events, machine), machine.link)
+    memory_limits: tuple[int | None, ...] = ()
+    """Bytes per stage; empty: there are none."""
+    stage_speeds: tuple[float, ...] = ()
+    """Relative; empty: all are alike."""
 
 
 def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Policy]:
     """The policies that the options allow, the simpler ones first."""
     if config.pipeline != "auto":
         return [Policy(config.pipeline, config.chunks_per_stage or 1, config.active_microbatches)]
-    return candidates(
+    found = candidates(
         num_stages,
         config.num_microbatches(num_stages),
         num_units=num_units,
-        num_chunks=config.virtual_pipeline_degree,
+        num_chunks=config.chunks_per_stage,
         active_microbatches=config.active_microbatches,
     )
+    return found or [Policy("1f1b", config.chunks_per_stage or 1, config.active_microbatches)]
 
 
 def best_partition(
-    config: SMPConfig,
-    costs: Costs,
-    parameters: Mapping[str, Mapping[int, Held]],
-    num_stages: int,
-    given: Mapping[str, int] | None = None,
+    config: SMPConfig, program: Program, num_stages: int, *, policies: Sequence[Policy] | None = None
 ) -> Partition:
-    """The partition of least cost, and its policy.
+    """The partition of least cost.
 
     Args:
         config: all options.
-        costs: of a microbatch.
-        parameters: what each unit's parameters take, by unit in order of registration.
+        program: what is partitioned.
         num_stages: number of stages.
-        given: stage of each unit, where that is decided already; only the policy is sought.
+        policies: schedules to choose from; ``None``: those that the options allow.
+
+    Raises:
+        ConfigError: there are more chunks than units, or nothing fits the limits of memory.
     """
-    policies = policies_of(config, num_stages, len(parameters))
-    best: Partition | None = None
-    for layout in dict.fromkeys(policy.layout for policy in policies):
-        stage_of = given
-        for policy in (policy for policy in policies if policy.layout == layout):
-            problem = problem_of(costs.trace, costs.work, parameters, _setting(config, policy, num_stages))
-            found = _partition(config, costs, problem, policy, stage_of)
-            stage_of = stage_of or found.stage_of
-            if best is None or found.cost < best.cost * (1 - NOTICEABLE):
-                best = found
-    assert best is not None
-    return best
+    policies = policies or policies_of(config, num_stages, len(program.parameters))
+    if len(policies) > 1:
+        first_look = _attempts(config, program, num_stages, policies, QUICK)
+        finalists = sorted(first_look, key=lambda policy: first_look[policy].cost)[:MOST_FINALISTS]
+        policies = [policy for policy in policies if policy in finalists]
+    found = _attempts(config, program, num_stages, policies, None)
+    return _simplest(found.values())
 
 
-def _partition(
-    config: SMPConfig, costs: Costs, problem: Problem, policy: Policy, stage_of: Mapping[str, int] | None
-) -> Partition:
-    """The best partition under ``policy``, or what ``stage_of`` is worth under it."""
+def _attempts(
+    config: SMPConfig, program: Program, num_stages: int, policies: Sequence[Policy], budget: int | None
+) -> dict[Policy, Partition]:
+    """The best partition under each policy under which there is one."""
+    found: dict[Policy, Partition] = {}
+    errors: list[ConfigError] = []
+    for policy in policies:
+        problem = problem_under(config, program, num_stages, policy)
+        evaluate = partial(simulated, config, program, num_stages, policy)
+        guesses = _guesses(problem) if policy.num_chunks == 1 else ()
+        try:
+            solution = solve(problem, evaluate, budget=budget, guesses=guesses)
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        found[policy] = _partition(problem, solution.stage_of, solution.score, policy, solution.lower_bound)
+    if not found:
+        raise errors[0]
+    return found
 
-    def evaluate(candidate: Mapping[str, int]) -> Score:
-        return score_of(config, policy, costs, problem.setting.num_stages, candidate)
 
-    if stage_of is not None:
-        return Partition.of(problem, stage_of, evaluate(stage_of), schedule=str(policy))
-    found = solve(problem, evaluate)
-    return Partition.of(problem, found.stage_of, found.score, schedule=str(policy), lower_bound=found.lower_bound)
+def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
+    """What an assignment that is decided already costs, under the policy that suits it best.
+
+    Raises:
+        ConfigError: it does not fit the limits of memory.
+    """
+    found = []
+    for policy in policies_of(config, num_stages, len(program.parameters)):
+        problem = problem_under(config, program, num_stages, policy)
+        score = simulated(config, program, num_stages, policy, stage_of)
+        found.append(_partition(problem, stage_of, score, policy, 0.0))
+    fitting = [partition for partition in found if partition.fits]
+    if not fitting:
+        least = min(found, key=lambda partition: max(stage.memory_bytes for stage in partition.stages))
+        raise does_not_fit(
+            "The partition that is given does not fit",
+            [stage.memory_bytes for stage in least.stages],
+            [stage.memory_limit for stage in least.stages],
+        )
+    return _simplest(fitting)
 
 
-def _setting(config: SMPConfig, policy: Policy, num_stages: int) -> Setting:
-    return Setting(
+def _simplest(partitions: Collection[Partition]) -> Partition:
+    """The first one that is as good as the best, or nearly: simpler policies come first."""
+    least = min(partition.cost for partition in partitions)
+    return next(partition for partition in partitions if partition.cost * (1 - NOTICEABLE) <= least)
+
+
+def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: Policy) -> Problem:
+    """The partitioning problem under a policy."""
+    num_microbatches = config.num_microbatches(num_stages)
+    setting = Setting(
         num_stages=num_stages,
         stage_of_chunk=tuple(
             policy.stage_of_chunk(chunk, num_stages) for chunk in range(policy.num_chunks * num_stages)
         ),
-        num_microbatches=config.num_microbatches(num_stages),
+        num_microbatches=num_microbatches,
         memory_weight=config.resolved_memory_weight,
-        memory_limits=config.memory_limits(num_stages) or (),
-        stage_speeds=config.speeds(num_stages),
+        memory_limits=program.memory_limits,
+        stage_speeds=program.stage_speeds,
         splits_backward=policy.splits_backward,
-        in_flight=tuple(InFlight(1, policy.most_in_flight(stage, num_stages)) for stage in range(num_stages)),
+        in_flight=tuple(_in_flight(policy, stage, num_stages, num_microbatches) for stage in range(num_stages)),
     )
+    return problem_of(program.trace, program.work, program.parameters, setting)
 
 
-def score_of(config: SMPConfig, policy: Policy, costs: Costs, num_stages: int, stage_of: Mapping[str, int]) -> Score:
-    """What a step takes, time and activations, if the units are placed like this."""
-    flow = _flow(config, costs, num_stages, stage_of)
-    plan = simulate(flow, config.num_microbatches(num_stages), policy, costs.link)
+def simulated(
+    config: SMPConfig, program: Program, num_stages: int, policy: Policy, stage_of: Mapping[str, int]
+) -> Score:
+    """Time and activations of a step under an assignment of units to stages."""
+    flow = route(program.trace, stage_of, num_stages, program.work).at_speeds(program.stage_speeds)
+    plan = simulate(flow, config.num_microbatches(num_stages), policy, program.link)
     return Score(plan.makespan, peak_saved_bytes(plan, flow))
 
 
-def _flow(config: SMPConfig, costs: Costs, num_stages: int, stage_of: Mapping[str, int]) -> Flow:
-    flow = route(costs.trace, stage_of, num_stages, costs.work)
-    speeds = config.speeds(num_stages)
-    if set(speeds) == {1.0}:
-        return flow
-    work = {segment: cost.scaled(1 / speeds[segment.stage]) for segment, cost in flow.work.items()}
-    return replace(flow, work=work)
+def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:
+    """What ``policy`` promises of the microbatches in flight on ``stage``."""
+    after, all_of_them = num_stages - 1 - stage, num_microbatches
+    asked = policy.active_microbatches or all_of_them
+    match policy.name:
+        case "1f1b" if policy.num_chunks == 1:
+            exactly = min(after + 1, asked, all_of_them)
+            return InFlight(Promise(), Promise(exactly, exactly), exactly)
+        case "1f1b":
+            chunks = 2 * after + (policy.num_chunks - 1) * num_stages + 1
+            return InFlight(likely=min(-(-chunks // policy.num_chunks), asked, all_of_them))
+        case "interleaved":
+            most = policy.active_microbatches or num_stages + 2
+            # Backwards take twice as long as forwards, so while the first one is on its way three per stage fit.
+            return InFlight(Promise(1, most), Promise(1, most), min(most, 3 * after + 1, all_of_them))
+        case "zb-h1" | "zb-h2":
+            most = min(num_stages if policy.name == "zb-h1" else 2 * num_stages - 1, asked)
+            return InFlight(Promise(), Promise(1, most), min(most, all_of_them))
+        case "zb-v":
+            return InFlight(likely=min(num_stages, asked, all_of_them))
+        case _:
+            return InFlight(likely=all_of_them)
 
 
-def plan_of(config: SMPConfig, costs: Costs, partition: Partition, num_microbatches: int) -> Plan:
-    """The plan of a step, checked.
+def _guesses(problem: Problem) -> list[dict[str, int]]:
+    """What SageMaker's algorithm would do."""
+    tree, setting = module_tree(problem.units), problem.setting
+    if tree.num_leaves < setting.num_stages:
+        return []
+    names = [unit.name for unit in problem.units]
+    weights = dict.fromkeys((0.2, 0.8, setting.memory_weight))
+    return [in_execution_order(tree_partition(tree, setting.num_stages, weight), names) for weight in weights]
 
-    Args:
-        config: all options.
-        costs: of a microbatch of this kind of step.
-        partition: where the units are.
-        num_microbatches: microbatches of this step.
-    """
-    num_stages = len(partition.stages)
-    flow = _flow(config, costs, num_stages, partition.stage_of)
-    if config.pipeline == "auto":
-        found = Policy.parse(partition.schedule)
-        limits = [stage.memory_limit for stage in partition.stages]
-        free = [
-            None if limit is None else limit - stage.held.total
-            for limit, stage in zip(limits, partition.stages, strict=True)
-        ]
-        policies = policies_of(config, num_stages, len(partition.units))
-        policies = [policy for policy in policies if policy.layout == found.layout] or [found]
-        active = config.active_microbatches
-        plan = search(flow, num_microbatches, policies, costs.link, most_bytes=free, active_microbatches=active).plan
-    else:
-        (policy,) = policies_of(config, num_stages, len(partition.units))
-        plan = simulate(flow, num_microbatches, policy, costs.link)
-    check(plan, flow, num_microbatches)
-    return plan
+
+def _partition(
+    problem: Problem, stage_of: Mapping[str, int], score: Score, policy: Policy, lower_bound: float
+) -> Partition:
+    return Partition.of(
+        problem,
+        stage_of,
+        score,
+        schedule=policy.name,
+        chunks_per_stage=policy.num_chunks,
+        active_microbatches=policy.active_microbatches,
+        lower_bound=lower_bound,
+    )

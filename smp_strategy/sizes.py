@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: ``16GiB`` is a number of bytes.
+"""Amounts of memory and of time as people write and read them: ``16GiB`` is a number of bytes.
 
 Memory is told in powers of 1024 by some tools and in powers of 1000 by others, and the difference (7 % at a gigabyte)
 decides whether a model fits. So a number needs its unit, and both families of units are read by their own names.
@@ -6,7 +6,7 @@ decides whether a model fits. So a number needs its unit, and both families of u
 
 import re
 
-__all__ = ["parse_bytes"]
+__all__ = ["parse_bytes", "show_bytes", "show_seconds"]
 
 _PREFIXES = "KMGT"
 _UNITS = {
@@ -28,3 +28,21 @@ def parse_bytes(text: str) -> int:
     if match is None or factor is None:
         raise ValueError(f"{text!r} is no amount of memory. Write a number and one of {', '.join(_UNITS)}: 16GiB.")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def show_bytes(count: float) -> str:
+    """``1.5 GiB``: digits for a reader, and a binary unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """``12.3 ms``: three digits, and the unit that fits."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1.0:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

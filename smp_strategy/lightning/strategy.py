@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.explain.explanation import Explanation
 from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
@@ -238,6 +239,13 @@ class SMPHooks(CommunicationHooks):
         if plugin is not None:
             plugin = with_global_norm(plugin, lambda *arguments: self.engine.clip_grad_norm_(*arguments))
         self._precision_plugin = plugin
+
+    def explain(self) -> Explanation:
+        """Why the units are where they are, from the first step on: ``print`` it, or ``save`` it as a page.
+
+        All ranks know it.
+        """
+        return self.engine.explain()
 
     def save_partition(self, path: str | Path) -> None:
         """Write which unit is on which stage to a file, on global rank 0; `load_partition` reads it.

@@ -14,11 +14,11 @@ weight gradients that nobody waits for (per microbatch; W is part of B unless th
 Ways through the program are longest paths of the trace, so the bound holds for programs that branch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple, final
 
 from smp_strategy.partition.costs import Held
-from smp_strategy.partition.problem import Problem, Window
+from smp_strategy.partition.problem import Problem, Promise, Window
 
 __all__ = ["Bounds", "Load"]
 
@@ -67,10 +67,16 @@ class Load(NamedTuple):
 
 @final
 class Bounds:
-    """Least time and memory of any stage of a problem."""
+    """Least time and memory of any stage of a problem.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: units, and what counts.
+        promise: microbatches in flight on a stage, at least and at most.
+    """
+
+    def __init__(self, problem: Problem, promise: Callable[[int], Promise]) -> None:
         self._problem = problem
+        self._promise = promise
         self._setting = problem.setting
         counts: dict[int, int] = {}
         for unit in problem.units:
@@ -122,7 +128,7 @@ class Bounds:
             return 0.0
         if load.back == NEVER:
             return load.head + count * forward + load.tail
-        most = min(setting.promise(stage).most or count, count)
+        most = min(self._promise(stage).most or count, count)
         begin = max(load.head, self._problem.critical_forward + load.back - most * forward)
         # From the last forward on: the loss, the way back, and one backward.
         last = load.after + load.back + backward
@@ -135,14 +141,9 @@ class Bounds:
     def memory(self, stage: int, load: Load) -> int:
         """Least bytes at the peak."""
         shared = sum(self._shared[key].total for key in load.shared)
-        return load.held_bytes + shared + self._setting.promise(stage).least * load.saved_bytes
+        return load.held_bytes + shared + self._promise(stage).least * load.saved_bytes
 
     def fits(self, stage: int, load: Load) -> bool:
         """Whether the stage may have these units, as far as the bound can tell."""
         limit = self._setting.limit(stage)
         return limit is None or self.memory(stage, load) <= limit
-
-
-def span(table: Sequence[Sequence[Load]], begin: int, end: int) -> Load:
-    """The load of the units from ``begin`` up to ``end``, exclusive."""
-    return table[begin][end - begin - 1]

@@ -70,7 +70,11 @@ class Partition:
     cut_bytes: tuple[int, ...]
     """Bytes that cross the border between a chunk and the next, per microbatch."""
     schedule: str
-    """Name of the policy that the step was simulated with."""
+    """Name of the policy that the step was simulated with, and that it is to run under."""
+    chunks_per_stage: int = 1
+    """As that policy deals them out."""
+    active_microbatches: int | None = None
+    """Most microbatches in flight under that policy; ``None``: what it needs."""
     num_microbatches: int
     step_seconds: float
     """Simulated, like all times here: modelled or measured work of the units under the schedule."""
@@ -89,6 +93,8 @@ class Partition:
         score: Score,
         *,
         schedule: str,
+        chunks_per_stage: int = 1,
+        active_microbatches: int | None = None,
         lower_bound: float = 0.0,
     ) -> Self:
         """What an assignment of units costs.
@@ -97,7 +103,7 @@ class Partition:
             problem: units and what counts.
             stage_of: stage of each unit, by name.
             score: what the simulation says of this assignment.
-            schedule: name of the policy of that simulation.
+            schedule, chunks_per_stage, active_microbatches: the policy of that simulation.
             lower_bound: of the cost of all candidates.
         """
         setting = problem.setting
@@ -133,6 +139,8 @@ class Partition:
             stages=stages,
             cut_bytes=tuple(problem.cut_bytes[first] for first in first_of_run),
             schedule=schedule,
+            chunks_per_stage=chunks_per_stage,
+            active_microbatches=active_microbatches,
             num_microbatches=setting.num_microbatches,
             step_seconds=score.step_seconds,
             cost=problem.cost(score.step_seconds, max(memory)),
@@ -149,6 +157,11 @@ class Partition:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays within its limit of memory."""
+        return all(stage.memory_limit is None or stage.memory_bytes <= stage.memory_limit for stage in self.stages)
 
     @property
     def num_chunks(self) -> int:

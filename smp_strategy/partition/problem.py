@@ -22,7 +22,7 @@ from typing import NamedTuple, final
 from smp_strategy.partition.costs import Held, UnitCost
 from smp_strategy.trace.work import Work
 
-__all__ = ["InFlight", "Problem", "Score", "Setting", "Window"]
+__all__ = ["InFlight", "Problem", "Promise", "Score", "Setting", "Window"]
 
 
 class Score(NamedTuple):
@@ -33,13 +33,22 @@ class Score(NamedTuple):
     """Peak of each stage."""
 
 
-class InFlight(NamedTuple):
-    """Microbatches that a stage has begun and not finished, at their peak, as the schedule promises."""
+class Promise(NamedTuple):
+    """What a schedule promises of the microbatches that a stage has begun and not finished, at their peak."""
 
     least: int = 1
-    """It will be at least as many."""
     most: int | None = None
-    """And never more than these."""
+
+
+class InFlight(NamedTuple):
+    """Microbatches in flight on a stage."""
+
+    always: Promise = Promise()
+    """Whatever the program is."""
+    on_chain: Promise = Promise()
+    """If the program never comes back to a stage."""
+    likely: int = 1
+    """What to reckon with where nothing is promised."""
 
 
 class Window(NamedTuple):
@@ -94,7 +103,7 @@ class Setting:
         """Of ``stage``, relative."""
         return self.stage_speeds[stage] if self.stage_speeds else 1.0
 
-    def promise(self, stage: int) -> InFlight:
+    def flight(self, stage: int) -> InFlight:
         """Microbatches in flight on ``stage``."""
         return self.in_flight[stage] if self.in_flight else InFlight()
 
@@ -112,6 +121,8 @@ class Problem:
     """Seconds until one microbatch, alone, has its loss."""
     cut_bytes: Sequence[int]
     """Bytes that cross a cut before unit i, per microbatch."""
+    is_chain: bool
+    """Whether the program goes through the units one after the other and never back, so that stages are a chain."""
 
     def stage_of(self, starts: Sequence[int]) -> dict[str, int]:
         """Stage of each unit, if chunks begin at the units ``starts``."""

@@ -70,7 +70,8 @@ def problem_of(
         position = first_call.get(name, position)
         cuts.append(_crossing(events, position))
     windows = [ways.window(mine[name]) for name in order]
-    return Problem(units, setting, windows, ways.critical_forward, cuts[::-1])
+    is_chain = _is_chain(events, [mine[name] for name in order])
+    return Problem(units, setting, windows, ways.critical_forward, cuts[::-1], is_chain)
 
 
 def _total(parts: Iterable[Work]) -> Work:
@@ -197,6 +198,13 @@ def _execution_order(names: Sequence[str], first_call: Mapping[str, int]) -> lis
     for name in called:
         order += [name, *after.get(name, [])]
     return order
+
+
+def _is_chain(events: Sequence[Event], mine: Sequence[Sequence[int]]) -> bool:
+    """Whether each unit's events come before the next one's, and Python looks at values at the end only."""
+    positions = [position for unit in mine for position in unit]
+    behind = events[len(positions) :]
+    return all(mine) and positions == list(range(len(positions))) and all(event.kind == "read" for event in behind)
 
 
 def _crossing(events: Sequence[Event], position: int) -> int:

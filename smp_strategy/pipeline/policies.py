@@ -12,13 +12,11 @@ under ``zb-v`` they go down the stages and up again, so that the first and the l
 is rank 0, where losses and loggers are.
 """
 
-import re
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple
 
 __all__ = ["Policy", "PolicyName", "candidates"]
 
 PolicyName = Literal["simple", "interleaved", "1f1b", "zb-h1", "zb-h2", "zb-v"]
-_TEXT = re.compile(rf"({'|'.join(get_args(PolicyName))})(?:, (\d+) chunks)?(?:, (\d+) in flight)?")
 # More chunks make smaller bubbles and more messages; beyond this the messages win.
 MOST_CHUNKS = 4
 
@@ -48,33 +46,10 @@ class Policy(NamedTuple):
         """Equal for policies that can share a partition: chunks per stage, and whether they form a V."""
         return self.num_chunks, self.name == "zb-v"
 
-    def most_in_flight(self, stage: int, num_stages: int) -> int | None:
-        """Microbatches that ``stage`` has begun and not finished at most; ``None``: nobody knows."""
-        if self.num_chunks > 1:
-            return self.active_microbatches
-        most = {
-            "interleaved": self.active_microbatches or num_stages + 2,
-            "1f1b": num_stages - stage,
-            "zb-h1": num_stages,
-            "zb-h2": 2 * num_stages - 1,
-        }.get(self.name)
-        return most if most is None or self.active_microbatches is None else min(most, self.active_microbatches)
-
     def __str__(self) -> str:
         chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         active = f", {self.active_microbatches} in flight" if self.active_microbatches else ""
         return f"{self.name}{chunks}{active}"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read the text form; the inverse of ``str``."""
-        match = _TEXT.fullmatch(text)
-        if match is None:
-            raise ValueError(
-                f"A policy looks like `1f1b, 2 chunks` or `interleaved, 6 in flight`, but this is {text!r}."
-            )
-        name, chunks, active = match.groups()
-        return cls(name, int(chunks or 1), int(active) if active else None)  # type: ignore[arg-type]
 
 
 def candidates(

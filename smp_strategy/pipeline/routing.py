@@ -14,8 +14,8 @@ construction. The rule has no tensors in it: the runtime applies it while the pr
 to a trace before anything runs.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
 from smp_strategy.trace.events import Event, Trace, Value
@@ -173,6 +173,14 @@ class Flow:
     """Bytes that autograd keeps of each segment for its backward."""
     cut_bytes: Mapping[tuple[int, int], int]
     """Forward bytes from stage to stage, per microbatch."""
+
+    def at_speeds(self, speeds: Sequence[float]) -> "Flow":
+        """The same on stages of these relative speeds; none are given: all alike."""
+        if not speeds:
+            return self
+        return replace(
+            self, work={segment: work.scaled(1 / speeds[segment.stage]) for segment, work in self.work.items()}
+        )
 
     def num_segments(self, stage: int) -> int:
         """Number of segments on ``stage``."""

@@ -343,3 +343,25 @@ def test_the_strategy_saves_its_partition_on_rank_0(tmp_path):
     units = json.loads((tmp_path / "saved.json").read_text())["units"]
     assert {unit["name"]: unit["stage"] for unit in units} == found[0][1]
     assert not (tmp_path / "early.json").exists()
+
+
+def explains(folder):
+    trainer = toy_trainer(folder, smp={"pipeline_parallel_degree": 2, "microbatches": 4}, max_steps=2, max_epochs=-1)
+    module = byte_model()
+
+    def too_early():
+        with pytest.raises(SMPError, match="before the first step"):
+            trainer.strategy.explain()
+
+    module.on_train_start = too_early
+    trainer.fit(module, DataLoader(windows(), batch_size=BATCH))
+    explanation = trainer.strategy.explain()
+    return str(explanation), explanation.to_html(), trainer.strategy.engine.partition
+
+
+def test_the_decision_is_explained_alike_on_every_rank(tmp_path):
+    (text, page, partition), other = on_ranks(explains, 2, tmp_path)
+    assert (text, page, partition) == other
+    assert f"{len(partition.units)} units on 2 stages, schedule interleaved with 4 microbatches" in text
+    assert all(unit.name.split(".")[-1] in text for unit in partition.units)
+    assert "stage 1   F0 B0 F1 B1" in text

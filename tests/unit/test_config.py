@@ -240,7 +240,6 @@ def test_two_precisions_contradict_each_other():
         {"shard_optimizer_state": True},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
-        {"trace_execution_times": True},
         {"fp16": True},
     ],
 )

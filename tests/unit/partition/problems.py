@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hypothesis import strategies as st
 
 from smp_strategy.partition.costs import Held
-from smp_strategy.partition.problem import InFlight, Problem, Score, Setting
+from smp_strategy.partition.problem import InFlight, Problem, Promise, Score, Setting
 from smp_strategy.partition.reading import problem_of
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import route
@@ -111,6 +111,6 @@ def cases(draw: st.DrawFn, *, max_units: int = 8) -> Case:
         memory_weight=draw(st.sampled_from([0.0, 0.2, 0.8, 1.0])),
         memory_limits=tuple(draw(st.integers(50, 900)) for _ in range(num_stages)) if limited else (),
         stage_speeds=tuple(draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(num_stages)),
-        in_flight=(InFlight(1, active),) * num_stages,
+        in_flight=(InFlight(Promise(1, active), Promise(1, active), active),) * num_stages,
     )
     return Case(trace, work, parameters, setting, active)

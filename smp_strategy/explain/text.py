@@ -1,0 +1,119 @@
+"""The explanation for a terminal: what was decided, the stages, and the tree of the model."""
+
+import io
+
+from rich.console import Console
+from rich.table import Table
+
+from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
+from smp_strategy.partition.partition import Partition
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.sizes import show_bytes, show_seconds
+
+__all__ = ["WIDTH", "sends_on", "stage_table", "summary", "text", "timetable"]
+
+WIDTH = 118
+# A timetable of this many actions per stage still fits the width.
+MOST_ACTIONS = 40
+
+
+def text(partition: Partition, plan: Plan | None) -> str:
+    """All of it."""
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    for line in summary(partition):
+        console.print(line, highlight=False)
+    console.print()
+    console.print(stage_table(partition))
+    console.print()
+    console.print(_tree_table(partition))
+    if plan is not None:
+        console.print("\n" + timetable(plan), highlight=False, soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def summary(partition: Partition) -> list[str]:
+    """What was decided, how good it is, and what limits it, a line each."""
+    chunks = f" in {partition.num_chunks} chunks" if partition.num_chunks > partition.num_stages else ""
+    return [
+        f"{len(partition.units)} units on {partition.num_stages} stages{chunks}, "
+        f"schedule {partition.schedule} with {partition.num_microbatches} microbatches",
+        f"A step takes {show_seconds(partition.step_seconds)} (simulated); the stages are idle {partition.bubble:.1%} "
+        f"of it, their work is balanced to {partition.balance:.1%}.",
+        f"Limited by the {partition.limited_by}. {_certificate(partition)}",
+    ]
+
+
+def _certificate(partition: Partition) -> str:
+    """How far from the best the partition can be."""
+    if partition.lower_bound == 0.0:
+        return "Nothing is known about better partitions."
+    if partition.is_optimal:
+        return "No contiguous partition is better: this is proven."
+    return f"A better contiguous partition could save {partition.gap:.1%} at most."
+
+
+def stage_table(partition: Partition) -> Table:
+    """What each stage does, holds and sends on."""
+    table = Table(title="Stages", title_justify="left")
+    for name in ("stage", "units"):
+        table.add_column(name)
+    for name in ("time", "states", "activations", "memory", "limit", "sends on"):
+        table.add_column(name, justify="right")
+    longest = max((stage.seconds for stage in partition.stages), default=0.0) or 1.0
+    for number, stage in enumerate(partition.stages):
+        table.add_row(
+            str(number),
+            abbreviate([unit.name for unit in partition.units if unit.stage == number]),
+            f"{show_seconds(stage.seconds)} {stage.seconds / longest:4.0%}",
+            show_bytes(stage.held.total),
+            show_bytes(stage.activation_bytes),
+            show_bytes(stage.memory_bytes),
+            "" if stage.memory_limit is None else show_bytes(stage.memory_limit),
+            show_bytes(sends_on(partition, number)),
+        )
+    table.caption = (
+        "time: work of a step, and its share of the busiest stage's; states: parameters, gradients and optimizer "
+        "state; activations: at their peak; sends on: per microbatch"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def sends_on(partition: Partition, stage: int) -> int:
+    """Bytes of a microbatch that leave ``stage`` for the chunks after its own."""
+    last = [here for here, after in zip(partition.units, partition.units[1:], strict=False) if here.chunk < after.chunk]
+    return sum(nbytes for unit, nbytes in zip(last, partition.cut_bytes, strict=True) if unit.stage == stage)
+
+
+def _tree_table(partition: Partition) -> Table:
+    table = Table(title="Model", title_justify="left")
+    table.add_column("module")
+    table.add_column("stage")
+    for name in ("time", "", "parameters", "states", "activations", "output"):
+        table.add_column(name, justify="right")
+    total = sum(sum(unit.work) for unit in partition.units) or 1.0
+    for row in rows_of(tree_of(partition.units)):
+        node = row.node
+        table.add_row(
+            "  " * row.depth + row.label,
+            abbreviate([str(stage) for stage in node.stages]),
+            show_seconds(node.seconds),
+            f"{node.seconds / total:.1%}",
+            show_bytes(node.held.parameter),
+            show_bytes(node.held.total),
+            show_bytes(node.activation_bytes),
+            "" if node.children else show_bytes(node.units[-1].output_bytes),
+        )
+    table.caption = "of one microbatch, forward and backward; states: parameters, gradients and optimizer state"
+    table.caption_justify = "left"
+    return table
+
+
+def timetable(plan: Plan) -> str:
+    """The order of work, one line per stage."""
+    lines = [f"Schedule of a training step (idle {plan.bubble:.0%})"]
+    for stage, actions in enumerate(plan.stages):
+        shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
+        lines.append(f"stage {stage}   {shown}")
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""The decision as text, as data, and as a page."""
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from textwrap import dedent
+
+import pytest
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.explain.__main__ import main
+from smp_strategy.explain.explanation import Explanation
+from smp_strategy.explain.text import sends_on
+from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
+from smp_strategy.partition.costs import Held
+from smp_strategy.partition.partition import Partition, PlacedUnit, StageLoad
+from smp_strategy.pipeline.policies import Policy
+from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.trace.work import Work
+from tests.unit.pipeline.flows import flow_of
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def unit(name: str, stage: int, chunk: int | None = None, size: int = MIB) -> PlacedUnit:
+    held = Held(size, size, 2 * size)
+    return PlacedUnit(name, stage, stage if chunk is None else chunk, held, 3 * KIB, KIB, Work(0.001, 0.002, 0.003))
+
+
+UNITS = (
+    unit("net.embed", 0, size=2 * MIB),
+    *(unit(f"net.h.{index}", index // 3) for index in range(6)),
+    unit("head<b>", 1),
+)
+
+
+def partition(**changes) -> Partition:
+    loads = [
+        StageLoad(0.096, Held(5 * MIB, 5 * MIB, 10 * MIB), 24 * KIB, 64 * MIB),
+        StageLoad(0.096, Held(4 * MIB, 4 * MIB, 8 * MIB), 12 * KIB),
+    ]
+    known = {
+        "units": UNITS,
+        "stages": tuple(loads),
+        "cut_bytes": (KIB,),
+        "schedule": "1f1b",
+        "num_microbatches": 4,
+        "step_seconds": 0.12,
+        "cost": 1.25,
+        "lower_bound": 1.25,
+        "limited_by": "time of stage 1",
+    }
+    return Partition(**known | changes)
+
+
+def plan(policy: str = "1f1b"):
+    return simulate(flow_of(0, 1), 4, Policy(policy))
+
+
+def test_the_tree_has_the_modules_of_the_names_and_alike_siblings_in_one_line():
+    rows = [(row.depth, row.label, row.node.stages) for row in rows_of(tree_of(UNITS))]
+    assert rows == [
+        (0, "net", (0, 1)),
+        (1, "embed", (0,)),
+        (1, "h", (0, 1)),
+        (2, "0 .. 2 (3 alike)", (0,)),
+        (2, "3 .. 5 (3 alike)", (1,)),
+        (0, "head<b>", (1,)),
+    ]
+
+
+def test_siblings_that_differ_in_a_cost_have_a_line_each():
+    rows = [row.label for row in rows_of(tree_of([unit("h.9", 0), unit("h.10", 0), unit("h.11", 0, size=7)]))]
+    assert rows == ["h", "9 .. 10 (2 alike)", "11"]
+
+
+def test_modules_with_a_single_part_are_one_line_and_inner_lines_are_sums():
+    (top,) = tree_of([unit("model.body.a", 0), unit("model.body.b", 1)])
+    assert top.label == "model.body"
+    assert top.held == Held(2 * MIB, 2 * MIB, 4 * MIB)
+    assert top.seconds == pytest.approx(0.012)
+    assert top.activation_bytes == 6 * KIB
+
+
+def test_numbered_names_are_abbreviated():
+    assert abbreviate(["a.wte", "a.h.0", "a.h.1", "a.h.2", "b"]) == "a.wte, a.h.0 .. a.h.2, b"
+
+
+def test_the_text_says_what_was_decided_how_good_it_is_and_what_limits_it():
+    text = str(Explanation(partition(), plan()))
+    assert text.startswith(
+        dedent("""
+        8 units on 2 stages, schedule 1f1b with 4 microbatches
+        A step takes 120 ms (simulated); the stages are idle 20.0% of it, their work is balanced to 100.0%.
+        Limited by the time of stage 1. No contiguous partition is better: this is proven.
+        """).lstrip()
+    )
+    assert "head<b>" in text
+    assert "64.0 MiB" in text
+    assert "stage 0   F0 F1 B0 F2 B1 F3 B2 B3" in text
+
+
+@pytest.mark.parametrize(
+    ("bound", "said"),
+    [(1.0, "could save 20.0% at most"), (0.0, "Nothing is known about better partitions")],
+)
+def test_a_partition_without_a_proof_says_so(bound, said):
+    assert said in str(Explanation(partition(lower_bound=bound)))
+
+
+def test_a_stage_sends_on_what_leaves_each_of_its_chunks():
+    chunks = (unit("a", 0, 0), unit("b", 1, 1), unit("c", 0, 2), unit("d", 0, 2), unit("e", 1, 3))
+    found = partition(units=chunks, cut_bytes=(1, 10, 100))
+    assert (sends_on(found, 0), sends_on(found, 1)) == (101, 10)
+
+
+def test_the_data_are_the_partition_and_what_follows_from_it():
+    data = json.loads(Explanation(partition(), plan()).to_json())
+    kept = {key: data[key] for key in json.loads(partition().to_json())}
+    assert Partition.from_json(json.dumps(kept)) == partition()
+    assert data["bubble"] == pytest.approx(0.2)
+    assert [entry["action"] for entry in data["timetable"][1]][:3] == ["F0", "B0", "F1"]
+    assert json.loads(Explanation(partition()).to_json())["timetable"] is None
+
+
+class Page(HTMLParser):
+    """Checks that every element is closed, and collects text and kinds of rectangles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.words, self.rectangles = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        if tag == "rect":
+            self.rectangles.append(dict(attributes).get("class"))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.mark.parametrize("policy", ["1f1b", "zb-h1"])
+def test_the_page_is_whole_and_draws_every_action(policy):
+    made = plan(policy)
+    page = Page(Explanation(partition(), made).to_html())
+    drawn = [kind for kind in page.rectangles if kind in {"F", "B", "I", "W"}]
+    assert sorted(drawn) == sorted(action.kind for actions in made.stages for action in actions)
+    assert "head<b>" in page.words, "names are escaped"
+    assert "1.0 KiB" in page.words
+
+
+def test_the_page_loads_nothing_and_runs_nothing():
+    html = Explanation(partition(), plan()).to_html()
+    assert not any(word in html for word in ("<script", "src=", "href=", "@import", "url("))
+
+
+def test_units_without_any_time_are_drawn_and_written():
+    idle = tuple(replace(unit, work=Work()) for unit in UNITS)
+    stages = tuple(replace(load, seconds=0.0) for load in partition().stages)
+    explanation = Explanation(partition(units=idle, stages=stages, step_seconds=0.0))
+    Page(explanation.to_html())
+    assert "0 us" in str(explanation)
+
+
+def test_the_ending_of_a_file_says_the_form(tmp_path):
+    explanation = Explanation(partition(), plan())
+    for name, begin in (("a.txt", "8 units"), ("b.json", "{"), ("deeper/c.html", "<!doctype html>")):
+        explanation.save(tmp_path / name)
+        assert (tmp_path / name).read_text().startswith(begin)
+    with pytest.raises(ConfigError, match=r"'d\.pdf'. Change its ending"):
+        explanation.save(tmp_path / "d.pdf")
+
+
+def test_a_partition_file_is_explained_on_the_command_line(tmp_path, capsys):
+    partition().save(tmp_path / "partition.json")
+    main([str(tmp_path / "partition.json")])
+    assert capsys.readouterr().out == f"{Explanation(partition())}\n"
+    main([str(tmp_path / "partition.json"), str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").read_text() == Explanation(partition()).to_html() + "\n"
