@@ -56,7 +56,6 @@ from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
 from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
 
@@ -121,7 +120,7 @@ class Engine:
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
-        self._costs = Costs(machine=Machine.nominal(self._device.type))
+        self._costs = Costs.modelled(self._device)
         self._timetables: Timetables | None = None
         self._seed = 0
         self._num_steps = 0
@@ -235,7 +234,7 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        self._timetables = Timetables(self.partition, self._costs)
+        self._timetables = Timetables(self.config, self.partition, self._costs)
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
