@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
     from smp_strategy.placement import partition as partition
     from smp_strategy.placement import set_partition as set_partition
+    from smp_strategy.plan_ahead import plan_partition as plan_partition
     from smp_strategy.trace.machine import Machine as Machine
     from smp_strategy.units import unit as unit
-    from smp_strategy.without_ranks import plan_partition as plan_partition
 
 __all__ = [
     "ConfigError",
@@ -49,7 +49,7 @@ _HOME = {
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
     "UnsupportedError": "smp_strategy.errors",
-    "plan_partition": "smp_strategy.without_ranks",
+    "plan_partition": "smp_strategy.plan_ahead",
     "unit": "smp_strategy.units",
 }
 

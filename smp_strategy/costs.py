@@ -47,7 +47,7 @@ class Costs:
     def flow(self, trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Flow:
         """The segment graph of ``trace`` on these stages, at their speeds."""
         flow = route(self.with_bytes(trace), stage_of, num_stages, self.work(trace.events))
-        return flow.paced(self.stage_speeds)
+        return flow.at_speeds(self.stage_speeds)
 
     def with_bytes(self, trace: Trace) -> Trace:
         """``trace`` with the bytes that units were seen to keep, if that was measured."""

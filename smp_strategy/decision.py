@@ -86,16 +86,16 @@ def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
 def program_of(
     config: SMPConfig, surroundings: Surroundings, trace: Trace | None, costs: Costs, num_stages: int
 ) -> Program:
-    """What is to be partitioned; without a trace the units are taken for a chain in order of registration."""
+    """What is to be planned; without a ``trace`` the units are taken for a chain in order of registration."""
     parameters = held_of(surroundings)
     limits: Sequence[int | None] = config.memory_limits(num_stages) or (memory_of(surroundings.device),) * num_stages
     if trace is None:
-        trace, work = chain_of(parameters)
+        events, work = chain_of(parameters)
     else:
-        trace = costs.with_bytes(_as_training(trace))
-        work = costs.work(trace.events)
+        events = costs.with_bytes(_as_training(trace))
+        work = costs.work(events.events)
     return Program(
-        trace=trace,
+        trace=events,
         work=work,
         parameters=parameters,
         link=costs.machine.link,

@@ -235,7 +235,7 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        self._timetables = Timetables(self.partition, self.costs)
+        self._timetables = Timetables(self.config, self.partition, self.costs)
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):

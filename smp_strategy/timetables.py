@@ -2,12 +2,16 @@
 
 from typing import final, get_args
 
+from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
 from smp_strategy.partition.partition import Partition
 from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.policies import Policy, PolicyName
+from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.search import search
 from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.planning import policies_of
 from smp_strategy.trace.events import Trace
 
 __all__ = ["Timetables", "policy_of"]
@@ -27,14 +31,14 @@ class Timetables:
     """See the module docstring.
 
     Args:
+        config: all options.
         partition: where units are, and under which policy.
         costs: how long calls take.
     """
 
-    def __init__(self, partition: Partition, costs: Costs) -> None:
-        self._policy = policy_of(partition)
-        self._stage_of = partition.stage_of
-        self._num_stages = partition.num_stages
+    def __init__(self, config: SMPConfig, partition: Partition, costs: Costs) -> None:
+        self._config = config
+        self._partition = partition
         self._costs = costs
         self._plans: dict[tuple[int, int], Plan] = {}
 
@@ -44,8 +48,21 @@ class Timetables:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            flow = self._costs.flow(trace, self._stage_of, self._num_stages)
-            plan = simulate(flow, num_microbatches, self._policy, self._costs.machine.link)
+            flow = self._costs.flow(trace, self._partition.stage_of, self._partition.num_stages)
+            plan = self._best(flow, num_microbatches)
             check(plan, flow, num_microbatches)
             self._plans[key] = plan
         return self._plans[key]
+
+    def _best(self, flow: Flow, num_microbatches: int) -> Plan:
+        policy, link = policy_of(self._partition), self._costs.machine.link
+        if self._config.pipeline != "auto":
+            return simulate(flow, num_microbatches, policy, link)
+        allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
+        alike = [each for each in allowed if each.layout == policy.layout]
+        free = [
+            None if stage.memory_limit is None else stage.memory_limit - stage.held.total
+            for stage in self._partition.stages
+        ]
+        active = self._config.active_microbatches
+        return search(flow, num_microbatches, alike, link, most_bytes=free, active_microbatches=active).plan

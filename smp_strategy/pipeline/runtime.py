@@ -114,6 +114,7 @@ class Runtime:
                     with record_function(str(action)):
                         turns.do(action)
                     turns.prepare(actions, position + 1)
+                    turns.share_results()
                     if turns.has_left_plan:
                         break
                 turns.finish()

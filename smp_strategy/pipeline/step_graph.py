@@ -47,6 +47,7 @@ class StepGraph:
 
     Attributes:
         needs: per track, the tracks that must come before in the same microbatch, with the delay after their end.
+        tables: per kind of pass and segment, its seconds, its track and what that needs.
         visits: per stage, its segments in groups that it can run without waiting for what depends on their own
             results. On a chain of chunks these are the chunks.
     """
@@ -69,6 +70,14 @@ class StepGraph:
             "W": [max(cost.weight_gradient, SMALLEST_COST) for cost in work],
         }
         self.needs = self._all_needs(flow, number_of, link)
+        self.tables = {
+            kind: [
+                (cost, self.track(kind, number), self.needs[self.track(kind, number)])
+                for number, cost in enumerate(costs)
+            ]
+            for kind, costs in self._costs.items()
+        }
+        self._actions: dict[Entry, Action] = {}
         self._ancestors = [-1] * len(self.segments)
         self.visits = [self._visits_of(stage) for stage in range(flow.num_stages)]
 
@@ -98,6 +107,14 @@ class StepGraph:
         """Seconds of one pass."""
         return self._costs[kind][segment]
 
+    def action_of(self, entry: Entry) -> Action:
+        """The action that stands for ``entry`` in a plan."""
+        action = self._actions.get(entry)
+        if action is None:
+            action = Action(entry.kind, entry.microbatch, self.segments[entry.segment].number)
+            self._actions[entry] = action
+        return action
+
     def track(self, kind: str, segment: int) -> int:
         """The track of a pass."""
         return segment + len(self.segments) * (0 if kind == "F" else 2 if kind == "W" else 1)
@@ -120,35 +137,101 @@ class StepGraph:
             self._ancestors[number] = found
         return self._ancestors[number]
 
+    def least_makespan(self, *, splits: bool) -> float:
+        """No plan is faster: a stage waits for its first work, does all of it, and others end what it has begun.
+
+        Args:
+            splits: weight gradients may be computed after everything else.
+        """
+        count = len(self.segments)
+        cost = [*self._costs["F"], *self._costs["B"], *([0.0] * count)]
+        if splits:
+            for number in range(count):
+                if self.can_split[number]:
+                    cost[2 * count + number] = self._costs["W"][number]
+                    cost[count + number] -= self._costs["W"][number]
+        starts, tails = self._longest_ways(cost)
+        bounds = [start + cost[track] + tails[track] for track, start in starts.items()]
+        for stage in self.of_stage:
+            forwards, backwards = stage, [count + number for number in stage if self.has_backward[number]]
+            if not forwards:
+                continue
+            head = starts[forwards[0]]
+            urgent = sum(cost[track] for track in [*forwards, *backwards])
+            late = sum(cost[track + count] for track in backwards)
+            tail = min([tails[track] for track in backwards or forwards])
+            bounds += [head + self.num_microbatches * (urgent + late), head + self.num_microbatches * urgent + tail]
+        return max(bounds, default=0.0)
+
+    def _longest_ways(self, cost: Sequence[float]) -> tuple[dict[int, float], list[float]]:
+        """When the passes of a microbatch that is alone begin, and what comes after each of them."""
+        starts: dict[int, float] = {}
+
+        def start(track: int) -> float:
+            if track not in starts:
+                starts[track] = max(
+                    [start(need) + cost[need] + delay for need, delay in self.needs[track]], default=0.0
+                )
+            return starts[track]
+
+        count = len(self.segments)
+        for track in range(3 * count):
+            if track < count or self.has_backward[track % count]:
+                start(track)
+        tails = [0.0] * (3 * count)
+        for track in sorted(starts, key=starts.__getitem__, reverse=True):
+            for need, delay in self.needs[track]:
+                tails[need] = max(tails[need], delay + cost[track] + tails[track])
+        return starts, tails
+
     # From tables to orders
 
-    def expand(self, tables: Sequence[Sequence[Pass]], num_chunks: int) -> Orders | None:
-        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
+    def orders_of(self, plan: Plan) -> list[list[Entry]]:
+        """The orders that ``plan`` has."""
+        return [
+            [Entry(action.kind, self.of_stage[stage][action.segment], action.microbatch) for action in actions]
+            for stage, actions in enumerate(plan.stages)
+        ]
 
-        Visits in which a stage only reads what the loss is made of, or the loss, come right before its backward.
-        """
-        orders = []
-        for stage, table in enumerate(tables):
-            visits = self.visits[stage]
-            last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
-            chunks = visits if last is None else visits[: last + 1]
-            if len(chunks) != num_chunks:
-                return None
-            readings = [number for visit in visits[len(chunks) :] for number in visit]
-            order: list[Entry] = []
-            for kind, chunk, microbatch in table:
-                if kind == "F":
-                    order += [Entry("F", number, microbatch) for number in chunks[chunk]]
-                    continue
-                if kind != "W" and chunk == num_chunks - 1:
-                    order += [Entry("F", number, microbatch) for number in readings]
-                for number in reversed(chunks[chunk]):
-                    if kind == "B" or self.can_split[number]:
-                        order += [Entry(kind, number, microbatch)] if self.has_backward[number] else []
-                    elif kind == "I" and self.has_backward[number]:
-                        order.append(Entry("B", number, microbatch))
-            orders.append(order)
-        return orders
+    def expand(self, tables: Sequence[Sequence[Pass]], num_chunks: int) -> Orders | None:
+        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks."""
+        orders = [self._expand(stage, table, num_chunks) for stage, table in enumerate(tables)]
+        return None if any(order is None for order in orders) else [order or [] for order in orders]
+
+    def _expand(self, stage: int, table: Sequence[Pass], num_chunks: int) -> list[Entry] | None:
+        visits = self.visits[stage]
+        last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
+        chunks = visits if last is None else visits[: last + 1]
+        # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
+        readings = [number for visit in visits[len(chunks) :] for number in visit]
+        if (num_chunks, len(chunks)) == (2, 1):
+            # The turning point of a V: two chunks in one visit. Its input gradients are awaited early, like those of
+            # the second chunk, and its forwards like those of the first.
+            skipped = {("F", 1), ("I", 0), ("W", 1)}
+            table = [Pass(kind, 0, microbatch) for kind, chunk, microbatch in table if (kind, chunk) not in skipped]
+        elif len(chunks) != num_chunks:
+            return None
+        order: list[Entry] = []
+        for kind, chunk, microbatch in table:
+            if kind == "F":
+                order += [Entry("F", number, microbatch) for number in chunks[chunk]]
+                continue
+            if kind != "W" and chunk == len(chunks) - 1:
+                order += [Entry("F", number, microbatch) for number in readings]
+            for number in reversed(chunks[chunk]):
+                if self.has_backward[number] and (self.can_split[number] or kind != "W"):
+                    order.append(Entry(kind if self.can_split[number] else "B", number, microbatch))
+        return order
+
+    def parted(self, order: Sequence[Entry]) -> list[Entry]:
+        """``order`` with the two parts of each backward that can be split."""
+        result: list[Entry] = []
+        for entry in order:
+            if entry.kind == "B" and self.can_split[entry.segment]:
+                result += [entry._replace(kind="I"), entry._replace(kind="W")]
+            else:
+                result.append(entry)
+        return result
 
     def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
         """``orders`` with whole backwards where a weight gradient follows its input gradient.
@@ -213,26 +296,29 @@ class _Clock:
 
     def advance(self, stage: int) -> bool:
         """Do passes of ``stage`` until one has to wait; whether there were any."""
-        order, reached = self._orders[stage], self._reached[stage]
-        first = reached
+        order, first, free_at = self._orders[stage], self._reached[stage], self._free_at[stage]
+        # This loop runs for every pass of every timetable that is tried.
+        tables, ends, times = self._graph.tables, self._ends, self._times[stage]
+        reached = first
         while reached < len(order):
-            entry = order[reached]
-            ready = self._ready(entry)
-            if ready is None:
-                break
-            self._run(stage, entry, max(ready, self._free_at[stage]))
-            reached += 1
-        self._reached[stage] = reached
+            kind, segment, microbatch = order[reached]
+            cost, track, needs = tables[kind][segment]
+            start = free_at
+            for need, delay in needs:
+                end = ends[need][microbatch]
+                if end is None:
+                    break
+                if end + delay > start:
+                    start = end + delay
+            else:
+                free_at = start + cost
+                ends[track][microbatch] = free_at
+                times.append((start, free_at))
+                reached += 1
+                continue
+            break
+        self._reached[stage], self._free_at[stage] = reached, free_at
         return reached > first
-
-    def _run(self, stage: int, entry: Entry, start: float) -> None:
-        kind, segment, microbatch = entry
-        end = start + self._graph.cost(kind, segment)
-        self._ends[self._graph.track(kind, segment)][microbatch] = end
-        if kind == "B":
-            self._ends[self._graph.track("W", segment)][microbatch] = end
-        self._free_at[stage] = end
-        self._times[stage].append((start, end))
 
     def _ready(self, entry: Entry) -> float | None:
         """When the inputs of a pass are there; ``None`` while one of them is not made."""
@@ -265,11 +351,8 @@ class _Clock:
         order.insert(self._reached[stage], order.pop(position))
 
     def plan(self) -> Plan:
-        numbers = [segment.number for segment in self._graph.segments]
-        return Plan(
-            tuple(tuple([Action(kind, mb, numbers[segment]) for kind, segment, mb in order]) for order in self._orders),
-            tuple(map(tuple, self._times)),
-        )
+        action_of = self._graph.action_of
+        return Plan(tuple([tuple(map(action_of, order)) for order in self._orders]), tuple(map(tuple, self._times)))
 
 
 def _mask(numbers: Sequence[int]) -> int:

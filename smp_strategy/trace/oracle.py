@@ -104,7 +104,9 @@ class Oracle:
         parts = self._parts.get(callee.key)
         if parts is None:
             parts = self._parts[callee.key] = (tuple(callee.module.modules()), tuple(callee.module.parameters()))
-        return tuple(map(_IS_TRAINING, parts[0])), tuple(map(_NEEDS_GRADIENT, parts[1])), collector_key()
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of other stages are a subclass
+            frozen = tuple(map(_NEEDS_GRADIENT, parts[1]))
+        return tuple(map(_IS_TRAINING, parts[0])), frozen, collector_key()
 
     def _ambient(self) -> tuple[object, ...]:
         """The thread's modes that change what operations return."""

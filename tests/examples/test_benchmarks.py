@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[2]
 # Small runs: a few rounds, a few architectures.
 SCRIPTS = {
     "architectures.py": (["GPT2LMHeadModel"], {"architectures", "right", "bit_identical", "families"}),
+    "partition.py": (
+        ["vit", "2"],
+        {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "planning_seconds_max"},
+    ),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
+    "split_backward.py": (["2"], {"ratio_to_whole", "input_ms", "weight_ms", "whole_ms"}),
 }
 
 
