@@ -54,7 +54,7 @@ class Costs:
         return with_measured_bytes(trace, self.measured)
 
     def render(self) -> str:
-        """Lines for the user about the measurement; none without one."""
+        """What the user is told about the measurement; empty without one."""
         if self.measured is None:
             return ""
         measured = self.measured
@@ -65,7 +65,7 @@ class Costs:
         if measured.rank_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")
-        return "\n".join([*lines, *measured.notes, ""])
+        return "\n".join([*lines, *measured.notes])
 
 
 def find_costs(
