@@ -78,7 +78,7 @@ class Engine:
     Attributes:
         manual: what the code of a :meth:`manual_step` can ask for.
         partition: which unit goes to which stage, once it is decided.
-        costs: what the events of a step take.
+        costs: what calls cost: measured, once the partition is decided, or modelled.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
     """
