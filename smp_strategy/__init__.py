@@ -22,17 +22,21 @@ if TYPE_CHECKING:
     from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
     from smp_strategy.placement import partition as partition
     from smp_strategy.placement import set_partition as set_partition
+    from smp_strategy.plan_ahead import plan_partition as plan_partition
+    from smp_strategy.trace.machine import Machine as Machine
     from smp_strategy.units import unit as unit
 
 __all__ = [
     "ConfigError",
     "Engine",
+    "Machine",
     "PeerFailedError",
     "SMPConfig",
     "SMPError",
     "SMPStrategy",
     "UnsupportedError",
     "__version__",
+    "plan_partition",
     "unit",
 ]
 __version__ = "0.1.0"
@@ -40,10 +44,12 @@ __version__ = "0.1.0"
 _HOME = {
     "ConfigError": "smp_strategy.errors",
     "Engine": "smp_strategy.engine",
+    "Machine": "smp_strategy.trace.machine",
     "PeerFailedError": "smp_strategy.errors",
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
     "UnsupportedError": "smp_strategy.errors",
+    "plan_partition": "smp_strategy.plan_ahead",
     "unit": "smp_strategy.units",
 }
 

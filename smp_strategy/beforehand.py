@@ -37,7 +37,8 @@ def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -
             "modules with `set_partition` and `partition`."
         )
     stage_of = by_hand.stage_of if by_hand.stages else None
-    return choose_units(module, num_stages, config.unit_classes, stage_of=stage_of)
+    num_chunks = num_stages * (config.chunks_per_stage or 1)
+    return choose_units(module, num_chunks, config.unit_classes, stage_of=stage_of)
 
 
 def place_beforehand(

@@ -149,16 +149,8 @@ class SMPConfig(
         return self.active_microbatches if self.active_microbatches is not None else num_stages + 2
 
 
-# Options (or single values of them) whose feature is still to come. An entry disappears in the commit that builds it.
+# Options whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {
-    "pipeline=1f1b": "one forward, one backward",
-    "pipeline=zb-h1": "zero-bubble schedules",
-    "pipeline=zb-h2": "zero-bubble schedules",
-    "pipeline=zb-v": "zero-bubble schedules",
-    "virtual_pipeline_degree": "virtual stages",
-    "trace_execution_times": "measured unit times",
-    "trace_memory_usage": "measured activation memory",
-    "trace_device": "measured costs",
     "sharded_data_parallel_degree": "sharded data parallelism",
     "shard_optimizer_state": "optimizer-state sharding",
     "sdp_reduce_bucket_size": "sharded data parallelism",
@@ -180,13 +172,11 @@ _NOT_BUILT = {
 
 def _not_built(config: SMPConfig) -> list[str]:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    found = []
-    for entry, feature in _NOT_BUILT.items():
-        name, _, single = entry.partition("=")
-        value = getattr(config, name)
-        if value == single if single else value != defaults[name]:
-            found.append(f"`{name}={value!r}` asks for {feature}, which is not built yet. Leave the option out.")
-    return found
+    return [
+        f"`{name}={getattr(config, name)!r}` asks for {feature}, which is not built yet. Leave the option out."
+        for name, feature in _NOT_BUILT.items()
+        if getattr(config, name) != defaults[name]
+    ]
 
 
 def _resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

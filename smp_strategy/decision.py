@@ -6,88 +6,102 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp_strategy.agreement import agree_on
 from smp_strategy.config import SMPConfig
+from smp_strategy.costs import Costs, find_costs
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.mesh import MeshShape
+from smp_strategy.optim.state_size import MOMENTS_IF_UNKNOWN, optimizer_state_bytes
 from smp_strategy.partition.costs import Held
 from smp_strategy.partition.partition import Partition
 from smp_strategy.partition.reading import chain_of
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.planning import Program, as_given, best_partition
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.machine import Machine, modelled_work
 
-__all__ = ["decide"]
-
-# What an Adam-like optimizer keeps beside a parameter that is trained.
-OPTIMIZER_MOMENTS = 2
+__all__ = ["decide", "program_of"]
 
 
 def decide(
     config: SMPConfig,
     surroundings: Surroundings,
-    num_stages: int,
+    shape: MeshShape,
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
     given: Mapping[str, int] | None = None,
-) -> tuple[Partition, DryRun]:
+) -> tuple[Partition, DryRun, Costs]:
     """Decide which unit goes to which stage; collective over all ranks.
 
     Args:
         config: all options.
         surroundings: the module and what its dry run runs on.
-        num_stages: number of stages.
+        shape: how many stages there are, and on which ranks.
         first: the step, its first microbatch, and what picks the loss out of its result.
         given: stage of each unit, where that is decided already.
 
     Returns:
-        The partition, and what the dry run has found out.
+        The partition, what the dry run has found out, and what calls cost.
     """
     found = DryRun(None, ())
     if not config.skip_tracing:
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
-    program = _program(config, surroundings, found.trace, num_stages)
+    costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
+    program = program_of(config, surroundings, found.trace, costs, shape.pp)
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        best_partition(config, program, num_stages) if given is None else as_given(config, program, num_stages, given),
+        best_partition(config, program, shape.pp) if given is None else as_given(config, program, shape.pp, given),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     if config.partition_file and not config.load_partition and dist.get_rank() == 0:
         partition.save(config.partition_file)
-    return partition, DryRun(found.trace, tuple(tensors[name] for name in names))
+    return partition, DryRun(found.trace, tuple(tensors[name] for name in names)), costs
 
 
 def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
-    """What the parameters of each unit take while they are trained, by unit in order of registration."""
+    """What the parameters of each unit take while they are trained, by unit in order of registration.
+
+    Without any optimizer it is not known what will train them, and two moments are assumed.
+    """
     # Numbers that are the same on every rank tell which units share a parameter.
     numbers = {id(parameter): number for number, parameter in enumerate(surroundings.module.parameters())}
+    state = optimizer_state_bytes(surroundings.optimizers)
+
+    def held(parameter: nn.Parameter) -> Held:
+        if not parameter.requires_grad:
+            return Held(parameter.nbytes)
+        unknown = 0 if surroundings.optimizers else MOMENTS_IF_UNKNOWN * parameter.nbytes
+        return Held(parameter.nbytes, parameter.nbytes, state.get(id(parameter), unknown))
+
     return {
-        unit.name: {
-            numbers[id(parameter)]: Held(
-                parameter.nbytes,
-                parameter.nbytes * parameter.requires_grad,
-                OPTIMIZER_MOMENTS * parameter.nbytes * parameter.requires_grad,
-            )
-            for parameter in unit.module.parameters()
-        }
+        unit.name: {numbers[id(parameter)]: held(parameter) for parameter in unit.module.parameters()}
         for unit in surroundings.units
     }
 
 
-def _program(config: SMPConfig, surroundings: Surroundings, trace: Trace | None, num_stages: int) -> Program:
-    parameters, machine = held_of(surroundings), Machine.nominal(surroundings.device.type)
+def program_of(
+    config: SMPConfig, surroundings: Surroundings, trace: Trace | None, costs: Costs, num_stages: int
+) -> Program:
+    """What is to be planned; without a ``trace`` the units are taken for a chain in order of registration."""
+    parameters = held_of(surroundings)
     limits: Sequence[int | None] = config.memory_limits(num_stages) or (memory_of(surroundings.device),) * num_stages
     if trace is None:
         events, work = chain_of(parameters)
     else:
-        events = _as_training(trace)
-        work = modelled_work(events.events, machine)
-    return Program(trace=events, work=work, parameters=parameters, link=machine.link, memory_limits=tuple(limits))
+        events = costs.with_bytes(_as_training(trace))
+        work = costs.work(events.events)
+    return Program(
+        trace=events,
+        work=work,
+        parameters=parameters,
+        link=costs.machine.link,
+        memory_limits=tuple(limits),
+        stage_speeds=costs.stage_speeds,
+    )
 
 
 def memory_of(device: torch.device) -> int | None:

@@ -14,10 +14,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
+from smp_strategy.measurement.calls import CallLog, UnitCall
 from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
@@ -43,6 +45,8 @@ class DryRun:
     """The events; ``None`` where the step looks at values, which a dry run does not have."""
     used_by_glue: tuple[Tensor, ...]
     """Parameters and tables of units that code above the units computes with."""
+    calls: tuple[UnitCall, ...] = ()
+    """The calls of units."""
 
 
 @final
@@ -59,6 +63,8 @@ class Surroundings:
     """Predicts results and keeps the predictions for later."""
     device: torch.device
     """Where the step will run."""
+    optimizers: Sequence[Optimizer] = ()
+    """What trains the module, if that is known."""
 
 
 def dry_run(
@@ -76,14 +82,20 @@ def dry_run(
         surroundings: what it runs on.
 
     Raises:
-        UnsupportedError: the glue changes tensors of units in place.
+        UnsupportedError: the glue changes tensors of units in place, or looks at values of a module without any.
     """
-    for computes in (False, True):
+    has_values = not any(parameter.is_meta for parameter in surroundings.module.parameters())
+    for computes in (False, True) if has_values else (False,):
         try:
             # With gradients also where the first step is a validation step: the partition weighs what training keeps.
             with torch.inference_mode(False), torch.enable_grad():
                 return _survey(step, microbatch, loss_of, surroundings, computes=computes)
-        except ValueNeededError:
+        except ValueNeededError as error:
+            if not has_values:
+                raise UnsupportedError(
+                    f"The step looks at a value (`{error}`), but the module is on the meta device and has none. Put "
+                    "the module on the CPU, or plan with `skip_tracing=True`."
+                ) from None
             # A step that looks at values is run for real: every rank still has the whole module.
             continue
     return DryRun(None, ())
@@ -129,10 +141,12 @@ def _survey(
         leftovers=leftovers,
     )
     uses = GlueUses(units, lambda: runtime.running_unit, leftovers)
-    runtime = calls.runtime = Runtime(stage, told=uses.note)
+    log = CallLog(device.type)
+    runtime = calls.runtime = Runtime(stage, told=uses.note, called=log.note)
     try:
         while True:
             leftovers.next_round()
+            log.calls.clear()
             try:
                 with seeded(0, device), _untouched(module, units), uses:
                     trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
@@ -140,7 +154,7 @@ def _survey(
                 if not leftovers.has_news:
                     raise
             if not leftovers.has_news:
-                return DryRun(trace, tuple(uses.found.values()))
+                return DryRun(trace, tuple(uses.found.values()), tuple(log.calls))
             calls.expose()
     finally:
         leftovers.let_go()

@@ -28,6 +28,7 @@ from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
+from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.decision import decide
 from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
@@ -120,6 +121,7 @@ class Engine:
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
+        self._costs = Costs(machine=Machine.nominal(self._device.type))
         self._timetables: Timetables | None = None
         self._seed = 0
         self._num_steps = 0
@@ -160,6 +162,7 @@ class Engine:
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
             self.config.check(shape.pp)
+            measuring_device(self.config, self._device)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
             self._units = choose_placed_units(self.config, module, shape.pp)
@@ -232,8 +235,7 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        speeds = self.config.speeds(self.mesh.pp)
-        self._timetables = Timetables(self.partition, Machine.nominal(self._device.type), speeds)
+        self._timetables = Timetables(self.config, self.partition, self._costs)
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
@@ -254,17 +256,26 @@ class Engine:
     def _surroundings(self) -> Surroundings:
         assert self._module is not None
         return Surroundings(
-            module=self._module, units=self._units, calls=self._calls, oracle=self._oracle, device=self._device
+            module=self._module,
+            units=self._units,
+            calls=self._calls,
+            oracle=self._oracle,
+            device=self._device,
+            optimizers=self._optimizers,
         )
 
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Trace and partition."""
         assert self._module is not None
         first, surroundings = (step, microbatch, loss_of), self._surroundings()
-        self.partition, found = decide(self.config, surroundings, self.mesh.pp, first=first, given=self._given)
+        self.partition, found, self._costs = decide(
+            self.config, surroundings, self.mesh.shape, first=first, given=self._given
+        )
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
+        if notes := self._costs.render():
+            self._report(notes)
         self._report(render_layout(self.mesh.shape, self.partition))
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:

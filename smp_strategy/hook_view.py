@@ -140,7 +140,7 @@ class HookView:
         Raises:
             UnsupportedError: it did not.
         """
-        self._transport.agree(zlib.crc32("\n".join(self._path).encode()), lambda: self._path)
+        self._transport.begin_to_agree(zlib.crc32("\n".join(self._path).encode()), lambda: self._path).check()
 
     def real(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors, on every stage."""

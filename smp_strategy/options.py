@@ -185,6 +185,11 @@ class TraceOptions:
 
     def _problems(self) -> list[str]:
         found = _one_of(self, "trace_device", (*typing.get_args(TraceDevice), None))
+        if self.trace_device is not None and not (self.trace_execution_times or self.trace_memory_usage):
+            found.append(
+                f"`trace_device={self.trace_device}` says where to measure, but nothing is measured. Set "
+                "`trace_execution_times` or `trace_memory_usage`, or leave it out."
+            )
         asked = [
             name for name in ("trace_execution_times", "trace_memory_usage", "trace_device") if getattr(self, name)
         ]

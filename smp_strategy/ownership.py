@@ -56,6 +56,7 @@ class Ownership:
         self._stage = -1
         # Buffers may be replaced by assignment during training, parameters keep their identity.
         self._by_name = {name: self.holders(tensor) for name, tensor in _named_tensors(root)}
+        self._parameters: dict[int, list[nn.Parameter]] = {}
         self._homes: dict[str, Home] = {}
         self._guests: dict[int, tuple[weakref.ref[Tensor], Home]] = {}
         self._guest_numbers: dict[int, int] = {}
@@ -89,7 +90,10 @@ class Ownership:
 
     def local_parameters(self, stage: int) -> list[nn.Parameter]:
         """Parameters that ``stage`` holds, in order of registration."""
-        return [parameter for parameter in self._root.parameters() if stage in self.holders(parameter)]
+        if stage not in self._parameters:
+            mine = [parameter for parameter in self._root.parameters() if stage in self.holders(parameter)]
+            self._parameters[stage] = mine
+        return self._parameters[stage]
 
     def release(self, stage: int, copies: Iterable[nn.Module] = ()) -> None:
         """Let go of everything that ``stage`` does not hold.

@@ -5,7 +5,7 @@ policy promises about microbatches in flight is said, and under ``pipeline=auto`
 of which the cheapest is taken. All of it is a function of plain data, the same on every rank.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import final
@@ -19,13 +19,14 @@ from smp_strategy.partition.reading import problem_of
 from smp_strategy.partition.solver import does_not_fit, solve
 from smp_strategy.partition.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy, candidates
-from smp_strategy.pipeline.routing import Flow, route
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.schedule import peak_saved_bytes
+from smp_strategy.pipeline.search import NOTICEABLE
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.work import Link, Work
 
-__all__ = ["Program", "as_given", "best_partition", "peak_saved_bytes", "policies_of", "problem_under", "simulated"]
+__all__ = ["Program", "as_given", "best_partition", "policies_of", "problem_under", "simulated"]
 
 # Of many policies, each gets so many simulations, and those that look best then get all that they need.
 QUICK = 12
@@ -45,6 +46,8 @@ class Program:
     link: Link
     memory_limits: tuple[int | None, ...] = ()
     """Bytes per stage; empty: there are none."""
+    stage_speeds: tuple[float, ...] = ()
+    """Relative; empty: all are alike."""
 
 
 def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Policy]:
@@ -78,9 +81,10 @@ def best_partition(
     policies = policies or policies_of(config, num_stages, len(program.parameters))
     if len(policies) > 1:
         first_look = _attempts(config, program, num_stages, policies, QUICK)
-        policies = sorted(first_look, key=lambda policy: first_look[policy].cost)[:MOST_FINALISTS]
+        finalists = sorted(first_look, key=lambda policy: first_look[policy].cost)[:MOST_FINALISTS]
+        policies = [policy for policy in policies if policy in finalists]
     found = _attempts(config, program, num_stages, policies, None)
-    return min(found.values(), key=lambda partition: partition.cost)
+    return _simplest(found.values())
 
 
 def _attempts(
@@ -123,7 +127,13 @@ def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Map
             [stage.memory_bytes for stage in least.stages],
             [stage.memory_limit for stage in least.stages],
         )
-    return min(fitting, key=lambda partition: partition.cost)
+    return _simplest(fitting)
+
+
+def _simplest(partitions: Collection[Partition]) -> Partition:
+    """The first one that is as good as the best, or nearly: simpler policies come first."""
+    least = min(partition.cost for partition in partitions)
+    return next(partition for partition in partitions if partition.cost * (1 - NOTICEABLE) <= least)
 
 
 def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: Policy) -> Problem:
@@ -137,7 +147,7 @@ def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: 
         num_microbatches=num_microbatches,
         memory_weight=config.resolved_memory_weight,
         memory_limits=program.memory_limits,
-        stage_speeds=config.speeds(num_stages),
+        stage_speeds=program.stage_speeds,
         splits_backward=policy.splits_backward,
         in_flight=tuple(_in_flight(policy, stage, num_stages, num_microbatches) for stage in range(num_stages)),
     )
@@ -148,29 +158,9 @@ def simulated(
     config: SMPConfig, program: Program, num_stages: int, policy: Policy, stage_of: Mapping[str, int]
 ) -> Score:
     """Time and activations of a step under an assignment of units to stages."""
-    flow = route(program.trace, stage_of, num_stages, program.work).paced(config.speeds(num_stages))
+    flow = route(program.trace, stage_of, num_stages, program.work).at_speeds(program.stage_speeds)
     plan = simulate(flow, config.num_microbatches(num_stages), policy, program.link)
     return Score(plan.makespan, peak_saved_bytes(plan, flow))
-
-
-def peak_saved_bytes(plan: Plan, flow: Flow) -> tuple[int, ...]:
-    """Most bytes that autograd keeps at once on each stage: from a forward until all of its backward is done."""
-    peaks = []
-    for stage, actions in enumerate(plan.stages):
-        sizes = {
-            segment.number: nbytes
-            for segment, nbytes in flow.saved_bytes.items()
-            if segment.stage == stage and segment in flow.backward_needs
-        }
-        now = peak = 0
-        for action in actions:
-            if action.kind == "F":
-                now += sizes.get(action.segment, 0)
-                peak = max(peak, now)
-            elif action.kind != "I":
-                now -= sizes.get(action.segment, 0)
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:

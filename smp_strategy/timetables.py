@@ -1,16 +1,18 @@
 """The timetables of a run: one for every path that steps take, and every number of microbatches."""
 
-from collections.abc import Sequence
 from typing import final, get_args
 
+from smp_strategy.config import SMPConfig
+from smp_strategy.costs import Costs
 from smp_strategy.partition.partition import Partition
 from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.policies import Policy, PolicyName
-from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.search import search
 from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.planning import policies_of
 from smp_strategy.trace.events import Trace
-from smp_strategy.trace.machine import Machine, modelled_work
 
 __all__ = ["Timetables", "policy_of"]
 
@@ -29,17 +31,15 @@ class Timetables:
     """See the module docstring.
 
     Args:
+        config: all options.
         partition: where units are, and under which policy.
-        machine: what the stages compute on.
-        speeds: of the stages, relative.
+        costs: how long calls take.
     """
 
-    def __init__(self, partition: Partition, machine: Machine, speeds: Sequence[float]) -> None:
-        self._policy = policy_of(partition)
-        self._stage_of = partition.stage_of
-        self._num_stages = partition.num_stages
-        self._machine = machine
-        self._speeds = speeds
+    def __init__(self, config: SMPConfig, partition: Partition, costs: Costs) -> None:
+        self._config = config
+        self._partition = partition
+        self._costs = costs
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def plan(self, trace: Trace, num_microbatches: int) -> Plan:
@@ -48,9 +48,20 @@ class Timetables:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            work = modelled_work(trace.events, self._machine)
-            flow = route(trace, self._stage_of, self._num_stages, work).paced(self._speeds)
-            plan = simulate(flow, num_microbatches, self._policy, self._machine.link)
+            flow = self._costs.flow(trace, self._partition.stage_of, self._partition.num_stages)
+            plan = self._best(flow, num_microbatches)
             check(plan, flow, num_microbatches)
             self._plans[key] = plan
         return self._plans[key]
+
+    def _best(self, flow: Flow, num_microbatches: int) -> Plan:
+        policy, link = policy_of(self._partition), self._costs.machine.link
+        if self._config.pipeline != "auto":
+            return simulate(flow, num_microbatches, policy, link)
+        allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
+        alike = [each for each in allowed if each.layout == policy.layout]
+        free = [
+            None if stage.memory_limit is None else stage.memory_limit - stage.held.total
+            for stage in self._partition.stages
+        ]
+        return search(flow, num_microbatches, alike, link, most_bytes=free).plan

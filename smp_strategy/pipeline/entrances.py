@@ -10,9 +10,9 @@ long before.
 """
 
 import functools
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,8 @@ __all__ = ["watched_entrances"]
 
 # Stands in torch since 2.1 and is what `checkpoint(use_reentrant=False)` runs around the function.
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
+# What contains no tensors but itself.
+_LEAVES = (Tensor, int, float, str, NoneType)
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def watched_entrances(active: "Callable[[], Program | None]") -> Iterator[None]:
 
 
 def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    program = _program_of((args, kwargs))
+    program = _program_of(args, kwargs)
     if program is None:
         return original(function, *args, **kwargs)
     if function is BackwardHookFunction:
@@ -72,7 +74,7 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
         )
     before, program.function = program.function, function.__name__
     try:
-        return program.operation(function.__name__, types.MethodType(original, function), args, kwargs)
+        return program.operation(function.__name__, MethodType(original, function), args, kwargs)
     finally:
         program.function = before
 
@@ -97,7 +99,11 @@ def _checkpoint(
         yield
 
 
-def _program_of(tree: Any) -> "Program | None":
-    """The running program that a placed tensor in ``tree`` belongs to."""
-    placed = [leaf for leaf in flatten(tree)[0] if isinstance(leaf, PlacedTensor)]
-    return next((tensor.program for tensor in placed), None)
+def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program | None":
+    """The running program that a placed tensor among the arguments belongs to."""
+    arguments = (*args, *kwargs.values())
+    if all(isinstance(argument, _LEAVES) for argument in arguments):
+        leaves: Sequence[Any] = arguments  # as ever inside of units, where it must cost nothing
+    else:
+        leaves, _ = flatten(arguments)
+    return next((leaf.program for leaf in leaves if isinstance(leaf, PlacedTensor)), None)

@@ -16,25 +16,25 @@ __all__ = ["Rules", "list_schedule"]
 
 
 class Rules(NamedTuple):
-    """What a stage prefers and how much it may begin."""
+    """What a stage prefers, and how much it may begin."""
 
     forward_first: bool = False
     splits: bool = False
     """Compute gradients of weights when there is nothing else to do."""
     most_microbatches: int | None = None
     """Microbatches in flight on a stage."""
-    most_live: Sequence[int] | None = None
-    """Visits in flight, per stage."""
+    most_live: int | None = None
+    """Visits in flight."""
     group: int | None = None
     """Microbatches that go through a visit before the first of them goes through the next one; ``None``: earlier
     microbatches first."""
     patience: float = 0.0
-    """For how much of its own time a weight gradient lets a stage wait for something better."""
+    """For how much of its own time a pass of lower rank lets the stage wait for one of a higher rank."""
 
 
-def list_schedule(graph: StepGraph, rules: Rules) -> list[list[Entry]]:
-    """The order in which each stage does its passes."""
-    stages = [_StageQueue(graph, rules, stage) for stage in range(graph.num_stages)]
+def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[Entry]]:
+    """The order in which each stage does its passes, by its rules."""
+    stages = [_StageQueue(graph, rules[stage], stage) for stage in range(graph.num_stages)]
     ends: list[list[float]] = [[] for _ in graph.needs]
     waiting = _followers(graph)
     best = [stage.choose(ends) for stage in stages]
@@ -84,6 +84,7 @@ class _StageQueue:
         self._kinds: dict[int, str] = {}
         self._visits: list[tuple[int, list[int]]] = []
         self._ranks: dict[int, list[tuple[int, ...]]] = {}
+        self._patience: dict[int, float] = {}
         self.order: list[Entry] = []
         for index, visit in enumerate(graph.visits[stage]):
             for segment in visit:
@@ -101,6 +102,7 @@ class _StageQueue:
             self._kinds[track] = kind
             sign = 1 if kind == "F" else -1
             place = 2 if kind == "W" else int((kind == "F") != rules.forward_first)
+            self._patience[track] = rules.patience * graph.cost(kind, segment) if place else 0.0
             group = rules.group
             self._ranks[track] = [
                 (place, mb, sign * number) if group is None else (place, mb // group, sign * visit, mb, sign * number)
@@ -123,8 +125,8 @@ class _StageQueue:
                     start = done[microbatch] + delay
             else:
                 late = start
-                if self._rules.patience and self._kinds[track] == "W":
-                    late += self._rules.patience * self._graph.cost("W", track % len(self._graph.segments))
+                if self._patience[track]:
+                    late += self._patience[track]
                 key = (late, self._ranks[track][microbatch], start, track)
                 if best is None or key < best:
                     best = key
@@ -142,7 +144,7 @@ class _StageQueue:
             live = sum(
                 self._reached[first] - min([self._reached[track] for track in tracks]) for first, tracks in self._visits
             )
-            closed += [first for first, _ in self._visits] if live >= rules.most_live[self._stage] else []
+            closed += [first for first, _ in self._visits] if live >= rules.most_live else []
         return closed
 
     def run(self, choice: _Choice, ends: list[list[float]]) -> None:

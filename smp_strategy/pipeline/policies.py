@@ -41,9 +41,14 @@ class Policy(NamedTuple):
             return chunk % num_stages
         return num_stages - 1 - chunk if chunk < num_stages else chunk - num_stages
 
+    @property
+    def layout(self) -> tuple[int, bool]:
+        """Equal for policies that can share a partition: chunks per stage, and whether they form a V."""
+        return self.num_chunks, self.name == "zb-v"
+
     def __str__(self) -> str:
-        chunks = f" with {self.num_chunks} chunks per stage" if self.num_chunks > 1 else ""
-        active = f", at most {self.active_microbatches} microbatches in flight" if self.active_microbatches else ""
+        chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        active = f", {self.active_microbatches} in flight" if self.active_microbatches else ""
         return f"{self.name}{chunks}{active}"
 
 

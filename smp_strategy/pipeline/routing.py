@@ -174,16 +174,17 @@ class Flow:
     cut_bytes: Mapping[tuple[int, int], int]
     """Forward bytes from stage to stage, per microbatch."""
 
+    def at_speeds(self, speeds: Sequence[float]) -> "Flow":
+        """The same on stages of these relative speeds; none are given: all alike."""
+        if not speeds:
+            return self
+        return replace(
+            self, work={segment: work.scaled(1 / speeds[segment.stage]) for segment, work in self.work.items()}
+        )
+
     def num_segments(self, stage: int) -> int:
         """Number of segments on ``stage``."""
         return sum(segment.stage == stage for segment in self.work)
-
-    def paced(self, speeds: Sequence[float]) -> "Flow":
-        """The same on stages that are not alike, with a relative speed for each."""
-        work = {
-            segment: Work(*(seconds / speeds[segment.stage] for seconds in work)) for segment, work in self.work.items()
-        }
-        return replace(self, work=work)
 
 
 def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapping[int, Work]) -> Flow:

@@ -37,6 +37,7 @@ class Runtime:
         stage: this rank's stage.
         private: keeps microbatches apart; ``None`` for a dry run.
         told: told what the glue gives to units.
+        called: told which unit the glue calls with what.
     """
 
     def __init__(
@@ -45,10 +46,12 @@ class Runtime:
         private: PrivateState | None = None,
         *,
         told: Callable[[Any], None] | None = None,
+        called: Callable[[Callee, Any, Any], None] | None = None,
     ) -> None:
         self._stage = stage
         self._private = private
         self._told = told
+        self._called = called
         self._program: Program | None = None
         self._meeting: Turns | None = None
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
@@ -67,6 +70,8 @@ class Runtime:
                 )
             if self._told is not None:
                 self._told((args, kwargs))
+            if self._called is not None:
+                self._called(unit, args, kwargs)
             return program.unit(name, unit, args, kwargs)
         # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
         if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
@@ -109,6 +114,7 @@ class Runtime:
                     with record_function(str(action)):
                         turns.do(action)
                     turns.prepare(actions, position + 1)
+                    turns.share_results()
                     if turns.has_left_plan:
                         break
                 turns.finish()

@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal, Self, final
 
-__all__ = ["Action", "Plan"]
+from smp_strategy.pipeline.routing import Flow, SegmentId
+
+__all__ = ["Action", "Plan", "peak_saved_bytes"]
 
 _ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
 
@@ -68,3 +70,21 @@ class Plan:
             if action is last[action.microbatch]:
                 alive.discard(action.microbatch)
         return peak
+
+
+def peak_saved_bytes(plan: Plan, flow: Flow) -> tuple[int, ...]:
+    """Most bytes that each stage keeps for backward at once: from a segment's forward to the end of its backward."""
+    peaks = []
+    for stage, actions in enumerate(plan.stages):
+        held = peak = 0
+        for action in actions:
+            segment = SegmentId(stage, action.segment)
+            # Without a backward nothing is kept.
+            saved = flow.saved_bytes[segment] if segment in flow.backward_needs else 0
+            if action.kind == "F":
+                held += saved
+                peak = max(peak, held)
+            elif action.kind != "I":
+                held -= saved
+        peaks.append(peak)
+    return tuple(peaks)

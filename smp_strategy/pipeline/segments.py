@@ -80,6 +80,9 @@ class _Enter(torch.autograd.Function):
     the code behind may change it in place.
     """
 
+    # Not what `watched_entrances` puts into its place: no placed tensor comes here.
+    apply = vars(torch.autograd.Function)["apply"]
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor], record: Import) -> Tensor:
         ctx.record = record
@@ -95,7 +98,7 @@ def enter(tensor: Tensor, record: Import) -> Tensor:
     """``tensor``, without its history, as the start of a graph whose gradient ends up in ``record``."""
     with torch.inference_mode(False), torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
-        return _Enter.apply(anchor, tensor.detach, record)  # type: ignore[no-untyped-call]
+        return _Enter.apply(anchor, tensor.detach, record)
 
 
 def import_at(node: Any) -> Import | None:

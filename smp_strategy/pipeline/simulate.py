@@ -25,6 +25,8 @@ __all__ = ["SPLIT_OVERHEAD", "simulate"]
 
 # Share of a whole backward that its input gradient takes longer if the weight gradient is left for later.
 SPLIT_OVERHEAD = 0.02
+# A plan that takes no longer than this beyond what no plan can beat ends the search among proposals.
+GOOD_ENOUGH = 0.015
 # Timetables that are this close to the fastest one are as good, and the simpler one is taken.
 NEGLIGIBLE = 1e-3
 
@@ -53,30 +55,29 @@ def simulate(
             stage 1   F0 B0 F1 B1 F2 B2 F3 B3
     """
     graph = StepGraph(flow, num_microbatches, link, split_overhead)
+    enough = (1 + GOOD_ENOUGH) * graph.least_makespan(splits=policy.splits_backward)
     best: Plan | None = None
     for orders in _proposals(graph, policy):
-        for plan in _timed(graph, orders, policy):
-            if best is None or plan.makespan < best.makespan * (1 - NEGLIGIBLE):
-                best = plan
+        plan = graph.follow(graph.merged(orders, everywhere=False) if policy.splits_backward else orders)
+        if best is None or plan.makespan < best.makespan * (1 - NEGLIGIBLE):
+            best = plan
+        if best.makespan <= enough:
+            break
     assert best is not None
+    if policy.splits_backward:
+        merged = graph.follow(graph.merged(graph.orders_of(best), everywhere=True))
+        best = merged if merged.makespan <= best.makespan else best
     return best
-
-
-def _timed(graph: StepGraph, orders: Orders, policy: Policy) -> Iterator[Plan]:
-    if not policy.splits_backward:
-        yield graph.follow(orders)
-        return
-    yield graph.follow(graph.merged(orders, everywhere=True))
-    yield graph.follow(graph.merged(orders, everywhere=False))
 
 
 def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
     """Orders under ``policy``, the published ones first."""
     match policy.name:
         case "simple":
-            yield list_schedule(graph, Rules(forward_first=True))
+            yield list_schedule(graph, [Rules(forward_first=True)] * graph.num_stages)
         case "interleaved":
-            yield list_schedule(graph, Rules(most_microbatches=policy.active_microbatches or graph.num_stages + 2))
+            active = policy.active_microbatches or graph.num_stages + 2
+            yield list_schedule(graph, [Rules(most_microbatches=active)] * graph.num_stages)
         case "1f1b":
             yield from _one_forward_one_backward(graph, policy)
         case "zb-h1" | "zb-h2":
@@ -101,7 +102,7 @@ def _one_forward_one_backward(graph: StepGraph, policy: Policy) -> Iterator[Orde
         live = [stages - stage for stage in range(stages)]
     else:
         live = [2 * (stages - stage - 1) + (chunks - 1) * stages + 1 for stage in range(stages)]
-    yield list_schedule(graph, Rules(most_live=live, most_microbatches=active, group=stages))
+    yield list_schedule(graph, [Rules(most_live=most, most_microbatches=active, group=stages) for most in live])
 
 
 def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
@@ -127,10 +128,10 @@ def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
     orders = graph.expand(tables, 2)
     if orders is not None and policy.active_microbatches is None:
         yield orders
-    rules = Rules(splits=True, most_live=[2 * stages] * stages, most_microbatches=policy.active_microbatches)
+    rules = Rules(splits=True, most_live=2 * stages, most_microbatches=policy.active_microbatches)
     yield from _greedy(graph, rules)
 
 
 def _greedy(graph: StepGraph, rules: Rules) -> Iterator[Orders]:
     for patience in (0.0, 0.5, 1.0):
-        yield list_schedule(graph, rules._replace(patience=patience))
+        yield list_schedule(graph, [rules._replace(patience=patience)] * graph.num_stages)

@@ -74,23 +74,36 @@ class Stage:
 
     def make_real(self, tree: Any) -> Any:
         """``tree`` with every tensor detached and every placed tensor replaced by its value, on all stages."""
+        return self.begin_to_make_real(tree)()
+
+    def begin_to_make_real(self, tree: Any) -> Callable[[], Any]:
+        """Begin to do so; returns what waits for it."""
         leaves, structure = flatten(tree)
         placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
         for tensor in placed:
             if not tensor.program.closed:
                 tensor.program.check_current(tensor)
-        real: dict[int, Tensor] = {}
+        begun: list[tuple[list[int], Callable[[], list[Tensor]]]] = []
         for stage in range(self.num_stages):
             mine = list({id(tensor): tensor for tensor in placed if tensor.program.lives_on(tensor) == stage}.values())
             if not mine:
                 continue
             values = [None if t.origin is None or stage != self.number else t.origin[1] for t in mine]
-            if self.transport is None:
-                shared = [value.detach() for value in values if value is not None]
-            else:
-                shared = self.transport.share(values, [tensor.spec for tensor in mine], stage)
-            real.update(zip(map(id, mine), shared, strict=True))
-        return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
+            begun.append(([id(tensor) for tensor in mine], self._begin_to_share(values, mine, stage)))
+
+        def wait() -> Any:
+            real = {key: value for keys, shared in begun for key, value in zip(keys, shared(), strict=True)}
+            return pytree.tree_unflatten([_real_of(leaf, real) for leaf in leaves], structure)
+
+        return wait
+
+    def _begin_to_share(
+        self, values: Sequence[Tensor | None], placed: Sequence[PlacedTensor], stage: int
+    ) -> Callable[[], list[Tensor]]:
+        if self.transport is None:
+            here = [value.detach() for value in values if value is not None]
+            return lambda: here
+        return self.transport.begin_to_share(values, [tensor.spec for tensor in placed], stage)
 
 
 def _real_of(leaf: Any, real: dict[int, Tensor]) -> Any:

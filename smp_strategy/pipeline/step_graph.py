@@ -120,35 +120,101 @@ class StepGraph:
             self._ancestors[number] = found
         return self._ancestors[number]
 
+    def least_makespan(self, *, splits: bool) -> float:
+        """No plan is faster: a stage waits for its first work, does all of it, and others end what it has begun.
+
+        Args:
+            splits: weight gradients may be computed after everything else.
+        """
+        count = len(self.segments)
+        cost = [*self._costs["F"], *self._costs["B"], *([0.0] * count)]
+        if splits:
+            for number in range(count):
+                if self.can_split[number]:
+                    cost[2 * count + number] = self._costs["W"][number]
+                    cost[count + number] -= self._costs["W"][number]
+        starts, tails = self._longest_ways(cost)
+        bounds = [start + cost[track] + tails[track] for track, start in starts.items()]
+        for stage in self.of_stage:
+            forwards, backwards = stage, [count + number for number in stage if self.has_backward[number]]
+            if not forwards:
+                continue
+            head = starts[forwards[0]]
+            urgent = sum(cost[track] for track in [*forwards, *backwards])
+            late = sum(cost[track + count] for track in backwards)
+            tail = min([tails[track] for track in backwards or forwards])
+            bounds += [head + self.num_microbatches * (urgent + late), head + self.num_microbatches * urgent + tail]
+        return max(bounds, default=0.0)
+
+    def _longest_ways(self, cost: Sequence[float]) -> tuple[dict[int, float], list[float]]:
+        """When the passes of a microbatch that is alone begin, and what comes after each of them."""
+        starts: dict[int, float] = {}
+
+        def start(track: int) -> float:
+            if track not in starts:
+                starts[track] = max(
+                    [start(need) + cost[need] + delay for need, delay in self.needs[track]], default=0.0
+                )
+            return starts[track]
+
+        count = len(self.segments)
+        for track in range(3 * count):
+            if track < count or self.has_backward[track % count]:
+                start(track)
+        tails = [0.0] * (3 * count)
+        for track in sorted(starts, key=starts.__getitem__, reverse=True):
+            for need, delay in self.needs[track]:
+                tails[need] = max(tails[need], delay + cost[track] + tails[track])
+        return starts, tails
+
     # From tables to orders
 
-    def expand(self, tables: Sequence[Sequence[Pass]], num_chunks: int) -> Orders | None:
-        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
+    def orders_of(self, plan: Plan) -> list[list[Entry]]:
+        """The orders that ``plan`` has."""
+        return [
+            [Entry(action.kind, self.of_stage[stage][action.segment], action.microbatch) for action in actions]
+            for stage, actions in enumerate(plan.stages)
+        ]
 
-        Visits in which a stage only reads what the loss is made of, or the loss, come right before its backward.
-        """
-        orders = []
-        for stage, table in enumerate(tables):
-            visits = self.visits[stage]
-            last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
-            chunks = visits if last is None else visits[: last + 1]
-            if len(chunks) != num_chunks:
-                return None
-            readings = [number for visit in visits[len(chunks) :] for number in visit]
-            order: list[Entry] = []
-            for kind, chunk, microbatch in table:
-                if kind == "F":
-                    order += [Entry("F", number, microbatch) for number in chunks[chunk]]
-                    continue
-                if kind != "W" and chunk == num_chunks - 1:
-                    order += [Entry("F", number, microbatch) for number in readings]
-                for number in reversed(chunks[chunk]):
-                    if kind == "B" or self.can_split[number]:
-                        order += [Entry(kind, number, microbatch)] if self.has_backward[number] else []
-                    elif kind == "I" and self.has_backward[number]:
-                        order.append(Entry("B", number, microbatch))
-            orders.append(order)
-        return orders
+    def expand(self, tables: Sequence[Sequence[Pass]], num_chunks: int) -> Orders | None:
+        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks."""
+        orders = [self._expand(stage, table, num_chunks) for stage, table in enumerate(tables)]
+        return None if any(order is None for order in orders) else [order or [] for order in orders]
+
+    def _expand(self, stage: int, table: Sequence[Pass], num_chunks: int) -> list[Entry] | None:
+        visits = self.visits[stage]
+        last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
+        chunks = visits if last is None else visits[: last + 1]
+        # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
+        readings = [number for visit in visits[len(chunks) :] for number in visit]
+        if (num_chunks, len(chunks)) == (2, 1):
+            # The turning point of a V: two chunks in one visit. Its input gradients are awaited early, like those of
+            # the second chunk, and its forwards like those of the first.
+            skipped = {("F", 1), ("I", 0), ("W", 1)}
+            table = [Pass(kind, 0, microbatch) for kind, chunk, microbatch in table if (kind, chunk) not in skipped]
+        elif len(chunks) != num_chunks:
+            return None
+        order: list[Entry] = []
+        for kind, chunk, microbatch in table:
+            if kind == "F":
+                order += [Entry("F", number, microbatch) for number in chunks[chunk]]
+                continue
+            if kind != "W" and chunk == len(chunks) - 1:
+                order += [Entry("F", number, microbatch) for number in readings]
+            for number in reversed(chunks[chunk]):
+                if self.has_backward[number] and (self.can_split[number] or kind != "W"):
+                    order.append(Entry(kind if self.can_split[number] else "B", number, microbatch))
+        return order
+
+    def parted(self, order: Sequence[Entry]) -> list[Entry]:
+        """``order`` with the two parts of each backward that can be split."""
+        result: list[Entry] = []
+        for entry in order:
+            if entry.kind == "B" and self.can_split[entry.segment]:
+                result += [entry._replace(kind="I"), entry._replace(kind="W")]
+            else:
+                result.append(entry)
+        return result
 
     def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
         """``orders`` with whole backwards where a weight gradient follows its input gradient.

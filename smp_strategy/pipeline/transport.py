@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from smp_strategy.failure import blame
 from smp_strategy.pipeline.watch import Watch, in_background
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Receipt", "Transport", "empty"]
+__all__ = ["Agreement", "Receipt", "Transport", "empty"]
 
 
 @final
@@ -63,6 +63,15 @@ class Receipt:
         if self._tensor is None:
             self._tensor = _unpacked(self._message, self._spec)
         return self._tensor
+
+
+class Agreement(NamedTuple):
+    """A comparison of programs that is under way."""
+
+    is_complete: Callable[[], bool]
+    """Whether :attr:`check` will not wait."""
+    check: Callable[[], None]
+    """Raises :class:`UnsupportedError` if they differ; the message names the first difference."""
 
 
 @final
@@ -138,36 +147,48 @@ class Transport:
         """End the threads."""
         self._watch.close()
 
-    def agree(self, digest: int, path: Callable[[], Sequence[str]]) -> None:
-        """Make sure that all stages have run the same program; collective.
+    def begin_to_agree(self, digest: int, path: Callable[[], Sequence[str]]) -> "Agreement":
+        """Begin to compare the programs that the stages have run; collective.
 
         Args:
             digest: of what this stage ran, equal if it is the same.
             path: the calls that it made.
-
-        Raises:
-            UnsupportedError: they differ; the message names the first difference.
         """
         mine = torch.tensor([digest])
         found = [torch.empty_like(mine) for _ in self._ranks]
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
         with _peer(others[0], "waiting at the end of a step for"):
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
-            self._watch.wait(lambda: work.wait(self._timeout), [], self._log)
-        if all(torch.equal(mine, other) for other in found):
-            return
-        paths: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(paths, (dist.get_rank(), list(path())), group=self._group)
-        raise UnsupportedError(_first_difference(dict(paths)))
+        assert work is not None
 
-    def share(self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int) -> list[Tensor]:
-        """Give every stage the tensors that ``stage`` has; one message per dtype.
+        def check() -> None:
+            with _peer(others[0], "waiting at the end of a step for"):
+                if work.is_completed():
+                    work.wait(self._timeout)
+                else:
+                    self._watch.wait(lambda: work.wait(self._timeout), [], self._log)
+            if all(torch.equal(mine, other) for other in found):
+                return
+            paths: list[Any] = [None] * len(self._ranks)
+            dist.all_gather_object(paths, (dist.get_rank(), list(path())), group=self._group)
+            raise UnsupportedError(_first_difference(dict(paths)))
+
+        return Agreement(work.is_completed, check)
+
+    def begin_to_share(
+        self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int
+    ) -> Callable[[], list[Tensor]]:
+        """Begin to give every stage the tensors that ``stage`` has; one message per dtype. Collective.
 
         Args:
             values: the tensors on ``stage``; ``None`` elsewhere.
             specs: their metadata, known everywhere.
             stage: who has them.
+
+        Returns:
+            What waits for them.
         """
+        works: list[dist.Work] = []
         results: list[Tensor] = [torch.empty(0)] * len(specs)
         for dtype in dict.fromkeys(spec.dtype for spec in specs):
             members = [index for index, spec in enumerate(specs) if spec.dtype == dtype]
@@ -180,9 +201,18 @@ class Transport:
                     piece.copy_(value.detach().reshape(-1))
                 results[index] = piece.view(specs[index].size)
             with _peer(self._ranks[stage], "waiting for the results of"):
-                dist.broadcast(flat, self._ranks[stage], group=self._group)
-        # Each result owns its memory: a small one must not keep all others alive.
-        return [result.clone() for result in results]
+                work = dist.broadcast(flat, self._ranks[stage], group=self._group, async_op=True)
+            assert work is not None
+            works.append(work)
+
+        def wait() -> list[Tensor]:
+            with _peer(self._ranks[stage], "waiting for the results of"):
+                for work in works:
+                    work.wait(self._timeout)
+            # Each result owns its memory: a small one must not keep all others alive.
+            return [result.clone() for result in results]
+
+        return wait
 
 
 def empty(spec: TensorSpec) -> Tensor:

@@ -6,7 +6,6 @@ the order; where a microbatch takes another path than the plan was made for, the
 """
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward import Backward
 from smp_strategy.pipeline.coroutine import Coroutine
+from smp_strategy.pipeline.ending import Ending
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
@@ -118,6 +118,7 @@ class Turns:
         self._losses: dict[int, Any] = {}
         self._barriers: dict[int, Barrier] = {}
         self._answer: Any = None
+        self._ending: Ending | None = None
         for number, microbatch in enumerate(microbatches):
             program, coroutine = self._make(number, microbatch, derive_seed(job.seed, number))
             self._programs.append(program)
@@ -257,13 +258,19 @@ class Turns:
 
     def agree(self) -> None:
         """Make sure that all stages have run the same programs; collective."""
-        if self._stage.transport is None:
-            return
+        self._end().agree()
 
-        def path() -> list[str]:
-            return [name for program in self._programs for name in program.record.path]
+    def share_results(self) -> None:
+        """Begin to, if all programs have ended; collective, but waits for nobody."""
+        if self._ending is not None or all(coroutine.finished for coroutine in self._coroutines):
+            self._end().go_on()
 
-        self._stage.transport.agree(zlib.crc32("\n".join(path()).encode()), path)
+    def _end(self) -> Ending:
+        if self._ending is None:
+            outputs = [coroutine.result for coroutine in self._coroutines]
+            losses = [self._losses.get(number) for number in range(len(outputs))]
+            self._ending = Ending(self._stage, self._programs, (outputs, losses))
+        return self._ending
 
     def cancel(self) -> None:
         """Let go of programs that wait."""
@@ -281,18 +288,16 @@ class Turns:
         self._backwards.clear()
         self._losses.clear()
         self._barriers.clear()
-        self._answer = None
+        self._answer = self._ending = None
         self._waiting.clear()
 
     def result(self) -> StepRun:
         """Make results real on every stage."""
-        outputs = [coroutine.result for coroutine in self._coroutines]
         first = min(self._losses, default=0)
         trace = trace_of(self._programs[first], self._losses.get(first))
-        losses = [self._losses.get(number) for number in range(len(outputs))]
-        real_outputs, losses = self._stage.make_real((outputs, losses))
+        outputs, losses = self._end().finish()
         self._let_go()
-        return StepRun(real_outputs, losses, trace)
+        return StepRun(outputs, losses, trace)
 
     def _forward(self, number: int, segment: int) -> None:
         """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""

@@ -35,12 +35,11 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
     Not so where somebody watches the visit: hooks on the node see all of its gradients, and saved tensors that are
     packed (by ``checkpoint``) can be unpacked once.
     """
-    kind = _KINDS.get(node.name())
+    kind = _KINDS.get(type(node).__name__)
     if kind is None or kind.weight not in inputs or not {kind.weight, kind.bias}.issuperset(inputs):
         return False
-    for saved in (getattr(node, name) for name in kind.saved):
-        if saved.unpack_hook is not None or saved.data.layout is not torch.strided:
-            return False
+    if any(getattr(node, name).unpack_hook is not None for name in kind.saved):
+        return False
     handle = node.register_hook(_nothing)
     is_alone = len(handle.hooks_dict_ref()) == 1
     handle.remove()
@@ -49,7 +48,7 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
 
 def formula_of(node: Any, inputs: Sequence[int]) -> Formula:
     """What computes the gradients of ``inputs``, in their order; made while ``node`` is visited."""
-    return _KINDS[node.name()].make(node, inputs)
+    return _KINDS[type(node).__name__].make(node, inputs)
 
 
 def _nothing(*gradients: Any) -> None:
@@ -97,7 +96,7 @@ def _is_transposed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 def _second_factor(first: Tensor, transposed: bool, factor: Any, gradient: Tensor) -> Tensor:
     # As autograd does it: the gradient gets the layout of the factor.
-    if transposed:
+    if transposed and first.layout is gradient.layout is torch.strided:
         return _times(gradient.t().mm(first.conj()).t(), factor)
     return _times(first.t().conj().mm(gradient), factor)
 

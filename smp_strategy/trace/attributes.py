@@ -6,7 +6,7 @@ outlive the dry run: a cache filled with fake tensors would break the real run t
 
 import collections
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,9 +46,9 @@ def _restore(attributes: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> 
 
 
 def refill(container: Any, contents: Any) -> None:
-    """Give a list, deque, dict or set other contents."""
+    """Give a list, deque, mapping or set other contents."""
     container.clear()
-    if isinstance(container, dict | set):
+    if isinstance(container, MutableMapping | set):
         container.update(contents)
     else:
         container.extend(contents)

@@ -29,11 +29,11 @@ _KINDS = (list, dict)
 def collectors() -> list[tuple[Path, Any]]:
     """All lists and dicts in context variables with their paths; ranks agree on the order of different paths."""
     found: list[tuple[Path, Any]] = []
-    for variable, value in sorted(contextvars.copy_context().items(), key=lambda item: item[0].name):
-        if type(value) in _KINDS:
-            inside = value.items() if isinstance(value, dict) else ()
-            found.append(((variable.name,), value))
-            found += [((variable.name, key), item) for key, item in inside if type(item) in _KINDS]
+    held = [item for item in contextvars.copy_context().items() if type(item[1]) in _KINDS]
+    for variable, value in sorted(held, key=lambda item: item[0].name):
+        inside = value.items() if isinstance(value, dict) else ()
+        found.append(((variable.name,), value))
+        found += [((variable.name, key), item) for key, item in inside if type(item) in _KINDS]
     return found
 
 

@@ -53,7 +53,7 @@ class Meter(TorchDispatchMode):
             if isinstance(tensor, FakeTensor) and self._unit is not None:
                 tensor.made_by = self._unit  # type: ignore[attr-defined]
         self._tally.note(func, args, kwargs, result)
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.random |= _draws(func, args, kwargs)
         return result
 
     def _refuse_foreign(self, args: Any, kwargs: Any) -> None:
@@ -65,6 +65,16 @@ class Meter(TorchDispatchMode):
                     "two may live on different stages. Return the tensor and give it as an argument, or use a list or "
                     "dict among the arguments."
                 )
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operation draws random numbers; attention is marked as if it did, with dropout or without."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    parameters = func._schema.arguments
+    given = {**dict(zip([parameter.name for parameter in parameters], args, strict=False)), **kwargs}
+    rates = [given.get("dropout_p", each.default_value) for each in parameters if each.name == "dropout_p"]
+    return rates != [0.0]
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:

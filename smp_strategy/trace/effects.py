@@ -11,6 +11,7 @@ is put there and who takes it, and puts back what was in them.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ from smp_strategy.trace.prediction import IMMUTABLE
 from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Changed", "apply_changes", "contents_of_objects", "is_object", "put_back", "watched"]
+
+# Asked for first, because most arguments are of these.
+_LEAVES = (Tensor, NoneType, int, float, str)
 
 
 @final
@@ -107,9 +111,11 @@ def put_back(before: Sequence[tuple[Any, Any]]) -> None:
 
 def _containers(tree: Any) -> Iterator[Any]:
     """All lists, dicts and dataclasses in a nest, from the outside in."""
-    if isinstance(tree, list | dict) or _is_dataclass(tree):
+    if isinstance(tree, _LEAVES):
+        return
+    if isinstance(tree, (list, dict)) or _is_dataclass(tree):
         yield tree
-    items = tree if isinstance(tree, list | tuple) else []
+    items = tree if isinstance(tree, (list, tuple)) else []
     if isinstance(tree, dict):
         items = list(tree.values())
     elif _is_dataclass(tree):

@@ -49,13 +49,18 @@ def imitate(spec: TensorSpec, *, leaf: bool = False) -> Tensor:
         return _Fresh.apply(torch.empty((), requires_grad=True), make)  # type: ignore[no-untyped-call]
 
 
-def stand_in(leaf: Any) -> Any:
-    """What the dry run gets instead of an argument: nothing that it does to it may reach the original."""
+def stand_in(leaf: Any, make: Callable[[TensorSpec], Tensor] = imitate) -> Any:
+    """What a run gets instead of an argument: nothing that it does to it may reach the original.
+
+    Args:
+        leaf: the argument; a tensor is given by its metadata.
+        make: makes the tensors, also those that an object holds.
+    """
     if isinstance(leaf, TensorSpec):
-        return imitate(leaf)
+        return make(leaf)
     if not is_object(leaf):
         return leaf
-    with _CopyAsFake():
+    with _CopyWith(make):
         return copy.deepcopy(leaf)
 
 
@@ -64,12 +69,16 @@ def is_left_behind(leaf: Any) -> bool:
     return isinstance(leaf, FakeTensor)
 
 
-class _CopyAsFake(TorchFunctionMode):
-    """Makes ``copy.deepcopy`` put fake tensors where an object (a key/value cache, say) holds tensors."""
+class _CopyWith(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` put other tensors where an object (a key/value cache, say) holds some."""
+
+    def __init__(self, make: Callable[[TensorSpec], Tensor]) -> None:
+        super().__init__()
+        self._make = make
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
-            return imitate(TensorSpec.of(args[0]))
+            return self._make(TensorSpec.of(args[0]))
         return func(*args, **(kwargs or {}))
 
 

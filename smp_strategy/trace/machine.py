@@ -9,6 +9,7 @@ those of the machine at hand: which stage gets which unit depends on ratios, and
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
+from smp_strategy.errors import ConfigError
 from smp_strategy.trace.effort import Effort
 from smp_strategy.trace.events import Event
 from smp_strategy.trace.work import Link, Work
@@ -29,7 +30,13 @@ class Machine(NamedTuple):
 
     @classmethod
     def nominal(cls, device_type: str) -> Self:
-        """Round figures for a kind of device."""
+        """Round figures for a kind of device, ``cpu`` or ``cuda``.
+
+        Raises:
+            ConfigError: another kind.
+        """
+        if device_type not in ("cpu", "cuda"):
+            raise ConfigError(f"A nominal machine is `cpu` or `cuda`, but this is {device_type!r}.")
         if device_type == "cuda":
             # An A100: half of its 312 TFLOP/s in bfloat16 and three quarters of its 2 TB/s are what large kernels
             # reach; eager PyTorch starts one in about 5 us; NVLink 3 carries 300 GB/s each way, NCCL reaches 200.

@@ -10,6 +10,7 @@ whether it draws random numbers. Where the code reads a value, the run is repeat
 (:mod:`smp_strategy.trace.dispatch`); where their results differ, there is no prediction.
 """
 
+import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -103,12 +104,18 @@ class Oracle:
         parts = self._parts.get(callee.key)
         if parts is None:
             parts = self._parts[callee.key] = (tuple(callee.module.modules()), tuple(callee.module.parameters()))
-        return tuple(map(_IS_TRAINING, parts[0])), tuple(map(_NEEDS_GRADIENT, parts[1])), collector_key()
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of other stages are a subclass
+            frozen = tuple(map(_NEEDS_GRADIENT, parts[1]))
+        return tuple(map(_IS_TRAINING, parts[0])), frozen, collector_key()
 
     def _ambient(self) -> tuple[object, ...]:
         """The thread's modes that change what operations return."""
         autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()
+
+    def _there(self, spec: TensorSpec) -> TensorSpec:
+        """A tensor without memory stands for one on the device of the step, which is asked for the step's kernels."""
+        return dataclasses.replace(spec, device=self.device) if spec.device.type == "meta" else spec
 
     def _find(
         self, callee: Callee, specs: list[Any], structure: Any, survey: Leftovers | None
@@ -152,8 +159,10 @@ class Oracle:
         if survey is not None and callee.module is not None:
             noting = survey.noting(str(callee.key), callee.module)
         with tracked(), frozen_rng() as python_drew, attributes_restored(modules), self._mode:
+            leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
-            stand_ins = {name: imitate(TensorSpec.of(tensor), leaf=True) for name, tensor in tensors.items()}
+            specs = {name: self._there(TensorSpec.of(tensor)) for name, tensor in tensors.items()}
+            stand_ins = {name: imitate(spec, leaf=True) for name, spec in specs.items()}
             versions = versions_of(fakes)
             tally = Tally(stand_ins.values())
             meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))

@@ -240,8 +240,6 @@ def test_two_precisions_contradict_each_other():
         {"shard_optimizer_state": True},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
-        {"pipeline": "zb-h1"},
-        {"virtual_pipeline_degree": 2},
         {"fp16": True},
     ],
 )

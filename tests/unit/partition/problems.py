@@ -10,6 +10,7 @@ from smp_strategy.partition.problem import InFlight, Problem, Promise, Score, Se
 from smp_strategy.partition.reading import problem_of
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.schedule import peak_saved_bytes
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work
@@ -28,12 +29,8 @@ class Case:
         for segment in flow.work:
             speed = setting.speed(segment.stage)
             flow.work[segment] = Work(*(seconds / speed for seconds in flow.work[segment]))
-        plan = simulate(flow, setting.num_microbatches, Policy(active_microbatches=self.active))
-        saved = [0] * setting.num_stages
-        for segment, nbytes in flow.saved_bytes.items():
-            saved[segment.stage] += nbytes
-        peaks = tuple(nbytes * plan.peak_microbatches(stage) for stage, nbytes in enumerate(saved))
-        return Score(plan.makespan, peaks)
+        plan = simulate(flow, setting.num_microbatches, Policy("interleaved", active_microbatches=self.active))
+        return Score(plan.makespan, peak_saved_bytes(plan, flow))
 
     def candidates(self) -> list[tuple[int, ...]]:
         num_chunks = len(self.setting.stage_of_chunk)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from smp_strategy.pipeline.schedule import Action, Plan
 
-actions = st.builds(Action, st.sampled_from("FB"), st.integers(0, 10**6), st.integers(0, 100))
+actions = st.builds(Action, st.sampled_from("FBIW"), st.integers(0, 10**6), st.integers(0, 100))
 
 
 @given(actions)

@@ -1,0 +1,169 @@
+"""One call of a unit, run by itself: how long it takes and what it makes autograd keep.
+
+The unit computes with copies of its parameters and buffers, so it need not have any values (a unit on the meta device
+gets random ones), and nothing that it does reaches them. Random streams, attributes and containers that its hooks
+reach are put back.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.measurement.calls import UnitCall
+from smp_strategy.pipeline.private_state import reached_by_hooks
+from smp_strategy.pipeline.rng import seeded
+from smp_strategy.trace.attributes import attributes_restored, refill
+from smp_strategy.trace.fake import call as call_with
+from smp_strategy.trace.fake import imitate, stand_in, tensors_of
+from smp_strategy.trace.saved import counting_saved
+from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.tree import flatten, unflatten_call
+from smp_strategy.trace.work import Work
+
+__all__ = ["Sample", "measure_alone"]
+
+WARM_UPS = 2
+FEWEST_REPEATS, MOST_REPEATS = 5, 25
+# Repeats end after this time, once there are enough.
+ENOUGH_SECONDS = 0.25
+
+
+class Sample(NamedTuple):
+    """What was measured of a call."""
+
+    work: Work
+    """Medians; zeros where times are not asked for."""
+    saved_bytes: int
+
+
+def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: bool) -> Sample:
+    """Run ``call`` on ``device``.
+
+    Args:
+        call: what is run.
+        device: where.
+        times: whether to repeat it and take times.
+        memory: whether to look at what autograd keeps.
+    """
+    module = call.callee.module
+    assert module is not None
+    with _untouched(module), seeded(0, device), torch.inference_mode(False):
+        weights = {name: _copy(tensor, device) for name, tensor in tensors_of(module).items()}
+        saved = _saved_bytes(call, weights, device) if memory else 0
+        return Sample(_times(call, weights, device) if times else Work(), saved)
+
+
+def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> Work:
+    for _ in range(WARM_UPS):
+        _time_once(call, weights, device)
+    found: list[Work] = []
+    begin = time.perf_counter()
+    while len(found) < FEWEST_REPEATS or (len(found) < MOST_REPEATS and time.perf_counter() - begin < ENOUGH_SECONDS):
+        found.append(_time_once(call, weights, device))
+    return Work(*map(statistics.median, zip(*found, strict=True)))
+
+
+def _time_once(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> Work:
+    inputs = [_real(leaf, device) for leaf in call.leaves]
+    forward, result = _timed(lambda: _run(call, weights, inputs, device), device)
+    results = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
+    trained = [tensor for tensor in weights.values() if tensor.requires_grad]
+    gradients = [torch.ones_like(tensor) for tensor in results]
+
+    def backward(targets: Sequence[Tensor], *, again: bool = False) -> float:
+        if not (results and targets):
+            return 0.0
+
+        def differentiate() -> object:
+            return torch.autograd.grad(results, targets, gradients, retain_graph=again, allow_unused=True)
+
+        return _timed(differentiate, device)[0]
+
+    of_inputs = backward(wanted, again=bool(trained))
+    whole = backward([*wanted, *trained]) if trained else of_inputs
+    return Work(forward, of_inputs, max(whole - of_inputs, 0.0))
+
+
+def _saved_bytes(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> int:
+    inputs = [_real(leaf, device) for leaf in call.leaves]
+    if device.type == "cpu":
+        with counting_saved(weights.values()) as saved_bytes:
+            _run(call, weights, inputs, device)
+        return saved_bytes()
+    before = torch.cuda.memory_allocated(device)
+    result = _run(call, weights, inputs, device)
+    kept = torch.cuda.memory_allocated(device) - before
+    del result
+    return kept
+
+
+def _run(call: UnitCall, weights: Mapping[str, Tensor], inputs: Sequence[Any], device: torch.device) -> Any:
+    args, kwargs = unflatten_call(inputs, call.structure)
+    # Anew for each run: autocast keeps casts of weights, with their graph, as long as it lasts.
+    with call.modes.entered(device.type):
+        return call_with(call.callee, dict(weights), args, kwargs)
+
+
+def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    _wait_for(device)
+    begin = time.perf_counter()
+    result = action()
+    _wait_for(device)
+    return time.perf_counter() - begin, result
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Tensors
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """A leaf with the values of ``tensor``, or random ones."""
+    if tensor.is_meta:
+        return _made(replace(TensorSpec.of(tensor), requires_grad=False), device).requires_grad_(tensor.requires_grad)
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+
+
+def _real(leaf: Any, device: torch.device) -> Any:
+    """An argument with values."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to(device, copy=True)
+    return stand_in(leaf, lambda spec: _made(spec, device))
+
+
+def _made(spec: TensorSpec, device: torch.device) -> Tensor:
+    """A tensor like ``spec``: random numbers, zeros for whole ones, ``True`` for truth values."""
+    made = imitate(replace(spec, device=device))
+    # All of its memory, of which it may be a view that overlaps itself.
+    memory = torch.empty(0, dtype=spec.dtype, device=device).set_(made.untyped_storage())
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        memory.normal_()
+    else:
+        memory.fill_(spec.dtype is torch.bool)
+    return made
+
+
+@contextmanager
+def _untouched(module: nn.Module) -> Iterator[None]:
+    parts = list(module.modules())
+    reached = [(container, _contents(container)) for container in reached_by_hooks(parts)]
+    try:
+        with attributes_restored(parts):
+            yield
+    finally:
+        for container, contents in reached:
+            refill(container, contents)
+
+
+def _contents(container: Any) -> Any:
+    return dict(container) if hasattr(container, "items") else list(container)

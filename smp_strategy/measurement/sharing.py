@@ -1,0 +1,192 @@
+"""Who measures what: each kind of call once, the work spread over all ranks, the same numbers everywhere.
+
+Ranks say which kinds of calls they have met (replicas may have batches of other shapes). What rank 0 has met is
+measured: each kind by the rank that has least to do among those that have met it, by modelled cost. The results are
+exchanged. Every rank also takes the time of one common call, which tells how fast it is; times are given for the
+fastest rank.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.measurement.alone import Sample, measure_alone
+from smp_strategy.measurement.calls import UnitCall
+from smp_strategy.trace.events import Event
+from smp_strategy.trace.machine import Machine, modelled_work
+from smp_strategy.trace.measured import Measured
+from smp_strategy.trace.work import Work
+
+__all__ = ["MeasuringOptions", "assign", "measure"]
+
+# Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
+SAME_SPEED = 0.1
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions:
+    """What is measured, and where."""
+
+    device: torch.device
+    times: bool = True
+    memory: bool = True
+    compares_ranks: bool = True
+    """Whether ranks may turn out to be of different speed."""
+
+
+class _Met(NamedTuple):
+    """What a rank says of the calls that it has met."""
+
+    cost: dict[str, float]
+    """Modelled seconds by kind, of those that can be measured."""
+    kinds: dict[str, list[str]]
+    """Kinds of the calls of each unit."""
+    obstacles: dict[str, str]
+    """Why the calls of a kind cannot be measured."""
+
+
+def measure(
+    calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine, options: MeasuringOptions
+) -> Measured:
+    """Measure the kinds of calls that rank 0 has met; collective over all ranks, where there are several.
+
+    Args:
+        calls: of units, as the dry run has met them.
+        events: of the same dry run.
+        machine: what models the rest.
+        options: what is measured, and where.
+    """
+    rank, _ = _place()
+    by_kind: dict[str, UnitCall] = {}
+    for call in calls:
+        by_kind.setdefault(call.kind, call)
+    met = _gathered(_describe(calls, events, machine))
+    plan = assign([each.cost for each in met])
+    samples, failures = dict[str, Sample](), dict[str, str]()
+    common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
+    own_speed = 0.0
+    if common is not None and options.times and options.compares_ranks and len(met) > 1:
+        own_speed = _speed(by_kind[common], options)
+    for kind in (kind for kind, owner in plan.items() if owner == rank):
+        try:
+            samples[kind] = measure_alone(by_kind[kind], options.device, times=options.times, memory=options.memory)
+        except Exception as error:  # the user's code, without the model around
+            failures[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
+    found = _gathered((own_speed, samples, failures))
+    speeds = _relative([speed for speed, *_ in found])
+    all_samples = {
+        kind: _at_full_speed(sample, speeds[owner] if speeds else 1.0)
+        for owner, (_, theirs, _) in enumerate(found)
+        for kind, sample in theirs.items()
+    }
+    reasons = {**met[0].obstacles, **{kind: why for *_, theirs in found for kind, why in theirs.items()}}
+    return _assembled(met[0], all_samples, reasons, plan, speeds, options)
+
+
+def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    """The rank that measures each kind that rank 0 has met: the most expensive first, to whoever has least to do.
+
+    Args:
+        costs: of each rank, the kinds that it has met with their modelled costs.
+    """
+    load = [0.0] * len(costs)
+    owner: dict[str, int] = {}
+    for kind in sorted(costs[0], key=lambda kind: (-costs[0][kind], kind)):
+        able = [rank for rank, theirs in enumerate(costs) if kind in theirs]
+        owner[kind] = min(able, key=load.__getitem__)
+        load[owner[kind]] += costs[0][kind]
+    return owner
+
+
+def _describe(calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine) -> _Met:
+    work = modelled_work(events, machine)
+    modelled: dict[str, list[float]] = {}
+    for position, event in enumerate(events):
+        if event.kind == "unit":
+            modelled.setdefault(event.name, []).append(sum(work[position]))
+    kinds: dict[str, list[str]] = {}
+    for call in calls:
+        kinds.setdefault(call.unit, []).append(call.kind)
+    obstacles = {call.kind: call.obstacle for call in calls if call.obstacle}
+    cost = {
+        kind: seconds
+        for unit, of_unit in kinds.items()
+        for kind, seconds in zip(of_unit, modelled.get(unit, ()), strict=False)
+        if kind not in obstacles
+    }
+    return _Met(cost, kinds, obstacles)
+
+
+def _assembled(
+    met: _Met,
+    samples: Mapping[str, Sample],
+    reasons: Mapping[str, str],
+    plan: Mapping[str, int],
+    speeds: tuple[float, ...],
+    options: MeasuringOptions,
+) -> Measured:
+    work: dict[str, Work] = {}
+    saved: dict[str, int] = {}
+    rank_of: dict[str, int] = {}
+    notes: list[str] = []
+    for unit, kinds in met.kinds.items():
+        missing = [kind for kind in kinds if kind not in samples]
+        if missing:
+            notes.append(f"`{unit}` is not measured but modelled: {reasons.get(missing[0], 'it ran otherwise')}.")
+            continue
+        of_unit = [samples[kind] for kind in kinds]
+        rank_of[unit] = plan[kinds[0]]
+        if options.times:
+            work[unit] = Work(*map(statistics.fmean, zip(*(sample.work for sample in of_unit), strict=True)))
+        if options.memory:
+            saved[unit] = round(statistics.fmean(sample.saved_bytes for sample in of_unit))
+    ratios = [sum(sample.work) / met.cost[kind] for kind, sample in samples.items() if met.cost[kind]]
+    return Measured(
+        work=work,
+        saved_bytes=saved,
+        scale=statistics.median(ratios) if ratios and options.times else 1.0,
+        rank_of=rank_of,
+        rank_speeds=speeds,
+        notes=tuple(notes),
+    )
+
+
+def _speed(call: UnitCall, options: MeasuringOptions) -> float:
+    """Calls per second; 0 where it cannot be told."""
+    try:
+        sample = measure_alone(call, options.device, times=True, memory=False)
+    except Exception:
+        return 0.0  # whoever has to measure it will say why
+    return 1.0 / max(sum(sample.work), 1e-9)
+
+
+def _relative(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Relative to the fastest; empty where ranks are alike or unknown."""
+    fastest, slowest = max(speeds), min(speeds)
+    if slowest <= 0 or slowest >= (1 - SAME_SPEED) * fastest:
+        return ()
+    return tuple(speed / fastest for speed in speeds)
+
+
+def _at_full_speed(sample: Sample, speed: float) -> Sample:
+    return sample._replace(work=sample.work.scaled(speed))
+
+
+def _place() -> tuple[int, int]:
+    """This rank, and how many there are; planning needs no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    _, world_size = _place()
+    if world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * world_size
+    dist.all_gather_object(found, mine)
+    return found

@@ -1,0 +1,113 @@
+"""Decide a partition without ranks and without memory: on a laptop, for a model that is larger than its memory.
+
+The model may be on the meta device. Units need no values (:mod:`smp_strategy.trace.oracle`); what code above them
+computes with (masks, rotary tables) is small and gets memory, with zeros, while the step runs dry.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.costs import find_costs
+from smp_strategy.decision import program_of
+from smp_strategy.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.interception import UnitCalls
+from smp_strategy.mesh import MeshShape
+from smp_strategy.partition.partition import Partition
+from smp_strategy.planning import best_partition
+from smp_strategy.trace.machine import Machine
+from smp_strategy.trace.oracle import Oracle
+from smp_strategy.units import Unit, choose_units
+
+__all__ = ["plan_partition"]
+
+
+def plan_partition(
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    num_stages: int,
+    loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
+    optimizers: Sequence[Optimizer] = (),
+    machine: Machine | str = "cpu",
+    **options: Any,
+) -> Partition:
+    """The partition that a run of ``num_stages`` ranks would decide on.
+
+    A model of 30 billion parameters takes seconds and some megabytes::
+
+        with torch.device("meta"):
+            model = GPT2LMHeadModel(config)
+        partition = plan_partition(
+            model, lambda ids: model(ids, labels=ids).loss, torch.zeros(1, 2048, dtype=torch.int64), num_stages=8
+        )
+
+    Args:
+        module: the whole module, on the CPU or on the meta device.
+        step: what a training step does with a microbatch.
+        microbatch: an example; tensors on the meta device count as zeros.
+        num_stages: number of pipeline stages.
+        loss_of: picks the loss out of what ``step`` returns.
+        optimizers: what will train the module; without any, two moments per parameter are assumed.
+        machine: what models times: a nominal machine (``"cpu"``, ``"cuda"``) or one of your own.
+        options: of the run, as for ``SMPStrategy``.
+
+    Raises:
+        ConfigError: of the options, or there are fewer units than stages.
+        UnsupportedError: the step looks at values, and the module has none.
+    """
+    config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
+    config.check(num_stages)
+    device = torch.device("cpu")
+    units = choose_units(module, num_stages, config.unit_classes)
+    calls = UnitCalls()
+    surroundings = Surroundings(
+        module=module, units=units, calls=calls, oracle=Oracle(device), device=device, optimizers=optimizers
+    )
+    calls.intercept(units)
+    try:
+        found = DryRun(None, ())
+        if not config.skip_tracing:
+            with _glue_in_memory(module, units, device):
+                found = dry_run(step, pytree.tree_map(_real, microbatch), loss_of, surroundings)
+        machine = Machine.nominal(machine) if isinstance(machine, str) else machine
+        costs = find_costs(config, device, found.calls, found.trace, MeshShape(pp=num_stages, dp=1), machine)
+    finally:
+        calls.give_back()
+    return best_partition(config, program_of(config, surroundings, found.trace, costs, num_stages), num_stages)
+
+
+def _real(leaf: Any) -> Any:
+    return torch.zeros_like(leaf, device="cpu") if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+
+@contextmanager
+def _glue_in_memory(module: nn.Module, units: Sequence[Unit], device: torch.device) -> Iterator[None]:
+    """Parameters and buffers of code above the units are on ``device`` in here, zero where they have no values."""
+    of_units = {id(tensor) for unit in units for tensor in unit.tensors}
+    inside = {id(part) for unit in units for part in unit.module.modules()}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for part in module.modules():
+        if id(part) in inside:
+            continue
+        registered: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in registered:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta and id(tensor) not in of_units:
+                    before.append((tensors, name, tensor))
+    for tensors, name, tensor in before:
+        zeros = torch.zeros_like(tensor, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensors[name] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in before:
+            tensors[name] = tensor
