@@ -20,12 +20,12 @@ from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import MeshShape
 from smp_strategy.partition.partition import Partition
-from smp_strategy.planning import best_partition
+from smp_strategy.planning import Program, best_partition
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit, choose_units
 
-__all__ = ["plan_partition"]
+__all__ = ["plan_partition", "trace_program"]
 
 
 def plan_partition(
@@ -65,6 +65,24 @@ def plan_partition(
     """
     config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
     config.check(num_stages)
+    program = trace_program(
+        config, module, step, microbatch, num_stages=num_stages, loss_of=loss_of, optimizers=optimizers, machine=machine
+    )
+    return best_partition(config, program, num_stages)
+
+
+def trace_program(
+    config: SMPConfig,
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    num_stages: int,
+    loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
+    optimizers: Sequence[Optimizer] = (),
+    machine: Machine | str = "cpu",
+) -> Program:
+    """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
     device = torch.device("cpu")
     units = choose_units(module, num_stages, config.unit_classes)
     calls = UnitCalls()
@@ -81,7 +99,7 @@ def plan_partition(
         costs = find_costs(config, device, found.calls, found.trace, MeshShape(pp=num_stages, dp=1), machine)
     finally:
         calls.give_back()
-    return best_partition(config, program_of(config, surroundings, found.trace, costs, num_stages), num_stages)
+    return program_of(config, surroundings, found.trace, costs, num_stages)
 
 
 def _real(leaf: Any) -> Any:

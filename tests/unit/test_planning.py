@@ -2,25 +2,18 @@
 
 import itertools
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.errors import ConfigError
 from smp_strategy.partition.costs import Held
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.planning import (
     Program,
-    as_given,
     best_partition,
-    peak_saved_bytes,
-    policies_of,
     problem_under,
     simulated,
 )
-from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.work import Link, Work
 from tests.unit.partition.problems import chain, programs
 
