@@ -1,5 +1,7 @@
 """Policies: names, layouts, and which of them there are to choose from."""
 
+import pytest
+
 from smp_strategy.pipeline.policies import Policy, candidates
 
 
@@ -9,6 +11,18 @@ def test_chunks_are_dealt_out_round_by_round():
 
 def test_zb_v_goes_down_the_stages_and_up_again_so_that_the_loss_is_on_the_last_one():
     assert [Policy("zb-v", 2).stage_of_chunk(chunk, 3) for chunk in range(6)] == [2, 1, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (Policy("simple"), "simple"),
+        (Policy("1f1b", 3), "1f1b, 3 chunks"),
+        (Policy("zb-v", 2, 4), "zb-v, 2 chunks, 4 in flight"),
+    ],
+)
+def test_a_policy_has_a_short_text(policy, text):
+    assert str(policy) == text
 
 
 def test_only_layouts_with_a_unit_for_every_chunk_are_candidates():
