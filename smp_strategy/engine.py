@@ -41,7 +41,7 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
@@ -161,7 +161,6 @@ class Engine:
             return
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
-            self.config.check(shape.pp)
             measuring_device(self.config, self._device)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)

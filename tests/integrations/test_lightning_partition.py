@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 from gpt import GPT, Block
 from gpt import LanguageModel as ByteModel
 from optimization import Recipe
-from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.placement import partition, set_partition
+from smp_strategy import ConfigError, SMPError, partition, set_partition
 
 STEPS, BATCH, MICROBATCHES = 3, 8, 4
 LAYERS = 4

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import smp_strategy.engine
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Action, Plan
 
 from .compare import Case, Outcome, pipeline

@@ -12,7 +12,7 @@ import smp_strategy
 from smp_strategy import ConfigError, Machine, UnsupportedError, plan_partition
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.testing import run_ranks
 from tests.parity.models import Text, batch_for
 

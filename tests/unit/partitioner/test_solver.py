@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.solver import solve
-from tests.unit.partition.problems import Case, cases
+from smp_strategy.partitioner.solver import solve
+from tests.unit.partitioner.problems import Case, cases
 
 EXACT = 1e-9
 ENOUGH = 100_000
