@@ -28,7 +28,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.decision import held_of
 from smp_strategy.dry_run import Surroundings, dry_run
 from smp_strategy.interception import UnitCalls
-from smp_strategy.partition.tree import in_execution_order, module_tree, tree_partition
+from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.planning import Program, best_partition, problem_under, simulated
 from smp_strategy.trace.machine import Machine, modelled_work

@@ -110,13 +110,7 @@ class Partition:
         runs = [list(run) for _, run in groupby(problem.units, lambda unit: stage_of[unit.name])]
         units = tuple(
             PlacedUnit(
-                unit.name,
-                stage_of[unit.name],
-                chunk,
-                unit.held,
-                unit.activation_bytes,
-                unit.output_bytes,
-                unit.work,
+                unit.name, stage_of[unit.name], chunk, unit.held, unit.activation_bytes, unit.output_bytes, unit.work
             )
             for chunk, run in enumerate(runs)
             for unit in run

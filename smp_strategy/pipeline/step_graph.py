@@ -193,23 +193,39 @@ class StepGraph:
             for stage, actions in enumerate(plan.stages)
         ]
 
-    def expand(self, tables: Sequence[Sequence[Pass]], num_chunks: int) -> Orders | None:
-        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks."""
-        orders = [self._expand(stage, table, num_chunks) for stage, table in enumerate(tables)]
+    def expand(self, tables: Sequence[Sequence[Pass]], *, turns: bool = False) -> Orders | None:
+        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
+
+        Args:
+            tables: passes of the chunks of each stage, in order.
+            turns: the chunks form a V, and both of the stage at its turning point are one visit.
+        """
+        orders = [
+            self._expand(stage, self._at_turn(table) if turns and len(self._chunks_of(stage)) == 1 else table)
+            for stage, table in enumerate(tables)
+        ]
         return None if any(order is None for order in orders) else [order or [] for order in orders]
 
-    def _expand(self, stage: int, table: Sequence[Pass], num_chunks: int) -> list[Entry] | None:
+    def _chunks_of(self, stage: int) -> list[list[int]]:
+        """The visits of ``stage`` up to the last one that has a backward."""
         visits = self.visits[stage]
         last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
-        chunks = visits if last is None else visits[: last + 1]
+        return visits if last is None else visits[: last + 1]
+
+    @staticmethod
+    def _at_turn(table: Sequence[Pass]) -> list[Pass]:
+        """Forward when the first chunk would be, backward when the second would be: others wait for both."""
+        return [
+            entry if entry.kind == "F" else entry._replace(chunk=0)
+            for entry in table
+            if (entry.kind == "F") == (entry.chunk == 0)
+        ]
+
+    def _expand(self, stage: int, table: Sequence[Pass]) -> list[Entry] | None:
+        chunks = self._chunks_of(stage)
         # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
-        readings = [number for visit in visits[len(chunks) :] for number in visit]
-        if (num_chunks, len(chunks)) == (2, 1):
-            # The turning point of a V: two chunks in one visit. Its input gradients are awaited early, like those of
-            # the second chunk, and its forwards like those of the first.
-            skipped = {("F", 1), ("I", 0), ("W", 1)}
-            table = [Pass(kind, 0, microbatch) for kind, chunk, microbatch in table if (kind, chunk) not in skipped]
-        elif len(chunks) != num_chunks:
+        readings = [number for visit in self.visits[stage][len(chunks) :] for number in visit]
+        if len(chunks) != len({entry.chunk for entry in table}):
             return None
         order: list[Entry] = []
         for kind, chunk, microbatch in table:
