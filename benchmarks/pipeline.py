@@ -32,7 +32,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, final
@@ -189,9 +189,7 @@ class Sleepers:
         """Its segments with the seconds that they take: nobody waits for the gradient of the batch."""
         values = [Value(number, 4 * Sleeper.WIDTH, True) for number in range(len(self.seconds))]
         inputs = [(), *((value,) for value in values)]
-        events = [
-            Event("unit", f"parts.{number}", inputs[number], (value,)) for number, value in enumerate(values)
-        ]
+        events = [Event("unit", f"parts.{number}", inputs[number], (value,)) for number, value in enumerate(values)]
         work = {
             number: Work(seconds, seconds if number else 0.0, seconds) for number, seconds in enumerate(self.seconds)
         }
@@ -211,7 +209,7 @@ class Setting:
     num_microbatches: int
     schedules: tuple[type, ...]
     """Torch's."""
-    placement: Policy = Policy()  # noqa: RUF009  (a named tuple cannot change)
+    placement: Policy = Policy()
     """Says where chunks go."""
     chooses_partition: bool = False
     """Ours does; torch has the same number of parts on each stage."""

@@ -273,7 +273,9 @@ class Engine:
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
-        self._report(self.costs.render() + render_layout(self.mesh.shape, self.partition))
+        if notes := self.costs.render():
+            self._report(notes)
+        self._report(render_layout(self.mesh.shape, self.partition))
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         assert self._module is not None

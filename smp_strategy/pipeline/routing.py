@@ -227,8 +227,8 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
             saved_bytes[segment] += event.saved_bytes
             made_in.update((value.id, segment) for value in event.outputs)
 
-    known = [(value, user, received_in.get((value, user.stage)), made_in.get(value)) for value, user in uses]
-    backward_needs = _backward_needs(known, {made_in[value] for value in wanted if value in made_in}, sizes)
+    backward_needs = {made_in[value]: dict[SegmentId, int]() for value in wanted if value in made_in}
+    _add_backward_needs(backward_needs, uses, made_in, received_in, sizes)
     return Flow(
         num_stages,
         sums,
@@ -239,30 +239,24 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
     )
 
 
-def _backward_needs(
-    uses: Iterable[tuple[int, SegmentId, SegmentId | None, SegmentId | None]],
-    makers: Iterable[SegmentId],
+def _add_backward_needs(
+    backward_needs: dict[SegmentId, dict[SegmentId, int]],
+    uses: Iterable[tuple[int, SegmentId]],
+    made_in: Mapping[int, SegmentId],
+    received_in: Mapping[tuple[int, int], SegmentId],
     sizes: Mapping[int, int],
-) -> dict[SegmentId, dict[SegmentId, int]]:
-    """The segments whose backward must come before that of each segment, with the bytes that travel from there.
-
-    Args:
-        uses: values with a gradient: each with a segment that uses it, the one that receives it there, and its maker.
-        makers: segments that make values with a gradient.
-        sizes: bytes of the values.
-    """
-    needs: dict[SegmentId, dict[SegmentId, int]] = {segment: {} for segment in makers}
+) -> None:
+    """The gradient of a value travels back along the way it came: from the segment that used it to the one in which
+    this stage received it, and from there to the segment that made it."""
     sent: set[tuple[int, SegmentId]] = set()
-    for value, *way in uses:
-        # The gradient of a value travels back along the way it came: from the segment that used it to the one in
-        # which this stage received it, and from there to the segment that made it.
+    for value, user in uses:
+        way = [user, received_in.get((value, user.stage)), made_in.get(value)]
         stops = [stop for stop in way if stop is not None]
         for before, after in zip(stops, stops[1:], strict=False):
             if before != after:
+                needs = backward_needs.setdefault(after, {})
                 # Several uses on a stage send one gradient.
                 travels = before.stage != after.stage and (value, before) not in sent
-                of_after = needs.setdefault(after, {})
-                of_after[before] = of_after.get(before, 0) + (sizes[value] if travels else 0)
+                needs[before] = needs.get(before, 0) + (sizes[value] if travels else 0)
                 sent.add((value, before))
-        needs.setdefault(stops[0], {})
-    return needs
+        backward_needs.setdefault(user, {})
