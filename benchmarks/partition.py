@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.partition.tree import in_execution_order, module_tree, tree_partition
+from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.plan_ahead import trace_program
 from smp_strategy.planning import Program, best_partition, problem_under, simulated

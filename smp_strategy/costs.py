@@ -6,7 +6,7 @@ the same on all ranks.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Self, final
 
 import torch
 
@@ -35,6 +35,11 @@ class Costs:
     stage_speeds: tuple[float, ...] = ()
     """Relative; empty: all stages are alike."""
 
+    @classmethod
+    def modelled(cls, device: torch.device) -> Self:
+        """Costs of which nothing is measured."""
+        return cls(machine=Machine.nominal(device.type))
+
     def work(self, events: Sequence[Event]) -> dict[int, Work]:
         """What each event takes on a stage of speed 1, by position."""
         return work_of(events, self.machine, self.measured)
@@ -57,7 +62,7 @@ class Costs:
         what = " and ".join(name for name, of_units in found.items() if of_units) or "nothing"
         ranks = len(set(measured.rank_of.values()))
         lines = [f"Measured: {what} of {len(measured.rank_of)} units, on {ranks} ranks."]
-        if self.stage_speeds:
+        if measured.rank_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")
         return "\n".join([*lines, *measured.notes])

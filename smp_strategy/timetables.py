@@ -4,7 +4,7 @@ from typing import final, get_args
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.policies import Policy, PolicyName
 from smp_strategy.pipeline.routing import Flow
@@ -64,4 +64,5 @@ class Timetables:
             None if stage.memory_limit is None else stage.memory_limit - stage.held.total
             for stage in self._partition.stages
         ]
-        return search(flow, num_microbatches, alike, link, most_bytes=free).plan
+        active = self._config.active_microbatches
+        return search(flow, num_microbatches, alike, link, most_bytes=free, active_microbatches=active).plan

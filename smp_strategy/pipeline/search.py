@@ -3,8 +3,8 @@
 First the plans of all policies. Then the order of the best ones is improved by local search: the makespan is the
 length of a chain of passes without a gap in it, the *critical path*, and only a change of order within a stage's part
 of it can shorten it. So a pass is moved to the beginning or the end of its part, or by one place, as long as that
-helps (the neighbourhoods of Nowicki and Smutnicki, Management Science 42(6), 1996, for job shops). No random
-numbers: all ranks find the same.
+helps, and a few times more (tabu search in the manner of Nowicki and Smutnicki, Management Science 42(6), 1996, for job
+shops). No random numbers: all ranks find the same.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,10 @@ __all__ = ["NOTICEABLE", "Found", "search"]
 # A simpler policy wins unless another is better by more than this share.
 NOTICEABLE = 0.01
 # Passes that local search may time, a fraction of a second in all.
-MOST_PASSES = 300_000
+MOST_PASSES = 200_000
+# Moves without a gain before local search gives up, and for how many of them a pass stays where it was moved.
+MOST_BAD_MOVES = 12
+TABU_MOVES = 6
 # Times that differ by less are the same but for rounding.
 TOLERANCE = 1e-9
 
@@ -42,6 +45,7 @@ def search(
     link: Link = Link.instant(),  # noqa: B008  (a named tuple cannot change)
     *,
     most_bytes: Sequence[int | None] = (),
+    active_microbatches: int | None = None,
     split_overhead: float = SPLIT_OVERHEAD,
 ) -> Found:
     """The fastest plan that fits; a simpler one where the difference is not worth it.
@@ -53,6 +57,7 @@ def search(
         link: how long messages are under way.
         most_bytes: most bytes of activations on each stage; empty: there are no limits. If nothing fits, the plan is
             that which exceeds them least.
+        active_microbatches: most microbatches in flight on a stage.
         split_overhead: what a split backward takes longer, as a share of it.
     """
     limits = tuple(most_bytes) or (None,) * flow.num_stages
@@ -69,9 +74,9 @@ def search(
     for splits in (False, True):
         mine = [each for each in found if each.policy.splits_backward == splits]
         if mine:
-            best = min(mine, key=lambda each: each.plan.makespan)
-            active = min((each.policy.active_microbatches or num_microbatches for each in mine), default=None)
-            improved.append(Found(best.policy, _Improvement(graph, flow, limits, active).of(best.plan, splits)))
+            mine.sort(key=lambda each: each.plan.makespan)
+            plan = _Improvement(graph, flow, limits, active_microbatches, splits).of([each.plan for each in mine])
+            improved.append(Found(mine[0].policy, plan))
     fastest = min(each.plan.makespan for each in [*found, *improved])
     return next(each for each in [*found, *improved] if each.plan.makespan * (1 - NOTICEABLE) <= fastest)
 
@@ -87,18 +92,21 @@ def _excess(plan: Plan, flow: Flow, limits: Sequence[int | None]) -> int:
 class _Improvement:
     """Local search on the orders of a step."""
 
-    def __init__(self, graph: StepGraph, flow: Flow, limits: Sequence[int | None], active: int | None) -> None:
+    def __init__(
+        self, graph: StepGraph, flow: Flow, limits: Sequence[int | None], active: int | None, splits: bool
+    ) -> None:
         self._graph = graph
         self._flow = flow
         self._limits = limits
         self._active = active
+        self._splits = splits
         self._passes_left = MOST_PASSES
 
-    def of(self, plan: Plan, splits: bool) -> Plan:
-        """The best plan that local search finds, from ``plan`` and from some that list scheduling makes."""
-        bound = self._graph.least_makespan(splits=splits) * (1 + TOLERANCE)
-        best = plan
-        for orders in self._beginnings(plan, splits):
+    def of(self, plans: Sequence[Plan]) -> Plan:
+        """The best plan that local search finds, from ``plans``, best first, and from some of list scheduling."""
+        bound = self._graph.least_makespan(splits=self._splits) * (1 + TOLERANCE)
+        best = plans[0]
+        for orders in self._beginnings(plans):
             if best.makespan <= bound or self._passes_left <= 0:
                 break
             improved = self._descend(orders, bound)
@@ -111,15 +119,15 @@ class _Improvement:
                     best = merged
         return best
 
-    def _beginnings(self, plan: Plan, splits: bool) -> Iterator[list[list[Entry]]]:
-        graph = self._graph
-        orders = graph.orders_of(plan)
-        yield [graph.parted(order) for order in orders] if splits else orders
-        usual = Rules(splits=splits, most_microbatches=self._active)
+    def _beginnings(self, plans: Sequence[Plan]) -> Iterator[list[list[Entry]]]:
+        graph, stages = self._graph, self._graph.num_stages
+        for plan in plans:
+            orders = graph.orders_of(plan)
+            yield [graph.parted(order) for order in orders] if self._splits else orders
+        usual = Rules(splits=self._splits, most_microbatches=self._active)
         for patience in (0.0, 0.5, 1.0):
-            yield list_schedule(graph, [usual._replace(patience=patience)] * graph.num_stages)
-        yield list_schedule(graph, [usual._replace(forward_first=True)] * graph.num_stages)
-        stages = graph.num_stages
+            yield list_schedule(graph, [usual._replace(patience=patience)] * stages)
+        yield list_schedule(graph, [usual._replace(forward_first=True)] * stages)
         yield list_schedule(graph, [usual._replace(most_microbatches=stages - stage) for stage in range(stages)])
 
     def _fits(self, plan: Plan) -> bool:
@@ -129,30 +137,38 @@ class _Improvement:
         return all(limit is None for limit in self._limits) or not _excess(plan, self._flow, self._limits)
 
     def _descend(self, orders: list[list[Entry]], bound: float) -> Plan | None:
-        """Take the best move until none helps; ``None`` where ``orders`` do not fit."""
-        plan = self._time(orders)
+        """Tabu search: the best move each time, also a bad one, but no pass again that has just been moved.
+
+        Returns:
+            The best plan on the way; ``None`` where ``orders`` do not fit.
+        """
+        plan = best = self._time(orders)
         if not self._fits(plan):
             return None
-        while plan.makespan > bound and self._passes_left > 0:
-            better: tuple[Plan, list[list[Entry]]] | None = None
-            for stage, order in self._moves(plan, orders):
+        moved: list[Entry] = []
+        since = 0
+        while best.makespan > bound and self._passes_left > 0 and since < MOST_BAD_MOVES:
+            options: list[tuple[float, int, Plan, list[list[Entry]], Entry]] = []
+            for stage, entry, order in self._moves(plan, orders):
                 changed = [*orders[:stage], order, *orders[stage + 1 :]]
-                moved = self._time(changed)
-                least = plan.makespan * (1 - TOLERANCE) if better is None else better[0].makespan
-                if moved.makespan < least and self._fits(moved):
-                    better = moved, changed
-                if self._passes_left <= 0:
-                    break
-            if better is None:
+                neighbour = self._time(changed)
+                is_better = neighbour.makespan < best.makespan * (1 - TOLERANCE)
+                if (is_better or entry not in moved[-TABU_MOVES:]) and self._fits(neighbour):
+                    options.append((neighbour.makespan, len(options), neighbour, changed, entry))
+            if not options:
                 break
-            plan, orders = better
-        return plan
+            _, _, plan, orders, entry = min(options, key=lambda option: option[:2])
+            moved.append(entry)
+            since += 1
+            if plan.makespan < best.makespan * (1 - TOLERANCE):
+                best, since = plan, 0
+        return best
 
     def _time(self, orders: list[list[Entry]]) -> Plan:
         self._passes_left -= sum(map(len, orders))
         return self._graph.follow(orders)
 
-    def _moves(self, plan: Plan, orders: list[list[Entry]]) -> Iterator[tuple[int, list[Entry]]]:
+    def _moves(self, plan: Plan, orders: list[list[Entry]]) -> Iterator[tuple[int, Entry, list[Entry]]]:
         """Orders of one stage with one critical pass at another place."""
         for stage, first, last in _blocks(self._critical_path(plan, orders)):
             seen: set[tuple[int, int]] = set()
@@ -163,7 +179,7 @@ class _Improvement:
                         seen.add((position, place))
                         order = list(orders[stage])
                         order.insert(place, order.pop(position))
-                        yield stage, order
+                        yield stage, orders[stage][position], order
 
     def _reachable(self, order: list[Entry], position: int, target: int) -> int:
         """The place nearest to ``target`` that a pass can have without overtaking what it must not."""

@@ -94,7 +94,7 @@ def _one_forward_one_backward(graph: StepGraph, policy: Policy) -> Iterator[Orde
         )
         for stage in range(stages)
     ]
-    orders = graph.expand(tables, chunks)
+    orders = graph.expand(tables)
     if orders is not None and (chunks == 1 or active is None):
         yield orders
         return
@@ -116,7 +116,7 @@ def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
         tables = [
             zero_bubble(warm_up, delay, graph.num_microbatches) for warm_up, delay in zip(warm_ups, delays, strict=True)
         ]
-        if (orders := graph.expand(tables, 1)) is not None:
+        if (orders := graph.expand(tables)) is not None:
             yield orders
     yield from _greedy(graph, Rules(splits=True, most_microbatches=most))
     yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
@@ -125,11 +125,13 @@ def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
 def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
     stages = graph.num_stages
     tables = [zero_bubble_v(stages - 1 - stage, stages, graph.num_microbatches) for stage in range(stages)]
-    orders = graph.expand(tables, 2)
+    orders = graph.expand(tables, turns=True)
     if orders is not None and policy.active_microbatches is None:
         yield orders
-    rules = Rules(splits=True, most_live=2 * stages, most_microbatches=policy.active_microbatches)
-    yield from _greedy(graph, rules)
+    # Without patience: where a stage has two chunks there is something better to wait for most of the time.
+    live = [stages * min(2, len(visits)) for visits in graph.visits]
+    active = policy.active_microbatches
+    yield list_schedule(graph, [Rules(splits=True, most_live=most, most_microbatches=active) for most in live])
 
 
 def _greedy(graph: StepGraph, rules: Rules) -> Iterator[Orders]:

@@ -47,6 +47,7 @@ class StepGraph:
 
     Attributes:
         needs: per track, the tracks that must come before in the same microbatch, with the delay after their end.
+        tables: per kind of pass and segment, its seconds, its track and what that needs.
         visits: per stage, its segments in groups that it can run without waiting for what depends on their own
             results. On a chain of chunks these are the chunks.
     """
@@ -69,6 +70,14 @@ class StepGraph:
             "W": [max(cost.weight_gradient, SMALLEST_COST) for cost in work],
         }
         self.needs = self._all_needs(flow, number_of, link)
+        self.tables = {
+            kind: [
+                (cost, self.track(kind, number), self.needs[self.track(kind, number)])
+                for number, cost in enumerate(costs)
+            ]
+            for kind, costs in self._costs.items()
+        }
+        self._actions: dict[Entry, Action] = {}
         self._ancestors = [-1] * len(self.segments)
         self.visits = [self._visits_of(stage) for stage in range(flow.num_stages)]
 
@@ -97,6 +106,14 @@ class StepGraph:
     def cost(self, kind: str, segment: int) -> float:
         """Seconds of one pass."""
         return self._costs[kind][segment]
+
+    def action_of(self, entry: Entry) -> Action:
+        """The action that stands for ``entry`` in a plan."""
+        action = self._actions.get(entry)
+        if action is None:
+            action = Action(entry.kind, entry.microbatch, self.segments[entry.segment].number)
+            self._actions[entry] = action
+        return action
 
     def track(self, kind: str, segment: int) -> int:
         """The track of a pass."""
@@ -176,23 +193,39 @@ class StepGraph:
             for stage, actions in enumerate(plan.stages)
         ]
 
-    def expand(self, tables: Sequence[Sequence[Pass]], num_chunks: int) -> Orders | None:
-        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks."""
-        orders = [self._expand(stage, table, num_chunks) for stage, table in enumerate(tables)]
+    def expand(self, tables: Sequence[Sequence[Pass]], *, turns: bool = False) -> Orders | None:
+        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
+
+        Args:
+            tables: passes of the chunks of each stage, in order.
+            turns: the chunks form a V, and both of the stage at its turning point are one visit.
+        """
+        orders = [
+            self._expand(stage, self._at_turn(table) if turns and len(self._chunks_of(stage)) == 1 else table)
+            for stage, table in enumerate(tables)
+        ]
         return None if any(order is None for order in orders) else [order or [] for order in orders]
 
-    def _expand(self, stage: int, table: Sequence[Pass], num_chunks: int) -> list[Entry] | None:
+    def _chunks_of(self, stage: int) -> list[list[int]]:
+        """The visits of ``stage`` up to the last one that has a backward."""
         visits = self.visits[stage]
         last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
-        chunks = visits if last is None else visits[: last + 1]
+        return visits if last is None else visits[: last + 1]
+
+    @staticmethod
+    def _at_turn(table: Sequence[Pass]) -> list[Pass]:
+        """Forward when the first chunk would be, backward when the second would be: others wait for both."""
+        return [
+            entry if entry.kind == "F" else entry._replace(chunk=0)
+            for entry in table
+            if (entry.kind == "F") == (entry.chunk == 0)
+        ]
+
+    def _expand(self, stage: int, table: Sequence[Pass]) -> list[Entry] | None:
+        chunks = self._chunks_of(stage)
         # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
-        readings = [number for visit in visits[len(chunks) :] for number in visit]
-        if (num_chunks, len(chunks)) == (2, 1):
-            # The turning point of a V: two chunks in one visit. Its input gradients are awaited early, like those of
-            # the second chunk, and its forwards like those of the first.
-            skipped = {("F", 1), ("I", 0), ("W", 1)}
-            table = [Pass(kind, 0, microbatch) for kind, chunk, microbatch in table if (kind, chunk) not in skipped]
-        elif len(chunks) != num_chunks:
+        readings = [number for visit in self.visits[stage][len(chunks) :] for number in visit]
+        if len(chunks) != len({entry.chunk for entry in table}):
             return None
         order: list[Entry] = []
         for kind, chunk, microbatch in table:
@@ -279,26 +312,29 @@ class _Clock:
 
     def advance(self, stage: int) -> bool:
         """Do passes of ``stage`` until one has to wait; whether there were any."""
-        order, reached = self._orders[stage], self._reached[stage]
-        first = reached
+        order, first, free_at = self._orders[stage], self._reached[stage], self._free_at[stage]
+        # This loop runs for every pass of every timetable that is tried.
+        tables, ends, times = self._graph.tables, self._ends, self._times[stage]
+        reached = first
         while reached < len(order):
-            entry = order[reached]
-            ready = self._ready(entry)
-            if ready is None:
-                break
-            self._run(stage, entry, max(ready, self._free_at[stage]))
-            reached += 1
-        self._reached[stage] = reached
+            kind, segment, microbatch = order[reached]
+            cost, track, needs = tables[kind][segment]
+            start = free_at
+            for need, delay in needs:
+                end = ends[need][microbatch]
+                if end is None:
+                    break
+                if end + delay > start:
+                    start = end + delay
+            else:
+                free_at = start + cost
+                ends[track][microbatch] = free_at
+                times.append((start, free_at))
+                reached += 1
+                continue
+            break
+        self._reached[stage], self._free_at[stage] = reached, free_at
         return reached > first
-
-    def _run(self, stage: int, entry: Entry, start: float) -> None:
-        kind, segment, microbatch = entry
-        end = start + self._graph.cost(kind, segment)
-        self._ends[self._graph.track(kind, segment)][microbatch] = end
-        if kind == "B":
-            self._ends[self._graph.track("W", segment)][microbatch] = end
-        self._free_at[stage] = end
-        self._times[stage].append((start, end))
 
     def _ready(self, entry: Entry) -> float | None:
         """When the inputs of a pass are there; ``None`` while one of them is not made."""
@@ -331,11 +367,8 @@ class _Clock:
         order.insert(self._reached[stage], order.pop(position))
 
     def plan(self) -> Plan:
-        numbers = [segment.number for segment in self._graph.segments]
-        return Plan(
-            tuple(tuple([Action(kind, mb, numbers[segment]) for kind, segment, mb in order]) for order in self._orders),
-            tuple(map(tuple, self._times)),
-        )
+        action_of = self._graph.action_of
+        return Plan(tuple([tuple(map(action_of, order)) for order in self._orders]), tuple(map(tuple, self._times)))
 
 
 def _mask(numbers: Sequence[int]) -> int:

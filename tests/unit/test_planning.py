@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.costs import Held
+from smp_strategy.partitioner.costs import Held
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.planning import (
     Program,
@@ -19,7 +19,7 @@ from smp_strategy.planning import (
     simulated,
 )
 from smp_strategy.trace.work import Link, Work
-from tests.unit.partition.problems import chain, programs
+from tests.unit.partitioner.problems import chain, programs
 
 EXACT = 1e-9
 POLICIES = [

@@ -1,5 +1,6 @@
 """Timetables: known ones for chains of stages, and rules that hold for every program."""
 
+import itertools
 from textwrap import dedent
 
 import pytest
@@ -97,6 +98,53 @@ def test_one_forward_one_backward_on_four_stages():
     ]
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (
+            Policy("1f1b"),
+            """
+            F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
+            F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
+            F0 B0 F1 B1 F2 B2 F3 B3 F4 B4""",
+        ),
+        (
+            Policy("zb-h1"),
+            """
+            F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
+            F0 F1 I0 F2 I1 W0 F3 I2 W1 F4 I3 W2 I4 W3 W4
+            F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4""",
+        ),
+        (
+            Policy("zb-h2"),
+            """
+            F0 F1 F2 F3 F4 B0 B1 B2 B3 B4
+            F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
+            F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4""",
+        ),
+        (
+            Policy("1f1b", 2),
+            """
+            F0 F1 F2 F0.1 F1.1 F2.1 F3 F4 B0.1 F3.1 B1.1 F4.1 B2.1 B0 B1 B2 B3.1 B4.1 B3 B4
+            F0 F1 F2 F0.1 F1.1 F2.1 B0.1 F3 B1.1 F4 B2.1 F3.1 B0 F4.1 B1 B2 B3.1 B4.1 B3 B4
+            F0 F1 F2 F0.1 B0.1 F1.1 B1.1 F2.1 B2.1 F3 B0 F4 B1 F3.1 B2 F4.1 B3.1 B4.1 B3 B4""",
+        ),
+        (
+            Policy("zb-v", 2),
+            """
+            F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+            F0 F1 F2 F0.1 F3 F1.1 I0.1 W0.1 F2.1 I1.1 W1.1 I0 W0 F3.1 I2.1 W2.1 I1 W1 I3.1 W3.1 I2 I3 W2 W3
+            F0 F1 F2 F3 F0.1 I0.1 W0.1 F1.1 I1.1 W1.1 F2.1 I2.1 W2.1 B0 F3.1 I3.1 W3.1 B1 B2 B3""",
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Policy) else "",
+)
+def test_published_timetables_on_three_stages(policy, expected):
+    stages = [policy.stage_of_chunk(chunk, 3) for chunk in range(3 * policy.num_chunks)]
+    num_microbatches = 4 if policy.name == "zb-v" else 5
+    assert table(simulate(flow_of(*stages), num_microbatches, policy)) == dedent(expected).strip()
+
+
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_with_as_many_in_flight_as_stages_memory_and_time_are_those_of_1f1b(num_stages):
     plan = simulate(flow_of(*range(num_stages)), 8, Policy("interleaved", 1, num_stages))
@@ -111,6 +159,22 @@ def test_costs_move_the_order_and_the_times():
     plan = simulate(trace_flow, 1)
     assert plan.times == (((0.0, 1.0), (4.0, 6.0)), ((1.0, 2.0), (2.0, 4.0)))
     assert plan.bubble == pytest.approx(0.5)
+
+
+LAYOUTS = [Policy("1f1b", chunks) for chunks in (1, 2, 3)] + [Policy("zb-v", 2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_no_small_plan_waits_for_ever_under_any_policy_on_any_layout(num_stages, layout):
+    stages = [layout.stage_of_chunk(chunk, num_stages) for chunk in range(layout.num_chunks * num_stages)]
+    trace, stage_of = chain(*stages)
+    flow = route(trace, stage_of, num_stages, dict.fromkeys(range(len(stages)), Work(1.0, 1.0, 1.0)))
+    names = [Policy("simple"), Policy("interleaved"), Policy("zb-h1"), Policy("zb-h2"), *LAYOUTS]
+    for num_microbatches, name, active in itertools.product(range(1, 7), names, (None, 1, 3)):
+        plan = simulate(flow, num_microbatches, name._replace(active_microbatches=active))
+        check(plan, flow, num_microbatches)
+        execute(plan, trace, stage_of, num_microbatches)
 
 
 @given(programs(), st.integers(1, 5), policies)

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.problem import Setting
-from smp_strategy.partition.solver import equal_counts, solve
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.problem import Setting
+from smp_strategy.partitioner.solver import equal_counts, solve
 from smp_strategy.trace.work import Work
-from tests.unit.partition.problems import Case, cases, chain
+from tests.unit.partitioner.problems import Case, cases, chain
 
 # Costs are rounded before they are compared: they are 1 where everything is ideal.
 ROUNDING = 1e-10

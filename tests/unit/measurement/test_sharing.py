@@ -1,0 +1,82 @@
+"""Who measures what, and what becomes of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from smp_strategy.measurement.sharing import MeasuringOptions, assign, measure
+from smp_strategy.trace.machine import Machine, modelled_work
+from smp_strategy.trace.measured import with_measured_bytes, work_of
+from tests.parity.models import Text, batch_for
+from tests.unit.measurement.surveyed import CPU, survey
+
+
+def test_the_most_expensive_kind_goes_first_to_whoever_has_least_to_do():
+    costs = {"a": 5.0, "b": 4.0, "c": 3.0, "d": 3.0}
+    assert assign([costs, costs]) == {"a": 0, "b": 1, "c": 1, "d": 0}
+    assert assign([costs]) == dict.fromkeys("abcd", 0)
+
+
+def test_a_kind_is_measured_by_a_rank_that_has_met_it():
+    assert assign([{"a": 2.0, "b": 1.0}, {"b": 1.0, "other": 9.0}]) == {"a": 0, "b": 1}
+
+
+class Needy(nn.Linear):
+    """Takes something from around it that is there only while the model runs."""
+
+    around: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.around[-1]
+
+
+class Around(Text):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Needy(16, 32)
+
+    def loss(self, batch):
+        Needy.around.append(1.0)
+        try:
+            return super().loss(batch)
+        finally:
+            Needy.around.clear()
+
+
+def test_a_unit_that_cannot_run_alone_is_named_and_keeps_its_modelled_time_on_the_measured_scale():
+    model, machine = Around(), Machine.nominal("cpu")
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    measured = measure(found.calls, found.trace.events, machine, MeasuringOptions(device=CPU))
+    assert measured.notes == ("`head` is not measured but modelled: IndexError: list index out of range.",)
+    assert set(measured.work) == set(measured.saved_bytes) == {"embed", "norm", *(f"blocks.{i}" for i in range(6))}
+    events = found.trace.events
+    modelled, used = modelled_work(events, machine), work_of(events, machine, measured)
+    for position, event in enumerate(events):
+        known = measured.work.get(event.name) if event.kind == "unit" else None
+        assert used[position] == (known or modelled[position].scaled(measured.scale))
+    assert measured.scale > 0
+    assert any(event.name == "head" for event in events)
+
+
+def test_units_built_alike_are_measured_once():
+    model = Text()
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), MeasuringOptions(device=CPU))
+    assert len({measured.work[f"blocks.{i}"] for i in range(6)}) == 1
+    assert measured.rank_speeds == ()
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_only_what_was_asked_for_is_measured(times):
+    model = Text()
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    options = MeasuringOptions(device=CPU, times=times, memory=not times)
+    measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), options)
+    assert bool(measured.work) == times
+    assert bool(measured.saved_bytes) != times
+    # On the CPU the model is right about bytes.
+    assert with_measured_bytes(found.trace, measured) == found.trace
+    if not times:
+        assert work_of(found.trace.events, Machine.nominal("cpu"), measured) == modelled_work(
+            found.trace.events, Machine.nominal("cpu")
+        )
