@@ -36,7 +36,9 @@ __all__ = [
     "SMPStrategy",
     "UnsupportedError",
     "__version__",
+    "partition",
     "plan_partition",
+    "set_partition",
     "unit",
 ]
 __version__ = "0.1.0"
@@ -49,7 +51,9 @@ _HOME = {
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
     "UnsupportedError": "smp_strategy.errors",
+    "partition": "smp_strategy.placement",
     "plan_partition": "smp_strategy.plan_ahead",
+    "set_partition": "smp_strategy.placement",
     "unit": "smp_strategy.units",
 }
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from smp_strategy.errors import SMPError
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 
 __all__ = ["agree_on", "start_alike"]
 

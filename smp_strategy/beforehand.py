@@ -14,8 +14,8 @@ from torch import nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.file import read_partition
-from smp_strategy.partition.manual import ByHand, some
+from smp_strategy.partitioner.file import read_partition
+from smp_strategy.partitioner.manual import ByHand, some
 from smp_strategy.placement import placed_modules
 from smp_strategy.units import Unit, choose_units
 
@@ -44,7 +44,9 @@ def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -
 def place_beforehand(
     config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int
 ) -> Mapping[str, int] | None:
-    """The stage of every unit, where the user says so; ``None`` where the library is to choose. Collective.
+    """The stage of every unit, where the user says so; ``None`` where the library is to choose.
+
+    Collective where there are ranks: they read a file together.
 
     Raises:
         ConfigError: what the user says does not fit the model or the number of stages.
@@ -57,7 +59,7 @@ def place_beforehand(
     assert config.partition_file is not None
     sizes = {unit.name: sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in units}
     saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
-    stage_of = saved.place(sizes, num_stages)
+    stage_of = saved.place(sizes, num_stages, config.chunks_per_stage)
     for name, stage in stage_of.items():
         if by_hand.stage_of(name) not in (None, stage):
             raise ConfigError(
@@ -70,12 +72,14 @@ def place_beforehand(
 def _text_on_rank_0(path: str) -> str:
     """Contents of a file that only the first machine may have; all ranks fail if it cannot be read."""
     found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
+    are_ranks = dist.is_initialized()
+    if not are_ranks or dist.get_rank() == 0:
         try:
             found[0] = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             found[1] = str(error)
-    dist.broadcast_object_list(found)
+    if are_ranks:
+        dist.broadcast_object_list(found)
     text, problem = found
     if problem is not None:
         raise ConfigError(f"`partition_file` cannot be read: {problem}. Write it with a run without `load_partition`.")

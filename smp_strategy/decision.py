@@ -14,9 +14,9 @@ from smp_strategy.costs import Costs, find_costs
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.mesh import MeshShape
 from smp_strategy.optim.state_size import MOMENTS_IF_UNKNOWN, optimizer_state_bytes
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.reading import chain_of
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import Partition
+from smp_strategy.partitioner.reading import chain_of
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.planning import Program, as_given, best_partition
 from smp_strategy.trace.events import Trace

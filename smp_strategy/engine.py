@@ -41,7 +41,7 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.ownership import Ownership
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
@@ -78,6 +78,7 @@ class Engine:
     Attributes:
         manual: what the code of a :meth:`manual_step` can ask for.
         partition: which unit goes to which stage, once it is decided.
+        costs: what calls cost: measured, once the partition is decided, or modelled.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
     """
@@ -120,7 +121,7 @@ class Engine:
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self._traces: dict[str, Trace] = {}
-        self._costs = Costs.modelled(self._device)
+        self.costs = Costs.modelled(self._device)
         self._timetables: Timetables | None = None
         self._seed = 0
         self._num_steps = 0
@@ -160,7 +161,6 @@ class Engine:
             return
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
-            self.config.check(shape.pp)
             measuring_device(self.config, self._device)
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
@@ -234,7 +234,7 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        self._timetables = Timetables(self.config, self.partition, self._costs)
+        self._timetables = Timetables(self.config, self.partition, self.costs)
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
@@ -267,13 +267,13 @@ class Engine:
         """Trace and partition."""
         assert self._module is not None
         first, surroundings = (step, microbatch, loss_of), self._surroundings()
-        self.partition, found, self._costs = decide(
+        self.partition, found, self.costs = decide(
             self.config, surroundings, self.mesh.shape, first=first, given=self._given
         )
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
-        if notes := self._costs.render():
+        if notes := self.costs.render():
             self._report(notes)
         self._report(render_layout(self.mesh.shape, self.partition))
 

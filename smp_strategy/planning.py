@@ -12,12 +12,12 @@ from typing import final
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import InFlight, Problem, Promise, Score, Setting
-from smp_strategy.partition.reading import problem_of
-from smp_strategy.partition.solver import does_not_fit, solve
-from smp_strategy.partition.tree import in_execution_order, module_tree, tree_partition
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import Partition
+from smp_strategy.partitioner.problem import InFlight, Problem, Promise, Score, Setting
+from smp_strategy.partitioner.reading import problem_of
+from smp_strategy.partitioner.solver import does_not_fit, solve
+from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.schedule import peak_saved_bytes

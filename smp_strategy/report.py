@@ -6,7 +6,7 @@ from rich.console import Console
 
 from smp_strategy.explain.text import WIDTH, stage_table, summary
 from smp_strategy.mesh import MeshShape
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 
 __all__ = ["render_layout"]
 

@@ -21,7 +21,7 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
         report: told what was chosen, or what is not worth a pipeline.
 
     Raises:
-        ConfigError: the degrees do not fit the number of ranks or of units.
+        ConfigError: the degrees do not fit the number of ranks or of units, or other options do not fit the degrees.
     """
     world_size = dist.get_world_size()
     degree = config.pipeline_parallel_degree
@@ -37,5 +37,6 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
             f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
             f"Set it to about {4 * degree}."
         )
+    config.check(degree)
     check_degree(degree, world_size, [unit.name for unit in choose_placed_units(config, module, degree)])
     return MeshShape.of_world(world_size, pp=degree, placement=config.placement_strategy)

@@ -4,7 +4,7 @@ from typing import final, get_args
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.policies import Policy, PolicyName
 from smp_strategy.pipeline.routing import Flow

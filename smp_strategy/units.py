@@ -157,15 +157,17 @@ def _divided(unit: Unit, stage_of: Callable[[str], int | None], indivisible: "_I
     """``unit``, or what it must be opened into for each part to be on one stage."""
     whole = stage_of(unit.name)
     parts = unit.module.named_modules(prefix=unit.name, remove_duplicate=False)
-    strays = [name for name, part in parts if _owns_state(part) and stage_of(name) != whole]
-    if not strays and not _is_mere_list(unit.module):
+    strays = [(name, part) for name, part in parts if has_state(part) and stage_of(name) != whole]
+    is_on_one_stage = not any(_owns_state(part) for _, part in strays)
+    if is_on_one_stage and not _is_mere_list(unit.module):
         yield unit
         return
     reason = indivisible.reason(unit.module)
-    if strays and reason is not None:
+    if not is_on_one_stage and reason is not None:
+        stray, _ = strays[0]
         raise ConfigError(
-            f"`{unit.name}` must stay whole on one stage ({reason}), but `{strays[0]}` in it is placed on stage "
-            f"{stage_of(strays[0])} and `{unit.name}` itself {'nowhere' if whole is None else f'on stage {whole}'}. "
+            f"`{unit.name}` must stay whole on one stage ({reason}), but `{stray}` in it is placed on stage "
+            f"{stage_of(stray)} and `{unit.name}` itself {'nowhere' if whole is None else f'on stage {whole}'}. "
             "Place the whole of it."
         )
     for name, child in unit.module.named_children():

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from smp_strategy.explain.explanation import Explanation
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 
 __all__ = ["main"]
 

@@ -3,7 +3,7 @@
 from html import escape
 
 from smp_strategy.explain.svg import element, svg
-from smp_strategy.partition.partition import Partition, StageLoad
+from smp_strategy.partitioner.partition import Partition, StageLoad
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.sizes import show_bytes, show_seconds
 

@@ -8,7 +8,7 @@ from typing import final
 from smp_strategy.errors import ConfigError
 from smp_strategy.explain.page import page
 from smp_strategy.explain.text import text
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 
 __all__ = ["Explanation"]

@@ -7,7 +7,7 @@ from smp_strategy.explain.drawings import colour, loads, strip, timetable
 from smp_strategy.explain.svg import element
 from smp_strategy.explain.text import sends_on, summary
 from smp_strategy.explain.tree import Node, abbreviate, tree_of
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.sizes import show_bytes, show_seconds
 

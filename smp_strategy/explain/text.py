@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.sizes import show_bytes, show_seconds
 

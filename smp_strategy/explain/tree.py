@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import final
 
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.partition import PlacedUnit
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import PlacedUnit
 
 __all__ = ["Node", "Row", "abbreviate", "rows_of", "tree_of"]
 

@@ -121,6 +121,7 @@ class Watch:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             _do(*task)
+            del task  # and with it the message, which would live until the next one comes
 
 
 def in_background(work: Callable[[], Any]) -> "Future[Any]":

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 from gpt import GPT, Block
 from gpt import LanguageModel as ByteModel
 from optimization import Recipe
-from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.placement import partition, set_partition
+from smp_strategy import ConfigError, SMPError, partition, plan_partition, set_partition
 
 STEPS, BATCH, MICROBATCHES = 3, 8, 4
 LAYERS = 4
@@ -260,6 +259,22 @@ def test_a_saved_partition_gives_the_same_placement_in_another_run(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("schedule", [{"pipeline": "1f1b", "virtual_pipeline_degree": 2}, {"pipeline": "zb-v"}])
+def test_a_saved_partition_with_several_chunks_per_stage_is_loaded_under_its_schedule(schedule, tmp_path):
+    path = tmp_path / "partition.json"
+    options = {**schedule, "partition_file": str(path)}
+    [(weights, stage_of), _] = on_ranks(train_with, 2, tmp_path, plain_model, options)
+    for found, loaded in on_ranks(train_with, 2, tmp_path, plain_model, {**options, "load_partition": True}):
+        assert loaded == stage_of
+        assert_identical(found, weights)
+
+    def body(folder):
+        return refusal(folder, plain_model, 2, **load(path))
+
+    for message in on_ranks(body, 2, tmp_path):
+        assert "It has 2 chunks per stage, but the schedule is for 1. Set `virtual_pipeline_degree=2`" in message
+
+
 def test_a_unit_is_moved_by_editing_the_file(tmp_path):
     path, data, (weights, stage_of) = saved_partition(tmp_path)
     for unit in data["units"]:
@@ -317,6 +332,28 @@ def test_a_partition_made_by_hand_can_be_loaded(tmp_path):
     for found, loaded in on_ranks(train_with, 2, tmp_path, inside_of_blocks, load(path)):
         assert loaded == stage_of
         assert_identical(found, weights)
+
+
+def planned(make, **options):
+    """What :func:`plan_partition` says without any ranks."""
+
+    def step(batch):
+        logits = module.model(batch[:, :-1])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    module = make(2)
+    return plan_partition(module, step, windows()[:2], num_stages=2, microbatches=4, **options)
+
+
+def test_what_is_placed_by_hand_or_in_a_file_is_planned_ahead(tmp_path):
+    by_hand = planned(inside_of_blocks, auto_partition=False)
+    assert by_hand.stage_of["model.blocks.0.attention"] == 1
+    by_hand.save(tmp_path / "partition.json")
+    loaded = planned(inside_of_blocks, **load(tmp_path / "partition.json"))
+    assert loaded == by_hand
+    assert planned(plain_model).step_seconds < by_hand.step_seconds
+    with pytest.raises(ConfigError, match="`model` is placed by hand, but `auto_partition` is True"):
+        planned(inside_of_blocks)
 
 
 def saves(folder):

@@ -4,15 +4,18 @@ The engine decides as ever; what it decides is replaced here, the partition by o
 backwards are in two parts, the later of which come as late as wanted.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import smp_strategy.engine
-from smp_strategy.partition.partition import Partition
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.timetables import Timetables
+from smp_strategy.trace.events import Trace
 
 from .compare import Case, Outcome, pipeline
 
@@ -82,16 +85,21 @@ def chunked(
         return pipeline(case, pp, counts)
 
 
-def laid_out(stages: list[int], delay: int | None, every: int = 1) -> Any:
+@contextmanager
+def laid_out(stages: list[int], delay: int | None, every: int = 1) -> Iterator[None]:
     """While this is open, engines decide so."""
-    decide, simulate = smp_strategy.engine.decide, smp_strategy.engine.simulate
+    decide, plan_of = smp_strategy.engine.decide, Timetables.plan
 
     def decide_chunks(*args: Any, **kwargs: Any) -> Any:
-        partition, found = decide(*args, **kwargs)
-        return in_chunks(partition, stages), found
+        partition, *found = decide(*args, **kwargs)
+        return in_chunks(partition, stages), *found
 
-    def simulate_split(*args: Any, **kwargs: Any) -> Plan:
-        plan = simulate(*args, **kwargs)
+    def split(timetables: Timetables, trace: Trace, num_microbatches: int) -> Plan:
+        plan = plan_of(timetables, trace, num_microbatches)
         return plan if delay is None else split_plan(plan, delay, lambda segment: segment % every == 0)
 
-    return mock.patch.multiple(smp_strategy.engine, decide=decide_chunks, simulate=simulate_split)
+    with (
+        mock.patch.object(smp_strategy.engine, "decide", decide_chunks),
+        mock.patch.object(Timetables, "plan", split),
+    ):
+        yield

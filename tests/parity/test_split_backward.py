@@ -1,5 +1,6 @@
 """Split backwards, and several chunks of units per stage: the weights of one process."""
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -191,6 +192,11 @@ def test_whole_backwards_of_several_chunks_change_no_number(per_stage, placement
 @pytest.mark.parametrize("delay", [0, 1, NEVER])
 def test_weights_may_come_at_any_time_and_some_with_the_inputs(delay, every):
     check(CASES["awkward"], 2, (4,), chunked, (stages_of_chunks(2, 2, "v"), delay, every))
+
+
+@pytest.mark.parametrize(("pp", "policy"), [(2, "zb-h1"), (4, "zb-h2"), (2, "zb-v"), (4, "zb-v"), (2, "auto")])
+def test_policies_of_the_engine_change_no_number(policy, pp):
+    check(replace(CASES["awkward"], options={"pipeline": policy}), pp, (4,))
 
 
 def two_paths(net: Any, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.errors import PeerFailedError
+from smp_strategy.errors import ConfigError, PeerFailedError
 from smp_strategy.testing import run_ranks
 from tests.parity.models import Text, batch_for
 
@@ -123,3 +124,17 @@ def run_with_a_stuck_rank(read_alone: bool) -> float:
 @pytest.mark.parametrize("read_alone", [False, True])
 def test_no_wait_for_another_rank_outlasts_the_timeout(read_alone):
     assert max(run_ranks(run_with_a_stuck_rank, 2, read_alone, timeout=30)) < 10
+
+
+def check_options_with_the_degree_that_is_chosen(options: dict[str, Any]) -> str:
+    try:
+        Engine(SMPConfig(**options)).attach(Text())
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_options_that_do_not_fit_the_number_of_stages_are_refused_also_where_it_is_chosen():
+    options = {"pipeline": "simple", "active_microbatches": 7}
+    for message in run_ranks(check_options_with_the_degree_that_is_chosen, 2, options):
+        assert "`active_microbatches` (7) contradicts `pipeline=simple`, where all 8 microbatches are" in message

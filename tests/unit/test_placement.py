@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import smp_strategy
 from smp_strategy.errors import ConfigError
 from smp_strategy.placement import partition, placed_modules, set_partition
 from smp_strategy.units import choose_units, unit
@@ -29,6 +28,8 @@ class Model(nn.Module):
 
 
 def test_the_names_are_those_of_the_package():
+    import smp_strategy.engine  # a room of the name `partition` would take its place
+
     assert smp_strategy.set_partition is set_partition
     assert smp_strategy.partition is partition
 
@@ -222,7 +223,7 @@ def declared() -> nn.Module:
     ("build", "part", "whole", "reason"),
     [
         (attention, "blocks.0.attention.out_proj", "blocks.0.attention", "a MultiheadAttention of PyTorch"),
-        (marked, "blocks.0.mlp.0", "blocks.0", "marked with `unit`"),
+        (marked, "blocks.0.mlp", "blocks.0", "marked with `unit`"),
         (declared, "blocks.2.norm", "blocks.2", "Block is one of the model's `_no_split_modules`"),
         (Model, "blocks.2.norm", "blocks.2", "one of `unit_classes`"),
     ],

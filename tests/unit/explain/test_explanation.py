@@ -12,8 +12,8 @@ from smp_strategy.explain.__main__ import main
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.explain.text import sends_on
 from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.partition import Partition, PlacedUnit, StageLoad
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import Partition, PlacedUnit, StageLoad
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.work import Work

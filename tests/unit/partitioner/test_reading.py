@@ -2,12 +2,12 @@
 
 import pytest
 
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.problem import Setting
-from smp_strategy.partition.reading import chain_of, problem_of
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.problem import Setting
+from smp_strategy.partitioner.reading import chain_of, problem_of
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work
-from tests.unit.partition.problems import chain
+from tests.unit.partitioner.problems import chain
 
 PARAMETERS = {"embed": {0: Held(100)}, "a": {1: Held(10)}, "b": {2: Held(20)}, "head": {0: Held(100), 3: Held(5)}}
 

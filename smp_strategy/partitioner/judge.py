@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
-from smp_strategy.partition.problem import Problem, Score
+from smp_strategy.partitioner.problem import Problem, Score
 
 __all__ = ["Candidate", "Evaluate", "Judge", "rounded"]
 

@@ -8,8 +8,8 @@ by Python code, which all stages have, is nobody's.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
-from smp_strategy.partition.costs import Held, UnitCost
-from smp_strategy.partition.problem import Problem, Setting, Window
+from smp_strategy.partitioner.costs import Held, UnitCost
+from smp_strategy.partitioner.problem import Problem, Setting, Window
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work
 

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.partition import Partition
-from smp_strategy.partition.problem import Score, Setting
-from smp_strategy.partition.reading import problem_of
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import Partition
+from smp_strategy.partitioner.problem import Score, Setting
+from smp_strategy.partitioner.reading import problem_of
 from smp_strategy.trace.work import Work
-from tests.unit.partition.problems import chain
+from tests.unit.partitioner.problems import chain
 
 TIED = Held(100, 100, 200)
 PARAMETERS = {"u0": {0: TIED}, "u1": {1: Held(10)}, "u2": {2: Held(20, 20, 40)}, "u3": {0: TIED}}

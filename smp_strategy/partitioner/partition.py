@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.file import FORMAT, write_atomically
-from smp_strategy.partition.problem import Problem, Score
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.file import FORMAT, write_atomically
+from smp_strategy.partitioner.problem import Problem, Score
 from smp_strategy.trace.work import Work
 
 __all__ = ["Partition", "PlacedUnit", "StageLoad"]
@@ -79,7 +79,7 @@ class Partition:
     step_seconds: float
     """Simulated, like all times here: modelled or measured work of the units under the schedule."""
     cost: float
-    """What was minimised (:mod:`smp_strategy.partition.problem`)."""
+    """What was minimised (:mod:`smp_strategy.partitioner.problem`)."""
     lower_bound: float
     """No contiguous partition under this schedule costs less; 0 where nothing is known, for one made by hand say."""
     limited_by: str
@@ -110,13 +110,7 @@ class Partition:
         runs = [list(run) for _, run in groupby(problem.units, lambda unit: stage_of[unit.name])]
         units = tuple(
             PlacedUnit(
-                unit.name,
-                stage_of[unit.name],
-                chunk,
-                unit.held,
-                unit.activation_bytes,
-                unit.output_bytes,
-                unit.work,
+                unit.name, stage_of[unit.name], chunk, unit.held, unit.activation_bytes, unit.output_bytes, unit.work
             )
             for chunk, run in enumerate(runs)
             for unit in run

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, final
 
-from smp_strategy.partition.costs import Held, UnitCost
+from smp_strategy.partitioner.costs import Held, UnitCost
 from smp_strategy.trace.work import Work
 
 __all__ = ["InFlight", "Problem", "Promise", "Score", "Setting", "Window"]

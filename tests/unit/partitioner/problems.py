@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from hypothesis import strategies as st
 
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.problem import InFlight, Problem, Promise, Score, Setting
-from smp_strategy.partition.reading import problem_of
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.problem import InFlight, Problem, Promise, Score, Setting
+from smp_strategy.partitioner.reading import problem_of
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.schedule import peak_saved_bytes

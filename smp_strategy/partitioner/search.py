@@ -10,9 +10,9 @@ import heapq
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from smp_strategy.partition.bounds import Bounds, Load
-from smp_strategy.partition.judge import Judge, rounded
-from smp_strategy.partition.problem import Promise
+from smp_strategy.partitioner.bounds import Bounds, Load
+from smp_strategy.partitioner.judge import Judge, rounded
+from smp_strategy.partitioner.problem import Promise
 
 __all__ = ["Search"]
 

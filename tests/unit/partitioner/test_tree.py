@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.partition.costs import Held, UnitCost
-from smp_strategy.partition.tree import (
+from smp_strategy.partitioner.costs import Held, UnitCost
+from smp_strategy.partitioner.tree import (
     Node,
     d_hondt,
     in_execution_order,

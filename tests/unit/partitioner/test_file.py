@@ -5,7 +5,7 @@ import json
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.file import read_partition, write_atomically
+from smp_strategy.partitioner.file import read_partition, write_atomically
 
 SIZES = {"embed": 100, "blocks.0": 10, "blocks.1": 10, "head": 100}
 
@@ -56,6 +56,18 @@ def test_another_number_of_stages_is_refused():
     )
 
 
+def test_another_number_of_chunks_is_refused_where_the_schedule_has_one():
+    partition = read_partition(changed(lambda data: data.update(chunks_per_stage=2)), "p.json")
+    with pytest.raises(ConfigError) as caught:
+        partition.place(SIZES, 2, 3)
+    assert str(caught.value) == (
+        NOT_FOR_THIS
+        + "It has 2 chunks per stage, but the schedule is for 3. Set `virtual_pipeline_degree=2`, or make a "
+        "partition for 3."
+    )
+    assert partition.place(SIZES, 2, 2) == partition.place(SIZES, 2)
+
+
 def test_a_unit_that_the_model_does_not_have_is_named_with_the_nearest():
     sizes = {"embed": 100, "block.0": 10, "block.1": 10, "head": 100}
     assert refusal(saved(), sizes) == (
@@ -102,6 +114,14 @@ def test_stages_are_checked_like_those_by_hand(stages, problem):
         (
             changed(lambda data: data.update(num_stages="2")),
             "`num_stages` of p.json must be a whole number, but is '2'.",
+        ),
+        (
+            changed(lambda data: data.update(chunks_per_stage=None)),
+            "`chunks_per_stage` of p.json must be a whole number, but is None.",
+        ),
+        (
+            changed(lambda data: data["units"][2]["held"].clear()),
+            "`parameter` of `held` of unit 2 of p.json must be a whole number, but is None.",
         ),
         (changed(lambda data: data["units"].append(3)), "Unit 4 of p.json must be an object with a name and a stage."),
         (changed(lambda data: data["units"][1].pop("name")), "`name` of unit 1 of p.json must be a text, but is None."),

@@ -3,7 +3,7 @@
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.manual import ByHand
+from smp_strategy.partitioner.manual import ByHand
 
 UNITS = ["embed", "blocks.0", "blocks.1", "blocks.1x", "head"]
 

@@ -17,8 +17,8 @@ Ways through the program are longest paths of the trace, so the bound holds for 
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from smp_strategy.partition.costs import Held
-from smp_strategy.partition.problem import Problem, Promise, Window
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.problem import Problem, Promise, Window
 
 __all__ = ["Bounds", "Load"]
 

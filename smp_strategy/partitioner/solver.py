@@ -1,7 +1,7 @@
 """The solver: the best contiguous partition, and a certificate of how good any could be.
 
-A search (:mod:`smp_strategy.partition.search`) relies on what the schedule promises about microbatches in flight, which
-is more where the program never comes back to a stage than where it does. Promises about memory are weak, so where
+A search (:mod:`smp_strategy.partitioner.search`) relies on what the schedule promises about microbatches in flight,
+which is more where the program never comes back to a stage than where it does. Promises about memory are weak, so where
 memory counts, another search comes first and goes by what is merely likely: it proves nothing and finds good
 candidates early. The number of simulations is limited (not their time: every rank decides alike); beyond it the answer
 carries the bound that remains, so it is known what a longer search could gain at most.
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import final
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.judge import Evaluate, Judge, rounded
-from smp_strategy.partition.problem import Problem, Promise, Score
-from smp_strategy.partition.search import Search
+from smp_strategy.partitioner.judge import Evaluate, Judge, rounded
+from smp_strategy.partitioner.problem import Problem, Promise, Score
+from smp_strategy.partitioner.search import Search
 
 __all__ = ["Solution", "does_not_fit", "equal_counts", "solve"]
 

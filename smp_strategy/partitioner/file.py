@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partition.manual import stage_problems
+from smp_strategy.partitioner.manual import stage_problems
 
 __all__ = ["FORMAT", "SavedPartition", "read_partition", "write_atomically"]
 
@@ -34,29 +34,43 @@ class SavedPartition:
     """Stage of each unit, in the order of the file."""
     parameter_bytes: Mapping[str, int]
     """Of the units for which the file says it."""
+    chunks_per_stage: int | None = None
+    """As the schedule deals them out, where the file says it."""
 
-    def place(self, parameter_bytes: Mapping[str, int], num_stages: int) -> dict[str, int]:
+    def place(
+        self, parameter_bytes: Mapping[str, int], num_stages: int, chunks_per_stage: int | None = None
+    ) -> dict[str, int]:
         """The stage of every unit of a model.
 
         Args:
             parameter_bytes: the units of the model, with the bytes of their parameters.
             num_stages: stages that there are.
+            chunks_per_stage: what the schedule expects; ``None``: whatever the file has.
 
         Raises:
             ConfigError: the file does not fit, with the first difference.
         """
-        problem = self._first_difference(parameter_bytes, num_stages)
+        problem = self._other_layout(num_stages, chunks_per_stage) or self._other_unit(parameter_bytes)
         problems = [problem] if problem else stage_problems(self.stage_of, num_stages)
         if problems:
             raise ConfigError([f"The partition in {self.source} does not fit. {problem}" for problem in problems])
         return {name: self.stage_of[name] for name in parameter_bytes}
 
-    def _first_difference(self, parameter_bytes: Mapping[str, int], num_stages: int) -> str | None:
+    def _other_layout(self, num_stages: int, chunks_per_stage: int | None) -> str | None:
         if self.num_stages != num_stages:
             return (
                 f"It is for {self.num_stages} stages, but there are {num_stages}. Set `pipeline_parallel_degree="
                 f"{self.num_stages}`, or make a partition for {num_stages}."
             )
+        mine = self.chunks_per_stage
+        if mine is not None and chunks_per_stage not in (None, mine):
+            return (
+                f"It has {mine} chunks per stage, but the schedule is for {chunks_per_stage}. Set "
+                f"`virtual_pipeline_degree={mine}`, or make a partition for {chunks_per_stage}."
+            )
+        return None
+
+    def _other_unit(self, parameter_bytes: Mapping[str, int]) -> str | None:
         for number, name in enumerate(self.stage_of):
             if name not in parameter_bytes:
                 near = difflib.get_close_matches(name, parameter_bytes, n=1)
@@ -107,7 +121,8 @@ def read_partition(text: str, source: str) -> SavedPartition:
         stages[name] = _field(unit, "stage", int, where)
         if "held" in unit:
             sizes[name] = _field(_field(unit, "held", dict, where), "parameter", int, f"`held` of {where}")
-    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes)
+    chunks = _field(data, "chunks_per_stage", int, source) if "chunks_per_stage" in data else None
+    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks)
 
 
 def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:

@@ -1,0 +1,490 @@
+"""Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
+
+    python benchmarks/pipeline.py            # 2 and 4 ranks, about three minutes on two cores
+    python benchmarks/pipeline.py --quick    # 2 ranks, two rounds: does it run?
+
+What is compared: forward and backward of one batch, from the moment in which all ranks begin to the moment in which
+the last of them has its gradients. Both sides get the same weights, the same batch and the same microbatches, in the
+same processes over the same gloo connections, and take turns, each going first every other time; what counts is the
+median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. Two kinds of stages:
+
+* *compute*: a GPT (hand-written, so that torch's stages need no tracing);
+* *sleep*: each unit sleeps in its forward, for its input's gradient and for its weight's gradient, which are nodes of
+  their own in autograd's graph, so that both sides can split backward. Sleeping needs no core: any number of ranks can
+  be timed on two of them, and it is known how long a step should take.
+
+Two kinds of settings:
+
+* The cut is given: the parts of the model are dealt out evenly to one chunk per stage, to two (``loop``), or to two
+  that go down the stages and up again (``v``). Torch runs each of its schedules that work on this cut, and the fastest
+  of them counts (it is asked for no outputs, which it would concatenate); ours chooses by itself (``pipeline=auto``).
+* ``auto``: units of unequal cost. Torch's 1F1B gets stages of equal counts, as its users cut; ours chooses the
+  partition as well.
+
+The last line is JSON: ``worst_ratio_vs_torch`` over the settings with a given cut, ``auto_ratio_vs_torch_1f1b`` (the
+worst one), ``sleep_efficiency`` (what our timetable should take over what it takes, the worst of the given cuts at 4
+ranks and 8 microbatches) and ``worst_over_optimum``: the sleeping steps whose partition and timetable ours chooses, over
+the makespan of the best of all contiguous cuts under all policies, which an exhaustive simulation finds.
+"""
+
+import copy
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.pipeline.policies import Policy, candidates
+from smp_strategy.pipeline.routing import Flow, SegmentId, route
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.step_graph import Entry, StepGraph
+from smp_strategy.placement import set_partition
+from smp_strategy.testing import run_ranks
+from smp_strategy.trace.events import Event, Trace, Value
+from smp_strategy.trace.work import Link, Work
+
+CPU = torch.device("cpu")
+Batch = tuple[Tensor, Tensor]
+
+# Models
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int, num_heads: int = 6) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norms[0](x)).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        x = x + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class SleepingInput(torch.autograd.Function):
+    """Sleeps on the way of the input and on that of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None, None
+
+
+class SleepingWeight(torch.autograd.Function):
+    """Sleeps on the way of the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], None
+
+
+class Sleeper(nn.Module):
+    """A unit whose passes take ``seconds`` each, and no core."""
+
+    WIDTH = 16
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.eye(self.WIDTH) + 0.1 * torch.randn(self.WIDTH, self.WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = SleepingInput.apply(x, self.seconds, self.seconds)
+        return F.linear(x, SleepingWeight.apply(self.weight, self.seconds))
+
+
+class Chain(nn.Module):
+    """One part after the other."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+@final
+@dataclass(frozen=True)
+class GPT:
+    """What computes: 8 blocks."""
+
+    vocabulary: int
+    separates_ends: bool
+    """Whether embedding and head are parts of their own; otherwise they belong to the first and the last block."""
+    width: int = 384
+    length: int = 128
+
+    def model(self) -> Chain:
+        embedding, head = nn.Embedding(self.vocabulary, self.width), nn.Linear(self.width, self.vocabulary, bias=False)
+        first, *blocks, last = [Block(self.width) for _ in range(8)]
+        if self.separates_ends:
+            return Chain([embedding, first, *blocks, last, head])
+        return Chain([nn.Sequential(embedding, first), *blocks, nn.Sequential(last, head)])
+
+    def batch(self, samples: int) -> Batch:
+        tokens = torch.randint(0, self.vocabulary, (samples, self.length + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@final
+@dataclass(frozen=True)
+class Sleepers:
+    """What sleeps."""
+
+    seconds: tuple[float, ...]
+    """Of each pass of each unit."""
+
+    def model(self) -> Chain:
+        return Chain([Sleeper(seconds) for seconds in self.seconds])
+
+    def batch(self, samples: int) -> Batch:
+        return torch.randn(samples, Sleeper.WIDTH), torch.randn(samples, Sleeper.WIDTH)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    def flow(self, stage_of: Mapping[str, int], num_stages: int) -> Flow:
+        """Its segments with the seconds that they take: nobody waits for the gradient of the batch."""
+        values = [Value(number, 4 * Sleeper.WIDTH, True) for number in range(len(self.seconds))]
+        inputs = [(), *((value,) for value in values)]
+        events = [Event("unit", f"parts.{number}", inputs[number], (value,)) for number, value in enumerate(values)]
+        work = {
+            number: Work(seconds, seconds if number else 0.0, seconds) for number, seconds in enumerate(self.seconds)
+        }
+        return route(Trace(events, values[-1].id), stage_of, num_stages, work)
+
+
+# Settings
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is compared."""
+
+    workload: GPT | Sleepers
+    num_ranks: int
+    num_microbatches: int
+    schedules: tuple[type, ...]
+    """Torch's."""
+    placement: Policy = Policy()
+    """Says where chunks go."""
+    chooses_partition: bool = False
+    """Ours does; torch has the same number of parts on each stage."""
+
+    @property
+    def name(self) -> str:
+        kind = "sleep" if isinstance(self.workload, Sleepers) else "compute"
+        chunks = "auto" if self.chooses_partition else "1 chunk"
+        if self.placement.num_chunks > 1:
+            chunks = f"2 chunks, {'v' if self.placement.name == 'zb-v' else 'loop'}"
+        return f"{kind}, {self.num_ranks} ranks, {chunks}"
+
+    @property
+    def spans(self) -> list[tuple[int, int, int]]:
+        """Stage, first part and end of each chunk."""
+        num_parts, num_chunks = len(self.workload.model().parts), self.placement.num_chunks * self.num_ranks
+        starts = [chunk * num_parts // num_chunks for chunk in range(num_chunks + 1)]
+        return [
+            (self.placement.stage_of_chunk(chunk, self.num_ranks), begin, end)
+            for chunk, (begin, end) in enumerate(itertools.pairwise(starts))
+        ]
+
+
+# The cuts with the schedules of torch that work on them.
+CUTS: Sequence[tuple[Policy, tuple[type, ...]]] = (
+    (Policy("1f1b"), (Schedule1F1B, ScheduleInterleavedZeroBubble)),
+    (Policy("1f1b", 2), (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)),
+    (Policy("zb-v", 2), (ScheduleZBVZeroBubble,)),
+)
+MICROBATCHES = {2: 4, 4: 8}
+UNEVEN = (0.006, 0.012, 0.018, 0.006, 0.024, 0.012, 0.006, 0.030)
+
+
+def settings(num_ranks: int) -> Iterator[Setting]:
+    """Everything that is compared on ``num_ranks`` ranks."""
+    num_microbatches = MICROBATCHES[num_ranks]
+    for workload in (GPT(1024, separates_ends=False), Sleepers((0.012,) * (2 * num_ranks))):
+        for placement, schedules in CUTS:
+            yield Setting(
+                workload=workload,
+                num_ranks=num_ranks,
+                num_microbatches=num_microbatches,
+                schedules=schedules,
+                placement=placement,
+            )
+    for workload in (GPT(16384, separates_ends=True), Sleepers(UNEVEN)):
+        yield Setting(
+            workload=workload,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            schedules=(Schedule1F1B,),
+            chooses_partition=True,
+        )
+
+
+# The two sides
+
+
+class Ours:
+    """An engine that runs the step of a model."""
+
+    def __init__(self, setting: Setting, model: Chain, batch: Batch) -> None:
+        if not setting.chooses_partition:
+            for stage, begin, end in setting.spans:
+                for part in model.parts[begin:end]:
+                    set_partition(part, stage)
+        config = SMPConfig(
+            pipeline_parallel_degree=setting.num_ranks,
+            microbatches=setting.num_microbatches,
+            pipeline="auto",
+            virtual_pipeline_degree=None if setting.chooses_partition else setting.placement.num_chunks,
+            auto_partition=setting.chooses_partition,
+            memory_weight=0.0,
+            trace_execution_times=True,
+        )
+        self.model = model
+        self.engine = Engine(config)
+        self.engine.attach(model)
+        self._loss, self._batch = setting.workload.loss, batch
+
+    def step(self) -> None:
+        result = self.engine.train_step(
+            lambda batch: self._loss(self.model(batch[0]), batch[1]), self._batch, loss_of=lambda loss: loss
+        )
+        result.commit(torch.ones(()), reduce=True)
+
+
+class Theirs:
+    """One of torch's schedules with the stages of this rank."""
+
+    def __init__(self, setting: Setting, schedule: type, model: Chain, batch: Batch) -> None:
+        rank, num_chunks = dist.get_rank(), len(setting.spans)
+        self.model, (x, target) = model, batch
+        # Torch's stages are our chunks. Round and round they begin on its rank 0 and on our stage 0, and a V begins on
+        # rank 0 on both sides, which is the last stage of ours.
+        folds = setting.placement.name == "zb-v"
+        self.spans = [
+            (setting.num_ranks - 1 - stage if folds else stage, begin, end) for stage, begin, end in setting.spans
+        ]
+        stages = [
+            PipelineStage(nn.Sequential(*model.parts[begin:end]), chunk, num_chunks, CPU)
+            for chunk, (where, begin, end) in enumerate(self.spans)
+            if where == rank
+        ]
+        is_single = schedule is Schedule1F1B
+        self._schedule = schedule(stages[0] if is_single else stages, setting.num_microbatches, setting.workload.loss)
+        self._args = (x,) if any(stage.is_first for stage in stages) else ()
+        self._options = {"target": target, "losses": []} if any(stage.is_last for stage in stages) else {}
+
+    def step(self) -> None:
+        self._schedule.step(*self._args, **self._options, return_outputs=False)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Of all parameters, on all ranks."""
+        for where, begin, end in self.spans:
+            for number in range(begin, end):
+                for name, parameter in self.model.parts[number].named_parameters(f"parts.{number}"):
+                    gradient = torch.empty_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.broadcast(gradient, where)
+                    yield name, gradient
+
+
+# Measuring
+
+
+class Row(NamedTuple):
+    """What was found in a setting."""
+
+    setting: Setting
+    ours: float
+    theirs: float
+    best: str
+    """Name of torch's fastest schedule."""
+    chosen: str
+    """Ours."""
+    ratio: float
+    ideal: float | None
+    """Seconds that our timetable should take, if that is known."""
+
+
+def measure(setting: Setting, rounds: int) -> Row:
+    """Compare ours with torch; on every rank."""
+    torch.manual_seed(0)
+    model, batch = setting.workload.model(), setting.workload.batch(setting.num_microbatches)
+    sides: list[Any] = [Theirs(setting, kind, copy.deepcopy(model), batch) for kind in setting.schedules]
+    sides.insert(0, Ours(setting, model, batch))
+    for side in sides:
+        seconds(side), seconds(side)
+    for theirs in sides[1:]:
+        check(sides[0].model, theirs)
+    turns = [[0.0] * len(sides) for _ in range(rounds)]
+    for number, times in enumerate(turns):
+        for position in range(len(sides))[:: 1 if number % 2 else -1]:
+            times[position] = seconds(sides[position])
+    ours, *others = zip(*turns, strict=True)
+    best = min(range(len(others)), key=lambda other: median(others[other]))
+    explanation = sides[0].engine.explain()
+    sides[0].engine.close()
+    partition = explanation.partition
+    return Row(
+        setting=setting,
+        ours=median(ours),
+        theirs=median(others[best]),
+        best=setting.schedules[best].__name__.removeprefix("Schedule"),
+        chosen=f"{partition.schedule}, {partition.chunks_per_stage} per stage",
+        ratio=median(mine / other for mine, other in zip(ours, others[best], strict=True)),
+        ideal=ideal(setting, partition.stage_of, explanation.plan),
+    )
+
+
+def seconds(side: Any) -> float:
+    """How long a step takes, from the moment in which all ranks begin until the last one ends."""
+    for parameter in side.model.parameters():
+        parameter.grad = None
+    dist.barrier()
+    begin = time.perf_counter()
+    side.step()
+    elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def check(model: Chain, theirs: Theirs) -> None:
+    """A benchmark of wrong numbers is worth nothing: both sides have the same gradients."""
+    mine = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in theirs.gradients():
+        if mine[name] is not None:
+            torch.testing.assert_close(mine[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# What should be
+
+
+def ideal(setting: Setting, stage_of: Mapping[str, int], plan: Plan) -> float | None:
+    """What the timetable would take if all but sleeping was for free."""
+    if not isinstance(setting.workload, Sleepers):
+        return None
+    flow = setting.workload.flow(stage_of, setting.num_ranks)
+    graph = StepGraph(flow, setting.num_microbatches, Link.instant(), 0.0)
+    orders = [
+        [Entry(action.kind, graph.segments.index(SegmentId(stage, action.segment)), action.microbatch) for action in do]
+        for stage, do in enumerate(plan.stages)
+    ]
+    return graph.follow(orders).makespan
+
+
+def optimum(setting: Setting) -> float:
+    """The shortest makespan of all contiguous cuts under all policies."""
+    workload = setting.workload
+    assert isinstance(workload, Sleepers)
+    num_units, stages = len(workload.seconds), setting.num_ranks
+    best = float("inf")
+    for policy in candidates(stages, setting.num_microbatches, num_units=num_units):
+        for inner in itertools.combinations(range(1, num_units), policy.num_chunks * stages - 1):
+            chunks = itertools.pairwise((0, *inner, num_units))
+            stage_of = {
+                f"parts.{unit}": policy.stage_of_chunk(chunk, stages)
+                for chunk, span in enumerate(chunks)
+                for unit in range(*span)
+            }
+            flow = workload.flow(stage_of, stages)
+            plan = simulate(flow, setting.num_microbatches, policy, split_overhead=0.0)
+            best = min(best, plan.makespan)
+    return best
+
+
+# Showing
+
+
+def show(row: Row) -> None:
+    """One line of the table."""
+    efficiency = "" if row.ideal is None else f"{row.ideal / row.ours:8.1%}"
+    print(
+        f"{row.setting.name:32} {row.ours * 1e3:8.1f} {row.theirs * 1e3:8.1f} {row.ratio:7.3f} {efficiency:>8}"
+        f"  {row.chosen:22} {row.best}",
+        flush=True,
+    )
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """The last line."""
+    given = [row for row in rows if not row.setting.chooses_partition]
+    auto = [row for row in rows if row.setting.chooses_partition]
+    most = max(row.setting.num_ranks for row in rows)
+    efficiencies = [row.ideal / row.ours for row in given if row.ideal is not None and row.setting.num_ranks == most]
+    over = [row.ours / optimum(row.setting) for row in auto if row.ideal is not None]
+    found = {
+        "worst_ratio_vs_torch": max(row.ratio for row in given),
+        "auto_ratio_vs_torch_1f1b": max(row.ratio for row in auto),
+        "sleep_efficiency": min(efficiencies),
+        "worst_over_optimum": max(over),
+    }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def run(num_ranks: int, rounds: int) -> list[Row]:
+    """All settings on a rank, in the same processes."""
+    rows = []
+    for setting in settings(num_ranks):
+        rows.append(measure(setting, rounds))
+        if dist.get_rank() == 0:
+            show(rows[-1])
+    return rows
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run it for 2 and 4 ranks."""
+    is_quick = "--quick" in arguments
+    torch.set_num_threads(1)
+    print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'of ideal':>8}  {'ours':22} torch")
+    rows = []
+    for num_ranks in (2,) if is_quick else (2, 4):
+        rows += run_ranks(run, num_ranks, num_ranks, 2 if is_quick else 7, timeout=300)[0]
+    print(json.dumps(figures(rows)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
