@@ -14,7 +14,6 @@ from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.pipeline.schedule import peak_saved_bytes
 from smp_strategy.pipeline.search import search
-from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Link, Work
 
