@@ -27,7 +27,7 @@ SHARE_OF_GUESSES = 0.3
 # Share after which the search for a proof gives way to small changes of the best.
 SHARE_OF_SEARCHES = 0.6
 # Simulating takes time in proportion to actions times stages; this many altogether take a second or two.
-EFFORT = 100_000
+EFFORT = 150_000
 
 
 @final
@@ -102,10 +102,13 @@ def _searched(judge: Judge) -> float:
     if memory_counts and any(f.likely > p.least for f, p in zip(flights, promised, strict=True)):
         likely = [Promise(flight.likely, flight.likely) for flight in flights]
         Search(judge, likely.__getitem__).run(int(SHARE_OF_GUESSES * judge.budget))
-    lower_bound = Search(judge, promised.__getitem__).run(int(SHARE_OF_SEARCHES * judge.budget))
-    if not judge.is_as_good_as(lower_bound):
-        _climb(judge)
-    return lower_bound
+    search = Search(judge, promised.__getitem__)
+    lower_bound = search.run(int(SHARE_OF_SEARCHES * judge.budget))
+    if judge.is_as_good_as(lower_bound):
+        return lower_bound
+    _climb(judge)
+    # From the beginning, but what is simulated already costs nothing, and the best may be better now.
+    return max(lower_bound, search.run(judge.budget))
 
 
 def _climb(judge: Judge) -> None:
