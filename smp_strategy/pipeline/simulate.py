@@ -126,6 +126,8 @@ def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
     stages = graph.num_stages
     most = stages if policy.name == "zb-h1" else 2 * stages - 1
     most = min(most, policy.active_microbatches or most)
+    # With many microbatches the waits of 1F1B are shorter than what splits cost.
+    yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
     for slope in dict.fromkeys((1 if policy.name == "zb-h1" else 2, 1)):
         warm_ups = [min(slope * (stages - stage - 1), most - 1) for stage in range(stages)]
         delays = [min(slope * stage, most - 1 - warm_up) for stage, warm_up in enumerate(warm_ups)]
@@ -135,7 +137,6 @@ def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
         if (orders := graph.expand(tables)) is not None:
             yield orders
     yield from _greedy(graph, Rules(splits=True, most_microbatches=most))
-    yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
 
 
 def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
