@@ -145,3 +145,14 @@ def test_the_solution_is_the_same_each_time_and_keeps_to_its_budget():
 
 def test_equal_counts_leave_the_larger_chunks_to_the_end():
     assert equal_counts(10, 4) == [0, 2, 5, 7]
+
+
+def test_where_the_budget_ends_early_borders_are_moved_and_the_bound_stays():
+    works = [Work(1 + i % 3, 2 + i % 5, 1 + i % 2) for i in range(24)]
+    short, long = (solve(case.problem, case.evaluate, budget=budget) for case, budget in (
+        (case_of(works, num_stages=6, num_microbatches=6), 20),
+        (case_of(works, num_stages=6, num_microbatches=6), ENOUGH),
+    ))  # fmt: skip
+    equal = case_of(works, num_stages=6, num_microbatches=6)
+    assert 0.8 < short.lower_bound <= long.cost <= short.cost
+    assert short.cost < equal.cost(equal.problem.stage_of(equal_counts(24, 6)))
