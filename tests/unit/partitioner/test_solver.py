@@ -148,11 +148,7 @@ def test_equal_counts_leave_the_larger_chunks_to_the_end():
 
 
 def test_where_the_budget_ends_early_borders_are_moved_and_the_bound_stays():
-    works = [Work(1 + i % 3, 2 + i % 5, 1 + i % 2) for i in range(24)]
-    short, long = (solve(case.problem, case.evaluate, budget=budget) for case, budget in (
-        (case_of(works, num_stages=6, num_microbatches=6), 20),
-        (case_of(works, num_stages=6, num_microbatches=6), ENOUGH),
-    ))  # fmt: skip
-    equal = case_of(works, num_stages=6, num_microbatches=6)
+    case = case_of([Work(1 + i, 2 + i % 5, 1 + i % 2) for i in range(24)], num_stages=6, num_microbatches=6)
+    short, long = (solve(case.problem, case.evaluate, budget=budget) for budget in (20, ENOUGH))
     assert 0.8 < short.lower_bound <= long.cost <= short.cost
-    assert short.cost < equal.cost(equal.problem.stage_of(equal_counts(24, 6)))
+    assert short.cost < case.cost(case.problem.stage_of(equal_counts(24, 6)))
