@@ -40,7 +40,7 @@ POLICIES = [
 def settings_of_a_run(draw: st.DrawFn) -> tuple[SMPConfig, Program, int, Policy]:
     policy = draw(st.sampled_from(POLICIES))
     num_stages = draw(st.integers(1, 4))
-    num_units = draw(st.integers(num_stages * policy.num_chunks, max(9, num_stages * policy.num_chunks)))
+    num_units = draw(st.integers(num_stages * policy.num_chunks, max(10, num_stages * policy.num_chunks)))
     if draw(st.booleans()):
         trace, work = chain([Work(*(float(draw(st.integers(0, 9))) for _ in range(3))) for _ in range(num_units)])
     else:
