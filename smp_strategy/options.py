@@ -2,7 +2,8 @@
 
 Names are those of SageMaker's model parallel library, and defaults too unless an option says so, so that an existing
 configuration can be copied over. What the library does not have (``virtual_pipeline_degree``, ``memory_limit`` ...) is
-named by the field's terms. Whether options go together is a question for :mod:`smp_strategy.config`. Nothing here imports torch.
+named by the field's terms. Whether options go together is a question for :mod:`smp_strategy.config`. Nothing here
+imports torch.
 """
 
 import dataclasses
