@@ -25,19 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.decision import held_of
-from smp_strategy.dry_run import Surroundings, dry_run
-from smp_strategy.interception import UnitCalls
 from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy
+from smp_strategy.plan_ahead import trace_program
 from smp_strategy.planning import Program, best_partition, problem_under, simulated
-from smp_strategy.trace.machine import Machine, modelled_work
-from smp_strategy.trace.oracle import Oracle
-from smp_strategy.units import choose_units
 
 __all__ = ["MODELS", "main", "program_of"]
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+META = torch.device("meta")
 STAGES = (2, 4, 8)
 POLICIES = (Policy("1f1b"), Policy("interleaved"))
 
@@ -133,29 +128,16 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 }
 
 
-def program_of(name: str, num_stages: int) -> Program:
+def program_of(name: str, config: SMPConfig, num_stages: int) -> Program:
     """A microbatch of the model, priced."""
     with META:
         module, batch = MODELS[name]()
-    surroundings = Surroundings(
-        module=module, units=choose_units(module, num_stages), calls=UnitCalls(), oracle=Oracle(CPU), device=CPU
-    )
-    surroundings.calls.intercept(surroundings.units)
 
     def step(microbatch: Any) -> Any:
         result = module(**microbatch)
         return result if isinstance(result, Tensor) else result.loss
 
-    found = dry_run(step, batch, lambda loss: loss, surroundings)
-    surroundings.calls.close()
-    assert found.trace is not None
-    machine = Machine.nominal("cuda")
-    return Program(
-        trace=found.trace,
-        work=modelled_work(found.trace.events, machine),
-        parameters=held_of(surroundings),
-        link=machine.link,
-    )
+    return trace_program(config, module, step, batch, num_stages=num_stages, machine="cuda")
 
 
 def equal_layers(names: Sequence[str], num_stages: int) -> dict[str, int]:
@@ -194,16 +176,16 @@ class Row:
 
 def compare(model: str, num_stages: int) -> Row:
     """Plan and simulate."""
-    program = program_of(model, num_stages)
     config = SMPConfig(pipeline_parallel_degree=num_stages, microbatches=4 * num_stages, memory_weight=0.0)
+    program = program_of(model, config, num_stages)
 
     def milliseconds(stage_of: Mapping[str, int]) -> float:
         scores = [simulated(config, program, num_stages, policy, stage_of) for policy in POLICIES]
         return 1e3 * min(score.step_seconds for score in scores)
 
-    start = time.perf_counter()
+    start = time.process_time()
     best = best_partition(config, program, num_stages, policies=POLICIES)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     units = problem_under(config, program, num_stages, POLICIES[0]).units
     names = [unit.name for unit in units]
     trees = [tree_partition(module_tree(units), num_stages, weight) for weight in (0.2, 0.8)]

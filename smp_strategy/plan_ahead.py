@@ -21,12 +21,12 @@ from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import MeshShape
 from smp_strategy.partitioner.partition import Partition
-from smp_strategy.planning import as_given, best_partition
+from smp_strategy.planning import Program, as_given, best_partition
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
 
-__all__ = ["plan_partition"]
+__all__ = ["plan_partition", "trace_program"]
 
 
 def plan_partition(
@@ -66,9 +66,29 @@ def plan_partition(
     """
     config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
     config.check(num_stages)
+    given = place_beforehand(config, module, choose_placed_units(config, module, num_stages), num_stages)
+    program = trace_program(
+        config, module, step, microbatch, num_stages=num_stages, loss_of=loss_of, optimizers=optimizers, machine=machine
+    )
+    return (
+        best_partition(config, program, num_stages) if given is None else as_given(config, program, num_stages, given)
+    )
+
+
+def trace_program(
+    config: SMPConfig,
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    num_stages: int,
+    loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
+    optimizers: Sequence[Optimizer] = (),
+    machine: Machine | str = "cpu",
+) -> Program:
+    """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
     device = torch.device("cpu")
     units = choose_placed_units(config, module, num_stages)
-    given = place_beforehand(config, module, units, num_stages)
     calls = UnitCalls()
     surroundings = Surroundings(
         module=module, units=units, calls=calls, oracle=Oracle(device), device=device, optimizers=optimizers
@@ -83,10 +103,7 @@ def plan_partition(
         costs = find_costs(config, device, found.calls, found.trace, MeshShape(pp=num_stages, dp=1), machine)
     finally:
         calls.give_back()
-    program = program_of(config, surroundings, found.trace, costs, num_stages)
-    return (
-        best_partition(config, program, num_stages) if given is None else as_given(config, program, num_stages, given)
-    )
+    return program_of(config, surroundings, found.trace, costs, num_stages)
 
 
 def _real(leaf: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The partitioner knows no schedules and the scheduler no units. Here a candidate is routed and simulated, what each
 policy promises about microbatches in flight is said, and under ``pipeline=auto`` every policy gets its best partition,
-of which the cheapest is taken. All of it is a function of plain data, the same on every rank.
+of which the fastest is taken. All of it is a function of plain data, the same on every rank.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -67,7 +67,7 @@ def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Poli
 def best_partition(
     config: SMPConfig, program: Program, num_stages: int, *, policies: Sequence[Policy] | None = None
 ) -> Partition:
-    """The partition of least cost.
+    """The partition of least cost, under the schedule that makes it fastest.
 
     Args:
         config: all options.
@@ -81,7 +81,7 @@ def best_partition(
     policies = policies or policies_of(config, num_stages, len(program.parameters))
     if len(policies) > 1:
         first_look = _attempts(config, program, num_stages, policies, QUICK)
-        finalists = sorted(first_look, key=lambda policy: first_look[policy].cost)[:MOST_FINALISTS]
+        finalists = sorted(first_look, key=lambda policy: first_look[policy].step_seconds)[:MOST_FINALISTS]
         policies = [policy for policy in policies if policy in finalists]
     found = _attempts(config, program, num_stages, policies, None)
     return _simplest(found.values())
@@ -131,9 +131,13 @@ def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Map
 
 
 def _simplest(partitions: Collection[Partition]) -> Partition:
-    """The first one that is as good as the best, or nearly: simpler policies come first."""
-    least = min(partition.cost for partition in partitions)
-    return next(partition for partition in partitions if partition.cost * (1 - NOTICEABLE) <= least)
+    """The first one that is as fast as the fastest, or nearly: simpler policies come first.
+
+    What memory weighs is for each policy's partition. Among policies it would choose the one that keeps least, and
+    whoever does not name a schedule wants the fastest that fits.
+    """
+    least = min(partition.step_seconds for partition in partitions)
+    return next(partition for partition in partitions if partition.step_seconds * (1 - NOTICEABLE) <= least)
 
 
 def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: Policy) -> Problem:

@@ -57,7 +57,7 @@ class Timetables:
     def _best(self, flow: Flow, num_microbatches: int) -> Plan:
         policy, link = policy_of(self._partition), self._costs.machine.link
         if self._config.pipeline != "auto":
-            return simulate(flow, num_microbatches, policy, link)
+            return simulate(flow, num_microbatches, policy, link, thorough=True)
         allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
         alike = [each for each in allowed if each.layout == policy.layout]
         free = [

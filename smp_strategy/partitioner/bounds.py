@@ -119,6 +119,12 @@ class Bounds:
             found.append(unit.joined(found[-1]))
         return found[::-1]
 
+    def ideal_seconds(self) -> float:
+        """Time in which the stages would do everything without ever waiting."""
+        setting, total = self._setting, self.remaining()[0]
+        speed = sum(setting.speed(stage) for stage in range(setting.num_stages))
+        return setting.num_microbatches * (total.forward + total.backward + total.weight) / speed
+
     def seconds(self, stage: int, load: Load) -> float:
         """Least time of a step."""
         setting, speed = self._setting, self._setting.speed(stage)

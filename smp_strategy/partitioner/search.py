@@ -18,8 +18,8 @@ __all__ = ["Search"]
 
 # Simulations whose bound equals the best cost, to find a candidate as good with cheaper cuts.
 MOST_TIES = 8
-# Beginnings that are looked at; little work compared with a simulation, but they take memory.
-MOST_BEGINNINGS = 50_000
+# Beginnings that are made; together they take about a second.
+MOST_BEGINNINGS = 100_000
 NEVER = float("inf")
 
 
@@ -46,20 +46,17 @@ class Search:
     Args:
         judge: simulates candidates and keeps the best.
         promise: microbatches in flight on a stage, at least and at most.
-        most_beginnings: that are looked at.
     """
 
-    def __init__(
-        self, judge: Judge, promise: Callable[[int], Promise], *, most_beginnings: int = MOST_BEGINNINGS
-    ) -> None:
+    def __init__(self, judge: Judge, promise: Callable[[int], Promise]) -> None:
         self._judge = judge
         self._problem = judge.problem
-        self._most_beginnings = most_beginnings
         self._bounds = Bounds(self._problem, promise)
         self._spans = self._bounds.spans()
         self._remaining = self._bounds.remaining()
         self._chunks = self._problem.setting.stage_of_chunk
         self._is_last = [stage not in self._chunks[chunk + 1 :] for chunk, stage in enumerate(self._chunks)]
+        self._ideal = self._bounds.ideal_seconds()
         self._rest = self._best_of_rest()
 
     def run(self, budget: int) -> float:
@@ -71,18 +68,18 @@ class Search:
         judge, num_stages = self._judge, self._problem.setting.num_stages
         nothing = (0.0,) * num_stages
         heap = [_Beginning(0.0, len(self._chunks), 0, 0.0, (), 0, nothing, nothing, (Load(),) * num_stages)]
-        looked_at, ties = 0, 0
-        while heap and judge.num_evaluations < budget and looked_at < self._most_beginnings:
+        made, ties = 0, 0
+        while heap and judge.num_evaluations < budget and made < MOST_BEGINNINGS:
             is_tie = judge.is_as_good_as(heap[0].bound)
             if is_tie and (ties == MOST_TIES or judge.beats(heap[0].bound)):
                 break
             beginning = heapq.heappop(heap)
-            looked_at += 1
             if beginning.chunks_left == 0:
                 ties += is_tie
                 judge.try_out(self._problem.stage_of(beginning.starts))
                 continue
             for following in self._extended(beginning):
+                made += 1
                 if not judge.beats(following.bound):
                     heapq.heappush(heap, following)
         return heap[0].bound if heap else NEVER
@@ -134,7 +131,7 @@ class Search:
 
     def _bound(self, seconds: float, memory: float, left: int, end: int) -> float:
         rest_seconds, rest_memory, rest_cost = self._rest[left][end]
-        bound = self._cost(max(seconds, rest_seconds), max(memory, rest_memory))
+        bound = self._cost(max(seconds, rest_seconds, self._ideal), max(memory, rest_memory))
         return rounded(max(bound, rest_cost))
 
     def _best_of_rest(self) -> list[list[tuple[float, float, float]]]:

@@ -9,6 +9,7 @@ carries the bound that remains, so it is known what a longer search could gain a
 Among equal costs the fewest bytes across cuts win, then the most even stages, then the earliest cuts.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -17,13 +18,16 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.partitioner.judge import Evaluate, Judge, rounded
 from smp_strategy.partitioner.problem import Problem, Promise, Score
 from smp_strategy.partitioner.search import Search
+from smp_strategy.partitioner.tree import segments
 
 __all__ = ["Solution", "does_not_fit", "equal_counts", "solve"]
 
 # Share of the simulations that go to candidates that are merely likely to be good.
 SHARE_OF_GUESSES = 0.3
-# Simulating takes time in proportion to actions times stages; this many altogether take about two seconds.
-EFFORT = 100_000
+# Share after which the search for a proof gives way to small changes of the best.
+SHARE_OF_SEARCHES = 0.6
+# Simulating takes time in proportion to actions times stages; this many altogether take a second or two.
+EFFORT = 150_000
 
 
 @final
@@ -52,7 +56,7 @@ def solve(
     Args:
         problem: units, where their chunks go, and what counts.
         evaluate: simulates a candidate.
-        budget: most simulations; ``None``: as many as take about two seconds.
+        budget: most simulations; ``None``: as many as take a second or two.
         guesses: assignments to begin with; one that is better than all contiguous partitions is the answer.
 
     Raises:
@@ -89,14 +93,40 @@ def solve(
 def _searched(judge: Judge) -> float:
     """Look for the best; returns the lower bound."""
     problem, setting = judge.problem, judge.problem.setting
-    judge.try_out(problem.stage_of(equal_counts(len(problem.units), len(setting.stage_of_chunk))))
+    num_chunks = len(setting.stage_of_chunk)
+    judge.try_out(problem.stage_of(equal_counts(len(problem.units), num_chunks)))
+    judge.try_out(problem.stage_of(segments([sum(unit.work) for unit in problem.units], num_chunks)))
     flights = [setting.flight(stage) for stage in range(setting.num_stages)]
     promised = [flight.on_chain if problem.is_chain else flight.always for flight in flights]
     memory_counts = setting.memory_weight > 0 or any(limit is not None for limit in setting.memory_limits)
     if memory_counts and any(f.likely > p.least for f, p in zip(flights, promised, strict=True)):
         likely = [Promise(flight.likely, flight.likely) for flight in flights]
         Search(judge, likely.__getitem__).run(int(SHARE_OF_GUESSES * judge.budget))
-    return Search(judge, promised.__getitem__).run(judge.budget)
+    search = Search(judge, promised.__getitem__)
+    lower_bound = search.run(int(SHARE_OF_SEARCHES * judge.budget))
+    if judge.is_as_good_as(lower_bound):
+        return lower_bound
+    _climb(judge)
+    # From the beginning, but what is simulated already costs nothing, and the best may be better now.
+    return max(lower_bound, search.run(judge.budget))
+
+
+def _climb(judge: Judge) -> None:
+    """Move borders of the best by one unit, as long as that makes it better."""
+    problem, num_chunks = judge.problem, len(judge.problem.setting.stage_of_chunk)
+    while judge.best is not None:
+        stages, before = judge.best.stages, judge.best.rounded_cost
+        starts = [0, *(index for index in range(1, len(stages)) if stages[index] != stages[index - 1])]
+        if len(starts) != num_chunks:  # one from outside, or two chunks of a stage that meet
+            return
+        for chunk, step in itertools.product(range(1, num_chunks), (-1, 1)):
+            moved = [*starts[:chunk], starts[chunk] + step, *starts[chunk + 1 :], len(stages)]
+            if judge.is_exhausted:
+                return
+            if moved[chunk - 1] < moved[chunk] < moved[chunk + 1]:
+                judge.try_out(problem.stage_of(moved[:-1]))
+        if judge.best.rounded_cost >= before:
+            return
 
 
 def equal_counts(num_units: int, num_chunks: int) -> list[int]:

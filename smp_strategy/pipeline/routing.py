@@ -227,11 +227,29 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
             saved_bytes[segment] += event.saved_bytes
             made_in.update((value.id, segment) for value in event.outputs)
 
-    backward_needs: dict[SegmentId, dict[SegmentId, int]] = {made_in[value]: {} for value in wanted if value in made_in}
+    backward_needs = {made_in[value]: dict[SegmentId, int]() for value in wanted if value in made_in}
+    _add_backward_needs(backward_needs, uses, made_in, received_in, sizes)
+    return Flow(
+        num_stages,
+        sums,
+        forward_needs,
+        {segment: backward_needs[segment] for segment in sums if segment in backward_needs},
+        saved_bytes,
+        cut_bytes,
+    )
+
+
+def _add_backward_needs(
+    backward_needs: dict[SegmentId, dict[SegmentId, int]],
+    uses: Iterable[tuple[int, SegmentId]],
+    made_in: Mapping[int, SegmentId],
+    received_in: Mapping[tuple[int, int], SegmentId],
+    sizes: Mapping[int, int],
+) -> None:
+    """The gradient of a value travels back along the way it came: from the segment that used it to the one in which
+    this stage received it, and from there to the segment that made it."""
     sent: set[tuple[int, SegmentId]] = set()
     for value, user in uses:
-        # The gradient of a value travels back along the way it came: from the segment that used it to the one in
-        # which this stage received it, and from there to the segment that made it.
         way = [user, received_in.get((value, user.stage)), made_in.get(value)]
         stops = [stop for stop in way if stop is not None]
         for before, after in zip(stops, stops[1:], strict=False):
@@ -242,11 +260,3 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
                 needs[before] = needs.get(before, 0) + (sizes[value] if travels else 0)
                 sent.add((value, before))
         backward_needs.setdefault(user, {})
-    return Flow(
-        num_stages,
-        sums,
-        forward_needs,
-        {segment: backward_needs[segment] for segment in sums if segment in backward_needs},
-        saved_bytes,
-        cut_bytes,
-    )

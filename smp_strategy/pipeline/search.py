@@ -62,7 +62,7 @@ def search(
     """
     limits = tuple(most_bytes) or (None,) * flow.num_stages
     found = [
-        Found(policy, simulate(flow, num_microbatches, policy, link, split_overhead=split_overhead))
+        Found(policy, simulate(flow, num_microbatches, policy, link, split_overhead=split_overhead, thorough=True))
         for policy in policies
     ]
     excess = [_excess(each.plan, flow, limits) for each in found]

@@ -11,7 +11,7 @@ the order of one process that accumulates over the same microbatches, which make
 The simulated order is a linear order of the dependency graph, so stages that follow it cannot deadlock.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
 from smp_strategy.pipeline.policies import Policy
@@ -23,8 +23,9 @@ from smp_strategy.trace.work import Link
 
 __all__ = ["SPLIT_OVERHEAD", "simulate"]
 
-# Share of a whole backward that its input gradient takes longer if the weight gradient is left for later.
-SPLIT_OVERHEAD = 0.02
+# Share of a whole backward that its input gradient takes longer if the weight gradient is left for later, as
+# `benchmarks/split_backward.py` measures it for blocks of GPT-2 on a CPU (0.05 to 0.08).
+SPLIT_OVERHEAD = 0.07
 # A plan that takes no longer than this beyond what no plan can beat ends the search among proposals.
 GOOD_ENOUGH = 0.015
 # Timetables that are this close to the fastest one are as good, and the simpler one is taken.
@@ -38,6 +39,7 @@ def simulate(
     link: Link = Link.instant(),  # noqa: B008
     *,
     split_overhead: float = SPLIT_OVERHEAD,
+    thorough: bool = False,
 ) -> Plan:
     """Order the work of a step.
 
@@ -47,6 +49,7 @@ def simulate(
         policy: what goes first.
         link: how long messages are under way.
         split_overhead: what a split backward takes longer, as a share of it.
+        thorough: look at each stage whether it has to split its backwards, which takes longer than one look at all.
 
     Returns:
         The plan of every stage. Two stages, four microbatches, ``1f1b``::
@@ -55,7 +58,7 @@ def simulate(
             stage 1   F0 B0 F1 B1 F2 B2 F3 B3
     """
     graph = StepGraph(flow, num_microbatches, link, split_overhead)
-    enough = (1 + GOOD_ENOUGH) * graph.least_makespan(splits=policy.splits_backward)
+    enough = (1 + GOOD_ENOUGH) * graph.least_makespan(splits=policy.splits_backward, at_once=False)
     best: Plan | None = None
     for orders in _proposals(graph, policy):
         plan = graph.follow(graph.merged(orders, everywhere=False) if policy.splits_backward else orders)
@@ -64,10 +67,23 @@ def simulate(
         if best.makespan <= enough:
             break
     assert best is not None
-    if policy.splits_backward:
-        merged = graph.follow(graph.merged(graph.orders_of(best), everywhere=True))
-        best = merged if merged.makespan <= best.makespan else best
+    if not policy.splits_backward:
+        return best
+    stages = list(range(graph.num_stages))
+    groups = [stages, *([stage] for stage in stages if thorough)]
+    for group in groups:
+        best = _with_whole_backwards(graph, best, group)
     return best
+
+
+def _with_whole_backwards(graph: StepGraph, plan: Plan, stages: Sequence[int]) -> Plan:
+    """``plan`` without splits on ``stages`` that bring nothing, if the step gets no longer without them."""
+    orders = graph.orders_of(plan)
+    merged = graph.merged(orders, everywhere=True)
+    if all(len(merged[stage]) == len(orders[stage]) for stage in stages):
+        return plan
+    whole = graph.follow([merged[stage] if stage in stages else order for stage, order in enumerate(orders)])
+    return whole if whole.makespan <= plan.makespan else plan
 
 
 def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
@@ -110,6 +126,8 @@ def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
     stages = graph.num_stages
     most = stages if policy.name == "zb-h1" else 2 * stages - 1
     most = min(most, policy.active_microbatches or most)
+    # With many microbatches the waits of 1F1B are shorter than what splits cost.
+    yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
     for slope in dict.fromkeys((1 if policy.name == "zb-h1" else 2, 1)):
         warm_ups = [min(slope * (stages - stage - 1), most - 1) for stage in range(stages)]
         delays = [min(slope * stage, most - 1 - warm_up) for stage, warm_up in enumerate(warm_ups)]
@@ -119,7 +137,6 @@ def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
         if (orders := graph.expand(tables)) is not None:
             yield orders
     yield from _greedy(graph, Rules(splits=True, most_microbatches=most))
-    yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
 
 
 def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
@@ -135,5 +152,5 @@ def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
 
 
 def _greedy(graph: StepGraph, rules: Rules) -> Iterator[Orders]:
-    for patience in (0.0, 0.5, 1.0):
+    for patience in (0.0, 0.5):
         yield list_schedule(graph, [rules._replace(patience=patience)] * graph.num_stages)

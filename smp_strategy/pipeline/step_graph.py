@@ -137,11 +137,12 @@ class StepGraph:
             self._ancestors[number] = found
         return self._ancestors[number]
 
-    def least_makespan(self, *, splits: bool) -> float:
+    def least_makespan(self, *, splits: bool, at_once: bool = True) -> float:
         """No plan is faster: a stage waits for its first work, does all of it, and others end what it has begun.
 
         Args:
             splits: weight gradients may be computed after everything else.
+            at_once: nothing is lost where they are not; otherwise all backwards are split, at their price.
         """
         count = len(self.segments)
         cost = [*self._costs["F"], *self._costs["B"], *([0.0] * count)]
@@ -149,7 +150,8 @@ class StepGraph:
             for number in range(count):
                 if self.can_split[number]:
                     cost[2 * count + number] = self._costs["W"][number]
-                    cost[count + number] -= self._costs["W"][number]
+                    alone = self._costs["I"][number]
+                    cost[count + number] = cost[count + number] - cost[2 * count + number] if at_once else alone
         starts, tails = self._longest_ways(cost)
         bounds = [start + cost[track] + tails[track] for track, start in starts.items()]
         for stage in self.of_stage:

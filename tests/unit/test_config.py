@@ -31,7 +31,7 @@ def test_no_option_has_to_be_given():
     assert config.pipeline_parallel_degree is None
     assert config.microbatches is None
     assert config.pipeline == "interleaved"
-    assert config.optimize == "memory"
+    assert config.optimize == "speed"
 
 
 def test_a_config_cannot_be_changed():

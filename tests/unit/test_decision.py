@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from smp_strategy.partition.costs import Held
 from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
@@ -14,6 +13,7 @@ from smp_strategy.dry_run import Surroundings
 from smp_strategy.interception import UnitCalls
 from smp_strategy.measurement.sharing import _relative
 from smp_strategy.mesh import MeshShape
+from smp_strategy.partitioner.costs import Held
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import choose_units
 from tests.parity.models import Text

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from smp_strategy.partition.partition import Partition
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -13,6 +12,7 @@ import smp_strategy
 from smp_strategy import ConfigError, Machine, UnsupportedError, plan_partition
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.partitioner.partition import Partition
 from smp_strategy.testing import run_ranks
 from tests.parity.models import Text, batch_for
 

@@ -58,17 +58,21 @@ class Slow(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("trained", "needs_input_gradient", "expected"),
-    [(True, True, (4, 8, 16)), (False, True, (4, 8, 0)), (True, False, (4, 0, 16)), (False, False, (4, 0, 0))],
+    ("trained", "needs_input_gradient", "least"),
+    [(False, True, (4, 8, 0)), (True, False, (4, 0, 16)), (False, False, (4, 0, 0))],
 )
-def test_forward_input_and_weight_gradients_are_timed_apart(trained, needs_input_gradient, expected):
+def test_forward_input_and_weight_gradients_are_timed_apart(trained, needs_input_gradient, least):
     module = Slow().requires_grad_(trained)
     work = measured(module, real(4, grad=needs_input_gradient), times=True).work
-    # torch tells a Function what its inputs need, not what was asked for: the parts add up as they are taken.
-    if trained and needs_input_gradient:
-        assert work.backward / MILLISECOND == pytest.approx(24, rel=0.5)
-    else:
-        assert [seconds / MILLISECOND for seconds in work] == pytest.approx(expected, rel=0.5, abs=2)
+    for seconds, milliseconds in zip(work, least, strict=True):
+        assert seconds >= 0.9 * milliseconds * MILLISECOND
+        assert seconds == 0 or milliseconds
+
+
+def test_both_gradients_together_take_what_backward_takes():
+    # torch tells a Function what its inputs need, not what was asked for: only the sum can be known.
+    work = measured(Slow(), real(4), times=True).work
+    assert work.backward >= 0.9 * 24 * MILLISECOND
 
 
 def test_an_expensive_weight_gradient_is_found():

@@ -82,7 +82,7 @@ def programs(draw: st.DrawFn, num_units: int) -> tuple[Trace, dict[int, Work]]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, max_units: int = 8) -> Case:
+def cases(draw: st.DrawFn, *, max_units: int = 10) -> Case:
     """Up to 4 stages with 1 to 3 chunks each; parameters that are partly shared; limits and speeds or none."""
     num_stages = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3))

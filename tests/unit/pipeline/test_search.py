@@ -14,7 +14,6 @@ from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.pipeline.schedule import peak_saved_bytes
 from smp_strategy.pipeline.search import search
-from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Link, Work
 
@@ -124,12 +123,21 @@ def test_what_is_found_can_be_carried_out(program, num_microbatches, active):
     execute(plan, trace, stage_of, num_microbatches)
 
 
-def test_less_memory_takes_more_time_until_nothing_fits():
-    works = [Work(1.0, 1.0, 1.0)] * 4
-    flow, policies = chain_of(works, saved_bytes=10), candidates(4, 8, num_units=4)
-    plans = [search(flow, 8, policies, most_bytes=[limit] * 4).plan for limit in (80, 40, 20, 10)]
-    assert [max(peak_saved_bytes(plan, flow)) for plan in plans] == [40, 40, 40, 40]
-    assert plans[0].makespan <= simulate(flow, 8, Policy("zb-h1")).makespan
+def test_less_memory_takes_more_time():
+    flow, policies = chain_of([Work(1.0, 1.0, 1.0)] * 4, saved_bytes=10), candidates(4, 8, num_units=4)
+    limits = (None, 70, 60, 50, 40)
+    plans = [search(flow, 8, policies, Link(1.0, 1e12), most_bytes=[limit] * 4).plan for limit in limits]
+    assert [max(peak_saved_bytes(plan, flow)) for plan in plans] == [70, 70, 60, 50, 40]
+    times = [plan.makespan for plan in plans]
+    assert times == sorted(times)
+    assert times[-1] > times[0] * 1.2
+
+
+def test_where_nothing_fits_the_plan_is_one_that_exceeds_the_limits_least():
+    flow, policies = chain_of([Work(1.0, 1.0, 1.0)] * 4, saved_bytes=10), candidates(4, 8, num_units=4)
+    assert policies[1] == Policy("interleaved")
+    found = search(flow, 8, policies[::-1], most_bytes=[35] * 4)
+    assert max(peak_saved_bytes(found.plan, flow)) == 40
 
 
 def test_a_simpler_policy_wins_unless_another_is_noticeably_better():
