@@ -16,7 +16,6 @@ from torch import Tensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
-from smp_strategy.pipeline.routing import gradient_uses
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.transport import Receipt, Transport
@@ -62,8 +61,7 @@ class Backward:
         self._seeds: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._receipts: dict[Remote, Receipt] = {}
         loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
-        _, uses = gradient_uses(program.record.events, loss_value)
-        self._remote_uses = {(value, user.stage) for value, user in uses}
+        self._remote_uses = program.record.returning(loss_value)
         self._plant(loss, weight, stage == num_stages - 1)
         self._post_receives()
 

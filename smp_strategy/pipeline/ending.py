@@ -37,7 +37,7 @@ class Ending:
 
     def go_on(self) -> None:
         """Begin what can begin by now; never waits."""
-        if self._sharing is None and self._agreement is not None and self._agreement.is_complete():
+        if self._sharing is None and self._agreement is not None and self._agreement.is_reached():
             self.agree()
 
     def agree(self) -> None:

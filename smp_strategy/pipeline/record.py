@@ -13,7 +13,7 @@ from typing import Literal, final
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.local_graph import MOST_MOVES
-from smp_strategy.pipeline.routing import Placement, Router, SegmentId
+from smp_strategy.pipeline.routing import Placement, Router, SegmentId, gradient_uses
 from smp_strategy.trace.events import Event, Value
 from smp_strategy.trace.prediction import Prediction
 from smp_strategy.trace.spec import TensorSpec
@@ -49,6 +49,8 @@ class Record:
         self._predictions: list[Prediction | None] = []
         self._num_values = 0
         self._leader: Record | None = None
+        # Shared with the records that this one follows, as long as it does.
+        self._returning: dict[tuple[int, int | None], frozenset[tuple[int, int]]] = {}
 
     @property
     def num_stages(self) -> int:
@@ -68,6 +70,14 @@ class Record:
     def home(self, value: Value) -> int:
         """The stage that made ``value``."""
         return self._router.home(value.id)
+
+    def returning(self, loss: int | None) -> frozenset[tuple[int, int]]:
+        """Numbers of values with the stages that send their gradients back, if ``loss`` is the loss."""
+        key = (len(self.events), loss)
+        if key not in self._returning:
+            _, uses = gradient_uses(self.events, loss)
+            self._returning[key] = frozenset((value, user.stage) for value, user in uses)
+        return self._returning[key]
 
     def call(
         self, kind: Literal["unit", "op"], name: str, inputs: tuple[Value, ...], prediction: Prediction
@@ -144,9 +154,11 @@ class Record:
         self._leader = self._latest.record
         if self._leader is not None:
             self._router = self._leader._router  # which knows where all values will be
+            self._returning = self._leader._returning
 
     def _part(self) -> None:
         self._leader = None
+        self._returning = {}
         self._router = self._new_router()
         for event, _ in self.events:
             self._router.place(event)

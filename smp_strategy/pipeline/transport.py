@@ -68,10 +68,11 @@ class Receipt:
 class Agreement(NamedTuple):
     """A comparison of programs that is under way."""
 
-    is_complete: Callable[[], bool]
-    """Whether :attr:`check` will not wait."""
+    is_reached: Callable[[], bool]
+    """Whether they are known to be the same by now."""
     check: Callable[[], None]
-    """Raises :class:`UnsupportedError` if they differ; the message names the first difference."""
+    """Waits, and raises :class:`UnsupportedError` if they differ, with the first difference. Only at the end of a step,
+    where the others will come."""
 
 
 @final
@@ -88,6 +89,7 @@ class Transport:
         self._ranks = stage_ranks
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self._group = group
+        self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
         self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
         # Receiver and tag of everything that was sent in this step.
         self._log: set[tuple[int, int]] = set()
@@ -99,8 +101,8 @@ class Transport:
         _elements(message, spec, tensor.stride()).copy_(tensor.detach())
         message[spec.nbytes :].copy_(torch.tensor(tensor.stride(), dtype=torch.int64).view(torch.uint8))
         with _peer(self._ranks[stage], "sending a tensor to"):
-            work = dist.isend(message, self._ranks[stage], group=self._group, tag=tag)
-        assert work is not None
+            # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
+            work = self._group.send([message], self._peers[stage], tag)
         self._sent[stage, tag] = (work, message)
         self._log.add((self._ranks[stage], tag))
 
@@ -109,8 +111,7 @@ class Transport:
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
             message = _message(spec)
         with _peer(self._ranks[stage], "waiting for a tensor from"):
-            work = dist.irecv(message, self._ranks[stage], group=self._group, tag=tag)
-        assert work is not None
+            work = self._group.recv([message], self._peers[stage], tag)
 
         def wait() -> None:
             with _peer(self._ranks[stage], "waiting for a tensor from"):
@@ -155,25 +156,28 @@ class Transport:
             path: the calls that it made.
         """
         mine = torch.tensor([digest])
-        found = [torch.empty_like(mine) for _ in self._ranks]
+        found = [torch.full_like(mine, -1) for _ in self._ranks]
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
         with _peer(others[0], "waiting at the end of a step for"):
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
         assert work is not None
 
+        def is_reached() -> bool:
+            return work.is_completed() and all(torch.equal(mine, other) for other in found)
+
         def check() -> None:
-            with _peer(others[0], "waiting at the end of a step for"):
-                if work.is_completed():
-                    work.wait(self._timeout)
-                else:
-                    self._watch.wait(lambda: work.wait(self._timeout), [], self._log)
-            if all(torch.equal(mine, other) for other in found):
+            if is_reached():
                 return
             paths: list[Any] = [None] * len(self._ranks)
-            dist.all_gather_object(paths, (dist.get_rank(), list(path())), group=self._group)
-            raise UnsupportedError(_first_difference(dict(paths)))
+            with _peer(others[0], "waiting at the end of a step for"):
+                self._watch.wait(lambda: work.wait(self._timeout), [], self._log)
+                if not is_reached():
+                    # A stage that has run something else may still be in its step, and wait for this one.
+                    described = (dist.get_rank(), list(path()))
+                    self._watch.wait(lambda: dist.all_gather_object(paths, described, group=self._group), [], self._log)
+                    raise UnsupportedError(_first_difference(dict(paths)))
 
-        return Agreement(work.is_completed, check)
+        return Agreement(is_reached, check)
 
     def begin_to_share(
         self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int

@@ -92,6 +92,9 @@ class Turns:
         enter: told whose turn it is, before a program runs, and ``None`` after it.
         active: tells that again.
         private: keeps what the microbatches leave in shared objects apart; ``None`` where there is one microbatch.
+
+    Attributes:
+        has_left_plan: whether a microbatch is known to take another path than the plan was made for.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Turns:
         self._barriers: dict[int, Barrier] = {}
         self._answer: Any = None
         self._ending: Ending | None = None
+        self.has_left_plan = False
         for number, microbatch in enumerate(microbatches):
             program, coroutine = self._make(number, microbatch, derive_seed(job.seed, number))
             self._programs.append(program)
@@ -153,11 +157,6 @@ class Turns:
                 backward.run_weights(action.segment)
             elif backward is not None:
                 backward.run_from(action.segment, split=action.kind == "I")
-
-    @property
-    def has_left_plan(self) -> bool:
-        """Whether a microbatch is known to take another path than the plan was made for."""
-        return any(program.record.left_plan for program in self._programs)
 
     def improvise(self) -> None:
         """Do whatever can be done, until everything is: the plan is for another path, and could wait in a circle.
@@ -329,6 +328,7 @@ class Turns:
             self._waiting.pop(number, None)
             if self._job.loss_of is not None:
                 self._begin_backward(number)
+        self.has_left_plan |= self._programs[number].record.left_plan
 
     def _begin_backward(self, number: int) -> None:
         assert self._job.loss_of is not None
