@@ -8,6 +8,7 @@ of which the fastest is taken. All of it is a function of plain data, the same o
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import final
 
 from smp_strategy.config import SMPConfig
@@ -114,8 +115,12 @@ def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Map
     Raises:
         ConfigError: it does not fit the limits of memory.
     """
+    policies = policies_of(config, num_stages, len(program.parameters))
+    # A timetable that is made for chunks at other places is rarely a good one.
+    stages = [stage_of[unit.name] for unit in problem_under(config, program, num_stages, policies[0]).units]
+    suitable = [policy for policy in policies if _has_chunks_of(policy, num_stages, stages)]
     found = []
-    for policy in policies_of(config, num_stages, len(program.parameters)):
+    for policy in suitable or policies:
         problem = problem_under(config, program, num_stages, policy)
         score = simulated(config, program, num_stages, policy, stage_of)
         found.append(_partition(problem, stage_of, score, policy, 0.0))
@@ -128,6 +133,12 @@ def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Map
             [stage.memory_limit for stage in least.stages],
         )
     return _simplest(fitting)
+
+
+def _has_chunks_of(policy: Policy, num_stages: int, stages: Sequence[int]) -> bool:
+    """Whether units on these ``stages``, in execution order, form the chunks of ``policy``."""
+    expected = [policy.stage_of_chunk(chunk, num_stages) for chunk in range(policy.num_chunks * num_stages)]
+    return [stage for stage, _ in groupby(stages)] == [stage for stage, _ in groupby(expected)]
 
 
 def _simplest(partitions: Collection[Partition]) -> Partition:

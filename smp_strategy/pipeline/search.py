@@ -10,6 +10,7 @@ shops). No random numbers: all ranks find the same.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, final
 
+from smp_strategy.pipeline.filling import fill_waits
 from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import Flow
@@ -72,7 +73,8 @@ def search(
     graph = StepGraph(flow, num_microbatches, link, split_overhead)
     improved: list[Found] = []
     for splits in (False, True):
-        mine = [each for each in found if each.policy.splits_backward == splits]
+        # A backward can be split under any policy.
+        mine = [each for each in found if splits or not each.policy.splits_backward]
         if mine:
             mine.sort(key=lambda each: each.plan.makespan)
             plan = _Improvement(graph, flow, limits, active_microbatches, splits).of([each.plan for each in mine])
@@ -123,7 +125,12 @@ class _Improvement:
         graph, stages = self._graph, self._graph.num_stages
         for plan in plans:
             orders = graph.orders_of(plan)
-            yield [graph.parted(order) for order in orders] if self._splits else orders
+            if not self._splits:
+                yield orders
+                continue
+            for impatience in (0.0, 0.5):
+                yield fill_waits(graph, orders, impatience=impatience)
+            yield [graph.parted(order) for order in orders]
         usual = Rules(splits=self._splits, most_microbatches=self._active)
         for patience in (0.0, 0.5, 1.0):
             yield list_schedule(graph, [usual._replace(patience=patience)] * stages)
