@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, about three minutes on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, about four minutes on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, two rounds: does it run?
 
 What is compared: forward and backward of one batch, from the moment in which all ranks begin to the moment in which
@@ -240,16 +240,18 @@ CUTS: Sequence[tuple[Policy, tuple[type, ...]]] = (
     (Policy("zb-v", 2), (ScheduleZBVZeroBubble,)),
 )
 UNEVEN = (0.006, 0.012, 0.018, 0.006, 0.024, 0.012, 0.006, 0.030)
+# Of each pass of a stage that sleeps.
+STAGE_SECONDS = 0.05
 ROUNDS = 5
 
 
 def settings(num_ranks: int) -> Iterator[Setting]:
     """Everything that is compared on ``num_ranks`` ranks."""
-    even = ((GPT(1024, separates_ends=False), 4), (Sleepers((0.015,) * (2 * num_ranks)), 2 * num_ranks))
-    for workload, num_microbatches in even:
+    for sleeps, num_microbatches in ((False, 4), (True, 2 * num_ranks)):
         for placement, schedules in CUTS:
+            units = (STAGE_SECONDS / placement.num_chunks,) * (num_ranks * placement.num_chunks)
             yield Setting(
-                workload=workload,
+                workload=Sleepers(units) if sleeps else GPT(1024, separates_ends=False),
                 num_ranks=num_ranks,
                 num_microbatches=num_microbatches,
                 schedules=schedules,

@@ -17,6 +17,10 @@ SCRIPTS = {
         {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "planning_seconds_max"},
     ),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
+    "pipeline.py": (
+        ["--quick"],
+        {"worst_ratio_vs_torch", "auto_ratio_vs_torch_1f1b", "sleep_efficiency", "worst_over_optimum"},
+    ),
     "split_backward.py": (["2"], {"ratio_to_whole", "input_ms", "weight_ms", "whole_ms"}),
 }
 
