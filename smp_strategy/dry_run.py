@@ -8,7 +8,7 @@ its own, and whatever it does to the module (counters, lists of losses, buffers 
 import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
 from smp_strategy.measurement.calls import CallLog, UnitCall
+from smp_strategy.pipeline.kept import refuse_kept
 from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
@@ -65,6 +66,8 @@ class Surroundings:
     """Where the step will run."""
     optimizers: Sequence[Optimizer] = ()
     """What trains the module, if that is known."""
+    num_microbatches: int = 1
+    """Microbatches of a step that take turns."""
 
 
 def dry_run(
@@ -150,16 +153,32 @@ def _survey(
             try:
                 with seeded(0, device), _untouched(module, units), uses:
                     trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+                    calls_made = tuple(log.calls)
+                    if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
+                        _try_another(runtime, step, copy.deepcopy(microbatch), loss_of)
             except Exception:
                 if not leftovers.has_news:
                     raise
             if not leftovers.has_news:
-                return DryRun(trace, tuple(uses.found.values()), tuple(log.calls))
+                return DryRun(trace, tuple(uses.found.values()), calls_made)
             calls.expose()
     finally:
         leftovers.let_go()
         runtime.close()
         calls.runtime = before
+
+
+def _try_another(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
+    """Run the next microbatch dry, too, after what the first one has left.
+
+    Where microbatches take turns, one may begin before an earlier one has left what it would find in one process
+    (a running sum, say), and nobody would notice.
+
+    Raises:
+        UnsupportedError: it uses a tensor of the first one.
+    """
+    with refuse_kept(), suppress(ValueNeededError):
+        runtime.survey(step, microbatch, loss_of)
 
 
 @contextmanager

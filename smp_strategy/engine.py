@@ -261,6 +261,7 @@ class Engine:
             oracle=self._oracle,
             device=self._device,
             optimizers=self._optimizers,
+            num_microbatches=self.config.num_microbatches(self.mesh.pp) if self.mesh.pp > 1 else 1,
         )
 
     def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
@@ -273,9 +274,8 @@ class Engine:
         self._used_by_glue = found.used_by_glue
         if found.trace is not None and found.trace.loss is not None:
             self._traces[kind] = found.trace
-        if notes := self.costs.render():
-            self._report(notes)
-        self._report(render_layout(self.mesh.shape, self.partition))
+        notes, layout = self.costs.render(), render_layout(self.mesh.shape, self.partition)
+        self._report(f"{notes}\n{layout}" if notes else layout)
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
         assert self._module is not None

@@ -5,7 +5,8 @@ to the earlier step). Outside of steps, where all stages run the same hooks, the
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from smp_strategy.errors import UnsupportedError
@@ -15,7 +16,27 @@ from smp_strategy.trace.tree import flatten_call, unflatten_call
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["Kept", "call_with_known"]
+__all__ = ["Kept", "KeptInSurveyError", "call_with_known", "refuse_kept"]
+
+
+class KeptInSurveyError(UnsupportedError):
+    """A tensor is used that has no value, because the step kept it when it ran dry."""
+
+
+@contextmanager
+def refuse_kept() -> Iterator[None]:
+    """A step that runs dry once more in here, as the next microbatch will, must not use tensors that it has kept."""
+    try:
+        yield
+    except KeptInSurveyError:
+        raise _across_microbatches(0, 1) from None
+
+
+def _across_microbatches(earlier: int, later: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"A tensor of microbatch {earlier} is used in microbatch {later} of the same step. Return it from the step or "
+        "log it, and use the result."
+    )
 
 
 @final
@@ -29,10 +50,7 @@ class Kept:
         """The tensor of ``program`` that stands for ``tensor``."""
         other = tensor.program
         if not other.closed:
-            raise UnsupportedError(
-                f"A tensor of microbatch {other.microbatch} is used in microbatch {program.microbatch} of the same "
-                "step. Return it from the step or log it, and use the result."
-            )
+            raise _across_microbatches(other.microbatch, program.microbatch)
         _refuse_survey(tensor)
         if id(tensor) not in self._found:
             spec = dataclasses.replace(tensor.spec, requires_grad=False)
@@ -70,7 +88,7 @@ def _known(leaf: Any) -> Any:
 
 def _refuse_survey(tensor: PlacedTensor) -> None:
     if tensor.program.is_survey:
-        raise UnsupportedError(
+        raise KeptInSurveyError(
             "A tensor is used that the step kept during its dry run, in which it had no value. Keep it in an attribute "
             "of the module, which is undone after the dry run, or return it from the step."
         )

@@ -8,8 +8,8 @@ it goes on. After the step they are all back, as if one microbatch had run after
 appended, an attribute what the last one wrote.
 
 What must not be private stays shared: everything without tensors (a counter counts), and tensors that take the place
-of a tensor or number (running statistics). A running sum of *placed* tensors would tie microbatches together; each
-finds the tensor of the one before it, whose use is refused.
+of a tensor or number (running statistics). A running sum of *placed* tensors would tie microbatches together: it is
+refused, by a dry run of two microbatches (:mod:`smp_strategy.dry_run`) or where one finds a tensor of another.
 """
 
 import functools

@@ -64,7 +64,9 @@ def train(pp: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tens
 def test_training_is_bit_identical_with_and_without_measuring(options):
     plain, measured = run_ranks(train, 2, 2, {}), run_ranks(train, 2, 2, options)
     assert [losses for losses, *_ in measured] == [losses for losses, *_ in plain]
-    assert [calls for *_, calls in measured] == [calls for *_, calls in plain]
+    # Measured costs may lead to another partition, so the calls of a block may have been made on another rank.
+    calls = [[sum(each) for each in zip(*(calls for *_, calls in run), strict=True)] for run in (measured, plain)]
+    assert calls[0] == calls[1]
     assert measured[0][1].keys() == plain[0][1].keys()
     assert all(torch.equal(tensor, plain[0][1][name]) for name, tensor in measured[0][1].items())
 

@@ -270,9 +270,15 @@ def running_sum(net: Keeper, x: Tensor) -> Tensor:
     return net.total
 
 
-def refusal() -> str:
+def late_running_sum(net: Keeper, x: Tensor) -> Tensor:
+    loss = net(x).pow(2).mean()
+    net.total = loss + net.total
+    return loss
+
+
+def refusal(step: Any) -> str:
     try:
-        train(lambda net: setattr(net, "total", 0.0), running_sum, 2)
+        train(lambda net: setattr(net, "total", 0.0), step, 2)
     except UnsupportedError as error:
         return str(error)
     except PeerFailedError:
@@ -280,7 +286,8 @@ def refusal() -> str:
     return "not refused"
 
 
-def test_a_running_sum_over_microbatches_is_refused():
-    messages = {message for message in run_ranks(refusal, 2) if message}
+@pytest.mark.parametrize("step", [running_sum, late_running_sum])
+def test_a_running_sum_over_microbatches_is_refused_whenever_it_is_read(step):
+    messages = {message for message in run_ranks(refusal, 2, step) if message}
     assert len(messages) == 1
     assert re.search(r"A tensor of microbatch \d is used in microbatch \d", messages.pop())
