@@ -61,7 +61,13 @@ def test_a_pipeline_trains_to_the_weights_of_the_reference_and_says_what_it_did(
     assert losses[0] == pytest.approx(5.55, abs=0.1)
     assert losses[-1] < losses[0]
 
-    for part in ("replica 0", "Partition (", "Schedule of a training step (", "sampled from best.ckpt", "written to"):
+    for part in (
+        "replica 0",
+        "Limited by the ",
+        "Schedule of a training step (",
+        "sampled from best.ckpt",
+        "written to",
+    ):
         assert told.count(part) == 1, part  # by rank 0 alone, and once
     for name in ("metrics.csv", "loss.png", "partition.json", "checkpoints/best.ckpt"):
         assert f"  {name}\n" in told
@@ -125,4 +131,4 @@ def test_torchrun_runs_the_example_in_one_run_directory(tmp_path):
 def test_the_script_in_the_readme_trains(tmp_path):
     code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     (tmp_path / "script.py").write_text(code)
-    assert "Partition" in run(tmp_path, "script.py")
+    assert "Limited by the " in run(tmp_path, "script.py")

@@ -41,6 +41,8 @@ class Architecture:
     is_in_order: bool = True
     """Whether gradients are added in the order of one process where weights are not tied. They are not where a value is
     used on several stages: each adds up its own uses first."""
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+    """Options that it needs."""
     note: str = ""
     """What is special about it."""
 
