@@ -25,6 +25,8 @@ __all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "in_backgro
 PATIENCE_SECONDS = 5.0
 # Between two looks that must show the same.
 PAUSE_SECONDS = 1.0
+# How long the thread gets to end. It takes no time, unless it stands in a wait that was given up.
+FAREWELL_SECONDS = 0.5
 _KEY = "smp_strategy/waiting"
 _OURS = ("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "lightning", "pytorch_lightning")
 
@@ -109,6 +111,8 @@ class Watch:
         """End the thread, unless it stands in a wait that was given up."""
         if self._thread is not None:
             self._tasks.put(None)
+            # A thread that still runs when the interpreter ends can take the process with it.
+            self._thread.join(FAREWELL_SECONDS)
             self._thread = None
 
     def _start(self, work: Callable[[], Any]) -> "Future[Any]":
