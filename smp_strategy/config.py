@@ -144,10 +144,6 @@ class SMPConfig(
             return self.microbatches
         return 1 if self.pipeline_parallel_degree is not None else MICROBATCHES_PER_STAGE * num_stages
 
-    def max_active_microbatches(self, num_stages: int) -> int:
-        """Most microbatches in flight on a rank (SageMaker's default: stages + 2)."""
-        return self.active_microbatches if self.active_microbatches is not None else num_stages + 2
-
 
 # Options whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {

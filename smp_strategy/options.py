@@ -43,7 +43,8 @@ class PipelineOptions:
     microbatches: int | None = None
     """Microbatches per step. ``None``: 1 where a degree is given, 4 per stage where none is given anywhere."""
     active_microbatches: int | None = None
-    """Most microbatches in flight on a rank at once; it caps activation memory. ``None``: number of stages + 2."""
+    """Most microbatches in flight on a rank at once; it caps activation memory. ``None``: what the schedule needs
+    (``interleaved``: number of stages + 2)."""
     pipeline: Schedule = "interleaved"
     """``interleaved``: backward work that is ready goes first. ``simple``: all forwards, then all backwards.
     ``1f1b``: one forward, one backward in turn, Megatron's interleaving under virtual stages. ``zb-h1``, ``zb-h2``,
@@ -99,7 +100,7 @@ class PartitionOptions:
     """With ``auto_partition=False``: the stage of units that nobody placed."""
     optimize: Optimize = "speed"
     """What the partitioner weighs more; it sets the default of ``memory_weight``. SageMaker's default is ``memory``,
-    but its cost weighs balance, while ours weighs the time of a step, which ``memory`` makes much longer."""
+    but its cost weighs balance, while ours weighs the time of a step, which ``memory`` gives away for memory."""
     memory_weight: float | None = None
     """Weight of memory against compute time, 0 to 1. ``None``: 0.8 for ``memory``, 0.2 for ``speed``."""
     memory_limit: int | str | tuple[int | str, ...] | None = None

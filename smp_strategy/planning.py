@@ -190,7 +190,7 @@ def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: in
             chunks = 2 * after + (policy.num_chunks - 1) * num_stages + 1
             return InFlight(likely=min(-(-chunks // policy.num_chunks), asked, all_of_them))
         case "interleaved":
-            most = policy.active_microbatches or num_stages + 2
+            most = policy.most_active(num_stages)
             # Backwards take twice as long as forwards, so while the first one is on its way three per stage fit.
             return InFlight(Promise(1, most), Promise(1, most), min(most, 3 * after + 1, all_of_them))
         case "zb-h1" | "zb-h2":

@@ -25,6 +25,9 @@ __all__ = ["MeasuringOptions", "assign", "measure"]
 
 # Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
 SAME_SPEED = 0.1
+# No machine is that much slower or faster than a nominal one: such a unit spends its time on something else than its
+# kernels (it waits, or computes in Python), and says nothing about the kernels of others.
+MOST_SCALE = 30.0
 
 
 @final
@@ -149,11 +152,17 @@ def _assembled(
     return Measured(
         work=work,
         saved_bytes=saved,
-        scale=statistics.median(ratios) if ratios and options.times else 1.0,
+        scale=_scale(ratios) if options.times else 1.0,
         rank_of=rank_of,
         rank_speeds=speeds,
         notes=tuple(notes),
     )
+
+
+def _scale(ratios: Sequence[float]) -> float:
+    """How much longer kernels take than modelled, by what calls of each kind took."""
+    of_kernels = [ratio for ratio in ratios if 1 / MOST_SCALE <= ratio <= MOST_SCALE]
+    return statistics.median(of_kernels) if of_kernels else 1.0
 
 
 def _speed(call: UnitCall, options: MeasuringOptions) -> float:

@@ -41,6 +41,10 @@ class Policy(NamedTuple):
             return chunk % num_stages
         return num_stages - 1 - chunk if chunk < num_stages else chunk - num_stages
 
+    def most_active(self, num_stages: int) -> int:
+        """The cap of ``interleaved``, which is SageMaker's where none is given."""
+        return self.active_microbatches or num_stages + 2
+
     @property
     def layout(self) -> tuple[int, bool]:
         """Equal for policies that can share a partition: chunks per stage, and whether they form a V."""
@@ -75,7 +79,7 @@ def candidates(
         found += [
             Policy("interleaved", active_microbatches=active)
             for active in (2 * num_stages, 3 * num_stages)
-            if num_stages + 2 < active <= num_microbatches
+            if Policy().most_active(num_stages) < active <= num_microbatches
         ]
         found += [Policy("1f1b", chunks) for chunks in range(2, MOST_CHUNKS + 1)]
         found += [Policy("zb-h1"), Policy("zb-h2"), Policy("zb-v", 2)]

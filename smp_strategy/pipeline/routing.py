@@ -182,10 +182,6 @@ class Flow:
             self, work={segment: work.scaled(1 / speeds[segment.stage]) for segment, work in self.work.items()}
         )
 
-    def num_segments(self, stage: int) -> int:
-        """Number of segments on ``stage``."""
-        return sum(segment.stage == stage for segment in self.work)
-
 
 def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapping[int, Work]) -> Flow:
     """The segment graph that a traced microbatch makes under an assignment of units to stages.

@@ -92,7 +92,7 @@ def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
         case "simple":
             yield list_schedule(graph, [Rules(forward_first=True)] * graph.num_stages)
         case "interleaved":
-            active = policy.active_microbatches or graph.num_stages + 2
+            active = policy.most_active(graph.num_stages)
             yield list_schedule(graph, [Rules(most_microbatches=active)] * graph.num_stages)
         case "1f1b":
             yield from _one_forward_one_backward(graph, policy)

@@ -1,7 +1,8 @@
 """Costs that were measured instead of modelled, and how both go together.
 
 Where a unit was measured, that counts. Everything else (code above the units, a unit that cannot run alone) keeps its
-modelled time, multiplied by how much longer measured units took than modelled, so that all are on one scale.
+modelled time, multiplied by how much longer the kernels of measured units took than modelled, so that all are on one
+scale.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ class Measured:
     saved_bytes: Mapping[str, int]
     """Bytes that autograd keeps of one call, by unit."""
     scale: float = 1.0
-    """Measured over modelled seconds: the median over kinds of units."""
+    """Measured over modelled seconds of kernels: the median over kinds of units."""
     rank_of: Mapping[str, int]
     """The rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()

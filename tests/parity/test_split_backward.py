@@ -17,6 +17,7 @@ from smp_strategy.engine import Engine
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.turns import Turns
 from smp_strategy.testing import run_ranks
+from tests.product import Product
 
 from .chunks import NEVER, chunked, laid_out, stages_of_chunks
 from .compare import REUSED, SAMPLES, Block, Blocks, Case, check, in_order, mean_square
@@ -24,18 +25,6 @@ from .models import VOCABULARY
 
 WIDTH = 8
 LENGTH = 4
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2)
 
 
 class WithFunction(nn.Module):

@@ -380,11 +380,6 @@ def test_given_microbatches_are_taken():
     assert SMPConfig(microbatches=5).num_microbatches(3) == 5
 
 
-def test_two_more_microbatches_than_stages_are_active_by_default():
-    assert SMPConfig().max_active_microbatches(4) == 6
-    assert SMPConfig(active_microbatches=1).max_active_microbatches(4) == 1
-
-
 # --- recipes --------------------------------------------------------------------------------------------------------
 
 _NAMES = {

@@ -1,5 +1,7 @@
 """Who measures what, and what becomes of it."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -80,3 +82,28 @@ def test_only_what_was_asked_for_is_measured(times):
         assert work_of(found.trace.events, Machine.nominal("cpu"), measured) == modelled_work(
             found.trace.events, Machine.nominal("cpu")
         )
+
+
+class Sleepy(nn.Linear):
+    """Nearly all of its time is no kernel's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return super().forward(x)
+
+
+class WithSleepyUnits(Text):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), Sleepy(16, 32)
+        self.norm, self.blocks = Sleepy(16, 16), nn.ModuleList([Sleepy(16, 16) for _ in range(6)])
+
+
+def test_a_unit_that_waits_does_not_make_the_code_above_the_units_slow():
+    model, machine = WithSleepyUnits(), Machine.nominal("cpu")
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    measured = measure(found.calls, found.trace.events, machine, MeasuringOptions(device=CPU))
+    work = work_of(found.trace.events, machine, measured)
+    of_units = [sum(work[i]) for i, event in enumerate(found.trace.events) if event.name == "head"]
+    above = [sum(work[i]) for i, event in enumerate(found.trace.events) if event.kind == "op"]
+    assert min(of_units) > 0.02 > 5 * sum(above) > 0

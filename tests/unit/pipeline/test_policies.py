@@ -37,3 +37,8 @@ def test_a_limit_of_active_microbatches_holds_for_all_candidates():
 
 def test_one_stage_has_nothing_to_choose_but_the_order():
     assert candidates(1, 4, num_units=4) == [Policy("1f1b"), Policy("interleaved")]
+
+
+def test_two_more_microbatches_than_stages_are_active_under_interleaved_by_default():
+    assert Policy().most_active(4) == 6
+    assert Policy(active_microbatches=1).most_active(4) == 1

@@ -15,20 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
+from tests.product import Product
 
 WIDTH = 8
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2)
 
 
 class Net(nn.Module):
