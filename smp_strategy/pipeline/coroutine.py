@@ -15,11 +15,11 @@ from typing import Any, final
 
 import torch
 
-from smp_strategy.pipeline.rng import RngState, begin_at, derive_seed
+from smp_strategy.pipeline.rng import Streams, begin_at, derive_seed
 
-__all__ = ["Coroutine"]
+__all__ = ["BETWEEN_TURNS", "Coroutine"]
 
-# No other stream derives from a microbatch's seed by this number.
+# No other stream derives from the seed of a step or a microbatch by this number.
 BETWEEN_TURNS = -1
 
 
@@ -34,31 +34,29 @@ class Coroutine:
     Args:
         body: the program.
         executor: gives the thread; it must have as many as programs that are alive at once.
-        seed: where the program's random streams begin. After each turn others begin that derive from it, too: whoever
-            lets programs take turns keeps the global ones (:func:`smp_strategy.pipeline.rng.kept`).
-        device: device whose random stream is kept apart.
+        seed: where the program's random streams begin. Where it pauses, others begin that derive from it, too: nobody
+            draws its next numbers before it goes on. Whoever lets programs take turns keeps the global ones
+            (:func:`smp_strategy.pipeline.rng.kept`).
+        streams: gives the program its random stream.
     """
 
-    def __init__(self, body: Callable[[], Any], executor: Executor, *, seed: int, device: torch.device) -> None:
+    def __init__(self, body: Callable[[], Any], executor: Executor, *, seed: int, streams: Streams) -> None:
         self.finished = False
         self.result: Any = None
         self._body = body
         self._executor = executor
-        self._device = device
+        self._device = streams.device
         self._error: BaseException | None = None
         self._started = False
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._seed = seed
         self._num_turns = 0
-        self._rng: RngState | None = None
+        self._stream = streams.stream(seed)
 
     def resume(self) -> bool:
         """Run until the program pauses or ends, and say whether it ended; its exception is raised here."""
-        if self._rng is None:
-            begin_at(self._seed, self._device)
-        else:
-            self._rng.restore()
+        self._stream.enter()
         try:
             if self._started:
                 self._go.put(True)
@@ -69,9 +67,9 @@ class Coroutine:
             self._stop.get()
         finally:
             self._num_turns += 1
+            self._stream.leave(for_good=self.finished)
             if not self.finished:
-                self._rng = RngState.current(self._device)
-            begin_at(derive_seed(self._seed, BETWEEN_TURNS, self._num_turns), self._device)
+                begin_at(derive_seed(self._seed, BETWEEN_TURNS, self._num_turns), self._device)
         if self._error is not None:
             raise self._error
         return self.finished

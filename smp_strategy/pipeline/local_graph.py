@@ -31,7 +31,7 @@ class LocalGraph:
         microbatch: number of the microbatch; message tags are made of it.
         transport: carries values between stages; ``None`` where there is only one.
         pause: hands control to the scheduler; called with the receives that the program waits for, or with none
-            where it is about to compute while it was only meant to get ready.
+            where it is about to compute for the first time, which it must not if it is only meant to get ready.
     """
 
     def __init__(

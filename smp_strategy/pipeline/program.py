@@ -34,7 +34,7 @@ from smp_strategy.pipeline.outcome import MESSAGE, check_tensor, decode, encode,
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.plain import is_plain, must_run_everywhere, refuse_changed_plain
 from smp_strategy.pipeline.record import Record
-from smp_strategy.pipeline.rng import derive_seed, seeded
+from smp_strategy.pipeline.rng import Streams, derive_seed
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
 from smp_strategy.trace.dispatch import Meter
@@ -90,6 +90,8 @@ class Context:
     """The program that runs now, if any; tensors of programs that have ended can be used in it."""
     share: Callable[[Sequence[PlacedTensor]], None]
     """Gives every stage the values of tensors whose program has ended; collective."""
+    streams: Streams
+    """Random streams for calls that draw numbers."""
     leftovers: Leftovers | None
     """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
 
@@ -132,6 +134,7 @@ class Program:
         self._oracle = context.oracle
         self._active = context.active
         self._share = context.share
+        self._streams = context.streams
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         self._kept = Kept()
         # Containers in objects that a dry run lends to units, with what was in them.
@@ -359,7 +362,7 @@ class Program:
         seed = derive_seed(self._seed, len(self.record.events)) if random else 0
         self.enclosing = call.callee.module
         try:
-            with seeded(seed, self._oracle.device) if random else nullcontext(), noting:
+            with self._streams.seeded(seed) if random else nullcontext(), noting:
                 return _Ran(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None

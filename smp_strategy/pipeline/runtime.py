@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
-from smp_strategy.pipeline.rng import kept
+from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
@@ -108,12 +109,13 @@ class Runtime:
         """
         turns = self._turns(job, microbatches)
         try:
-            with watched_entrances(self._active), kept(self._stage.device):
+            with watched_entrances(self._active), seeded(derive_seed(job.seed, BETWEEN_TURNS), self._stage.device):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
-                for position, action in enumerate(actions):
+                turns.follow(actions)
+                for action in actions:
                     with record_function(str(action)):
                         turns.do(action)
-                    turns.prepare(actions, position + 1)
+                    turns.prepare()
                     turns.share_results()
                     if turns.has_left_plan:
                         break

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -12,6 +13,7 @@ from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Context, Program
 from smp_strategy.pipeline.record import Latest, Record
+from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.trace.exposed import Leftovers
@@ -42,6 +44,11 @@ class Stage:
     leftovers: Leftovers | None = None
     """Set where programs run to be looked at only: what units leave in attributes."""
 
+    @cached_property
+    def streams(self) -> Streams:
+        """Random streams for programs."""
+        return Streams(self.device)
+
     def program(
         self,
         *,
@@ -57,6 +64,7 @@ class Stage:
             oracle=self.oracle,
             active=active,
             share=self.make_known,
+            streams=self.streams,
             leftovers=self.leftovers,
         )
         return Program(

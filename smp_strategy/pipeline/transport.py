@@ -9,9 +9,7 @@ place cannot reach the message. A receive is posted when it is known and waited 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
@@ -23,7 +21,9 @@ from torch import Tensor
 
 from smp_strategy.errors import PeerFailedError, UnsupportedError
 from smp_strategy.failure import blame
-from smp_strategy.pipeline.watch import Watch, in_background
+from smp_strategy.pipeline import messages
+from smp_strategy.pipeline.arrivals import Arrival, Listeners
+from smp_strategy.pipeline.watch import Watch
 from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Agreement", "Receipt", "Transport", "empty"]
@@ -33,35 +33,38 @@ __all__ = ["Agreement", "Receipt", "Transport", "empty"]
 class Receipt:
     """A receive that is under way.
 
+    Args:
+        message: where it arrives.
+        spec: metadata of the tensor in it.
+        key: rank of the sender, and the tag.
+        arrival: of the message.
+        wait: blocks until it is over.
+
     Attributes:
         key: rank of the sender, and the tag.
     """
 
-    def __init__(self, message: Tensor, spec: TensorSpec, key: tuple[int, int], wait: Callable[[], None]) -> None:
+    def __init__(
+        self, message: Tensor, spec: TensorSpec, key: tuple[int, int], arrival: Arrival, wait: Callable[[], None]
+    ) -> None:
         self.key = key
-        self._message = message
+        self._message: Tensor | None = message
         self._spec = spec
+        self._arrival = arrival
+        self._wait = wait
         self._tensor: Tensor | None = None
-        self._wait: Callable[[], None] | None = wait
-        self._arrival: Future[Tensor] | None = None
 
-    def arrived(self) -> bool:
-        """Whether the tensor is there, without blocking. gloo cannot tell, so a thread waits for it."""
-        if self._wait is None:
-            return True
-        if self._arrival is None:
-            self._arrival = in_background(self.wait)
-        if self._arrival.done():
-            self._arrival.result()
-        return self._arrival.done()
+    def arrived(self, *, within: float = 0.0) -> bool:
+        """Whether the tensor is there, or comes within some seconds."""
+        return self._arrival.is_over or (within > 0 and self._arrival.within(within))
 
     def wait(self) -> Tensor:
-        """Block until the tensor is there; later calls return at once (gloo itself would wait for ever)."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        """Block until the tensor is there; the same one at each call."""
         if self._tensor is None:
-            self._tensor = _unpacked(self._message, self._spec)
+            if not self._arrival.has_succeeded:
+                self._wait()
+            assert self._message is not None
+            self._tensor, self._message = messages.unpack(self._message, self._spec), None
         return self._tensor
 
 
@@ -94,12 +97,11 @@ class Transport:
         # Receiver and tag of everything that was sent in this step.
         self._log: set[tuple[int, int]] = set()
         self._watch = Watch(dist.get_rank(), stage_ranks)
+        self._listeners = Listeners()
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
-        message = _message(spec)
-        _elements(message, spec, tensor.stride()).copy_(tensor.detach())
-        message[spec.nbytes :].copy_(torch.tensor(tensor.stride(), dtype=torch.int64).view(torch.uint8))
+        message = messages.pack(tensor, spec)
         with _peer(self._ranks[stage], "sending a tensor to"):
             # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
             work = self._group.send([message], self._peers[stage], tag)
@@ -109,15 +111,17 @@ class Transport:
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
-            message = _message(spec)
+            message = messages.empty(spec)
         with _peer(self._ranks[stage], "waiting for a tensor from"):
             work = self._group.recv([message], self._peers[stage], tag)
+        key, timeout = (self._ranks[stage], tag), self._timeout
+        arrival = self._listeners.expect(lambda: work.wait(timeout))
 
         def wait() -> None:
-            with _peer(self._ranks[stage], "waiting for a tensor from"):
-                self._watch.wait(lambda: work.wait(self._timeout), [(self._ranks[stage], tag)], self._log)
+            with _peer(key[0], "waiting for a tensor from"):
+                self._watch.wait(arrival, [key], self._log)
 
-        return Receipt(message, spec, (self._ranks[stage], tag), wait)
+        return Receipt(message, spec, key, arrival, wait)
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
@@ -146,7 +150,7 @@ class Transport:
 
     def close(self) -> None:
         """End the threads."""
-        self._watch.close()
+        self._listeners.close()
 
     def begin_to_agree(self, digest: int, path: Callable[[], Sequence[str]]) -> "Agreement":
         """Begin to compare the programs that the stages have run; collective.
@@ -170,14 +174,18 @@ class Transport:
                 return
             paths: list[Any] = [None] * len(self._ranks)
             with _peer(others[0], "waiting at the end of a step for"):
-                self._watch.wait(lambda: work.wait(self._timeout), [], self._log)
+                self._wait_for(lambda: work.wait(self._timeout))
                 if not is_reached():
                     # A stage that has run something else may still be in its step, and wait for this one.
                     described = (dist.get_rank(), list(path()))
-                    self._watch.wait(lambda: dist.all_gather_object(paths, described, group=self._group), [], self._log)
+                    self._wait_for(lambda: dist.all_gather_object(paths, described, group=self._group))
                     raise UnsupportedError(_first_difference(dict(paths)))
 
         return Agreement(is_reached, check)
+
+    def _wait_for(self, meeting: Callable[[], object]) -> None:
+        """At the end of a step: wait for all others."""
+        self._watch.wait(self._listeners.expect(meeting), [], self._log)
 
     def begin_to_share(
         self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int
@@ -223,34 +231,6 @@ def empty(spec: TensorSpec) -> Tensor:
     """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
     layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
     return torch.empty_like(layout, device=spec.device)
-
-
-def _message(spec: TensorSpec) -> Tensor:
-    """Memory for the elements of ``spec`` and its strides."""
-    return torch.empty(spec.nbytes + len(spec.size) * torch.int64.itemsize, dtype=torch.uint8, device=spec.device)
-
-
-def _elements(message: Tensor, spec: TensorSpec, strides: Sequence[int]) -> Tensor:
-    """The elements in ``message`` in the order that ``strides`` give them, without gaps and overlaps."""
-    return message[: spec.nbytes].view(spec.dtype).as_strided(spec.size, _without_gaps(spec.size, tuple(strides)))
-
-
-@functools.lru_cache(maxsize=1024)
-def _without_gaps(size: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of elements that stand as close as they can in the order that ``strides`` give them."""
-    strided = torch.empty_strided(size, strides, device="meta")
-    return torch.empty_like(strided).stride()
-
-
-def _unpacked(message: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor in ``message``, with its gaps; one that was expanded takes the memory that it seems to take."""
-    strides = message[spec.nbytes :].clone().view(torch.int64).tolist()
-    dense = _elements(message, spec, strides)
-    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, spec.size, strict=True))
-    if is_expanded or dense.stride() == tuple(strides):
-        return dense.data  # no view of bytes, for autograd
-    with torch.inference_mode(False):
-        return torch.empty_strided(spec.size, strides, dtype=spec.dtype, device=spec.device).copy_(dense)
 
 
 def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:

@@ -34,6 +34,10 @@ Step = Callable[[Any], Any]
 ALL_SEGMENTS = 1 << 30
 # How long a stage without a plan sleeps before it looks for messages again.
 POLL_SECONDS = 1e-4
+# How long a stage waits before it looks for something else to do.
+IDLE_SECONDS = 2e-3
+# Microbatches that may begin while there is nothing else to do: each holds the memory of what it will receive.
+MOST_BEGUN_EARLY = 8
 
 
 @final
@@ -115,6 +119,9 @@ class Turns:
         self._active = active
         self._private = private
         self._waiting: dict[int, Sequence[Receipt]] = {}
+        # Microbatches that have not begun, in the order of the plan, and those that have, before the plan says so.
+        self._to_begin: dict[int, None] = {}
+        self._begun_early: set[int] = set()
         self._programs: list[Program] = []
         self._coroutines: list[Coroutine] = []
         self._backwards: dict[int, Backward] = {}
@@ -130,21 +137,29 @@ class Turns:
 
     def _make(self, number: int, microbatch: Any, seed: int) -> tuple[Program, Coroutine]:
         def pause(receipts: Sequence[Receipt]) -> None:
-            self._waiting[number] = receipts
-            coroutine.pause()
+            if receipts or number in self._begun_early:
+                self._waiting[number] = receipts
+                coroutine.pause()
 
         program = self._stage.program(
             microbatch=number, seed=seed, pause=pause, expected=self._job.expected, active=self._active
         )
         step = self._job.step
-        coroutine = Coroutine(lambda: step(microbatch), self._executor, seed=seed, device=self._stage.device)
+        coroutine = Coroutine(lambda: step(microbatch), self._executor, seed=seed, streams=self._stage.streams)
         return program, coroutine
 
     def program_order(self) -> list[Action]:
         """Each microbatch forward and backward, one after the other, all segments at once."""
-        last = ALL_SEGMENTS
-        kinds = "FB" if self._job.loss_of else "F"
-        return [Action(kind, number, last) for number in range(len(self._programs)) for kind in kinds]  # type: ignore[arg-type]
+        order = []
+        for number in range(len(self._programs)):
+            order.append(Action("F", number, ALL_SEGMENTS))
+            if self._job.loss_of:
+                order.append(Action("B", number, 0))
+        return order
+
+    def follow(self, actions: Sequence[Action]) -> None:
+        """Actions will be carried out in this order."""
+        self._to_begin = dict.fromkeys(action.microbatch for action in actions if action.kind == "F")
 
     def do(self, action: Action) -> None:
         """Carry out one action."""
@@ -156,6 +171,7 @@ class Turns:
             if backward is not None and action.kind == "W":
                 backward.run_weights(action.segment)
             elif backward is not None:
+                self._wait_for(backward.awaited())
                 backward.run_from(action.segment, split=action.kind == "I")
 
     def improvise(self) -> None:
@@ -206,11 +222,26 @@ class Turns:
     def _have_arrived(self, receipts: Sequence[Receipt]) -> bool:
         return all(receipt.arrived() for receipt in receipts)
 
-    def prepare(self, actions: Sequence[Action], position: int) -> None:
+    def prepare(self) -> None:
         """Let the next microbatch run up to its first receive, so that the message travels while others compute."""
-        following = next((action for action in actions[position:] if action.kind == "F"), None)
-        if following is not None and following.microbatch not in self._waiting:
-            self._resume(following.microbatch)
+        if not self._begun_early:
+            self._begin_early()
+
+    def _begin_early(self) -> bool:
+        """Let one more microbatch run up to its first receive; whether there was one."""
+        number = next(iter(self._to_begin), None)
+        if number is None or len(self._begun_early) >= MOST_BEGUN_EARLY:
+            return False
+        self._begun_early.add(number)
+        self._resume(number)
+        return True
+
+    def _wait_for(self, receipts: Sequence[Receipt]) -> None:
+        """Block until all of them have arrived, and use the time."""
+        for receipt in receipts:
+            while not receipt.arrived(within=IDLE_SECONDS) and self._begin_early():
+                pass
+            receipt.wait()
 
     def has(self, program: Program) -> bool:
         """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
@@ -300,20 +331,21 @@ class Turns:
 
     def _forward(self, number: int, segment: int) -> None:
         """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
+        self._begun_early.discard(number)
         coroutine, program = self._coroutines[number], self._programs[number]
         while not coroutine.finished and (number not in self._waiting or program.graph.current <= segment):
             if number in self._barriers:
                 return
             if self._waiting.get(number) and self.has_left_plan:
                 return
-            for receipt in self._waiting.get(number, ()):
-                receipt.wait()
+            self._wait_for(self._waiting.get(number, ()))
             self._resume(number)
 
     def _resume(self, number: int) -> None:
         coroutine = self._coroutines[number]
         if coroutine.finished:
             return
+        self._to_begin.pop(number, None)
         self._enter(self._programs[number])
         if self._private is not None:
             self._private.enter(number)

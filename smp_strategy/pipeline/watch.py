@@ -10,23 +10,19 @@ Nothing of this happens while messages arrive in time.
 
 import json
 import sys
-import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch.distributed as dist
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.arrivals import Arrival
 
-__all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "in_background", "is_deadlock"]
+__all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "is_deadlock"]
 
 PATIENCE_SECONDS = 5.0
 # Between two looks that must show the same.
 PAUSE_SECONDS = 1.0
-# How long the thread gets to end. It takes no time, unless it stands in a wait that was given up.
-FAREWELL_SECONDS = 0.5
 _KEY = "smp_strategy/waiting"
 _OURS = ("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "lightning", "pytorch_lightning")
 
@@ -46,7 +42,7 @@ class Position(NamedTuple):
 
 @final
 class Watch:
-    """Waits for messages, and notices when they cannot come.
+    """Waits, and notices when what is waited for cannot come.
 
     Args:
         rank: this rank.
@@ -58,35 +54,24 @@ class Watch:
         self._ranks = ranks
         self._turn = 0
         self._seen: Mapping[int, Position] | None = None
-        self._tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
 
-    def wait(
-        self, work: Callable[[], Any], needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]
-    ) -> None:
-        """Run ``work``, which blocks until a message is there.
+    def wait(self, arrival: Arrival, needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]) -> None:
+        """Block until ``arrival`` is over.
 
         Args:
-            work: waits for the message.
-            needs: its sender and tag; nothing at the end of a step.
+            arrival: what is waited for.
+            needs: sender and tag of the message; nothing at the end of a step.
             sent: receivers and tags of what this rank has sent.
 
         Raises:
-            UnsupportedError: the message cannot come, because its sender waits for this rank.
+            UnsupportedError: it cannot come, because its sender waits for this rank.
         """
-        if threading.current_thread() is not threading.main_thread():
-            work()
-            return
-        done = self._start(work)
         patience = PATIENCE_SECONDS
-        while not done.done():
-            try:
-                done.result(patience)
-            except TimeoutError:
-                self.look(needs, sent)
-                patience = PAUSE_SECONDS
+        while not arrival.within(patience):
+            self.look(needs, sent)
+            patience = PAUSE_SECONDS
         self.go_on()
-        done.result()
+        arrival.check()
 
     def look(self, needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]) -> None:
         """Called again and again while this rank waits for one of the messages ``needs``.
@@ -106,47 +91,6 @@ class Watch:
             dist.distributed_c10d._get_default_store().delete_key(f"{_KEY}/{self._rank}")
             self._seen = None
         self._turn += 1
-
-    def close(self) -> None:
-        """End the thread, unless it stands in a wait that was given up."""
-        if self._thread is not None:
-            self._tasks.put(None)
-            # A thread that still runs when the interpreter ends can take the process with it.
-            self._thread.join(FAREWELL_SECONDS)
-            self._thread = None
-
-    def _start(self, work: Callable[[], Any]) -> "Future[Any]":
-        if self._thread is None:
-            self._thread = _daemon(self._run)
-        done: Future[Any] = Future()
-        self._tasks.put((work, done))
-        return done
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            _do(*task)
-            del task  # and with it the message, which would live until the next one comes
-
-
-def in_background(work: Callable[[], Any]) -> "Future[Any]":
-    """Run ``work``, which blocks, in a thread."""
-    done: Future[Any] = Future()
-    _daemon(lambda: _do(work, done))
-    return done
-
-
-def _daemon(body: Callable[[], None]) -> threading.Thread:
-    # Where a wait has been given up, the thread still stands in it, and must not keep the process from ending.
-    thread = threading.Thread(target=body, name="messages", daemon=True)
-    thread.start()
-    return thread
-
-
-def _do(work: Callable[[], Any], done: "Future[Any]") -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:
-        done.set_exception(error)
 
 
 def is_deadlock(rank: int, positions: Mapping[int, Position]) -> bool:

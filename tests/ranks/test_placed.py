@@ -520,7 +520,8 @@ def threads(_: int) -> int:
 
 
 def test_threads_are_reused_and_end_with_the_engine():
-    assert all(count <= 1 + MICROBATCHES for count in run_ranks(threads, 2, 0))
+    # One for each microbatch, one for each message that it may wait for, and one for the end of the step.
+    assert all(count <= 2 + 3 * MICROBATCHES for count in run_ranks(threads, 2, 0))
 
 
 def outside_streams() -> list[float]:

@@ -1,0 +1,109 @@
+"""Waiting for messages in the background.
+
+gloo can wait for a message but not say whether it is there. So a thread waits for each message from the moment in which
+it is asked for, and whoever needs it later finds it there at once, or can give up after a while and look around.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import final
+
+__all__ = ["Arrival", "Listeners"]
+
+# How long a thread gets to end. It takes no time, unless it stands in a wait that was given up.
+FAREWELL_SECONDS = 0.5
+
+
+@final
+class Arrival:
+    """Something that is waited for in the background.
+
+    Args:
+        wait: blocks until it is there.
+    """
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self._wait: Callable[[], object] | None = wait
+        self._error: BaseException | None = None
+        # Held until it is there. A bare lock, because every message passes through one.
+        self._pending = threading.Lock()
+        self._pending.acquire()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is there, or will never be."""
+        return not self._pending.locked()
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether it is there."""
+        return self.is_over and self._error is None
+
+    def within(self, seconds: float) -> bool:
+        """Wait for it no longer than that; whether it is over."""
+        if self._pending.acquire(timeout=seconds):
+            self._pending.release()
+            return True
+        return False
+
+    def check(self) -> None:
+        """Raise the error that the wait has ended with, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def listen(self) -> None:
+        """Called in the background: wait."""
+        assert self._wait is not None
+        try:
+            self._wait()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._wait = None  # it holds the message, which whoever asked for it holds too, as long as it is needed
+            self._pending.release()
+
+
+@final
+class Listeners:
+    """Threads that wait, as many as there are arrivals under way."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._mailboxes: list[SimpleQueue[Arrival | None]] = []
+        self._idle: list[SimpleQueue[Arrival | None]] = []
+
+    def expect(self, wait: Callable[[], object]) -> Arrival:
+        """Begin to wait."""
+        arrival = Arrival(wait)
+        mailbox = self._idle.pop() if self._idle else self._new_thread()
+        mailbox.put(arrival)
+        return arrival
+
+    def close(self) -> None:
+        """End the threads, but those that stand in a wait that was given up."""
+        for mailbox in self._mailboxes:
+            mailbox.put(None)
+        # A thread that still runs when the interpreter ends can take the process with it.
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._threads.clear()
+        self._mailboxes.clear()
+        self._idle.clear()
+
+    def _new_thread(self) -> "SimpleQueue[Arrival | None]":
+        mailbox: SimpleQueue[Arrival | None] = SimpleQueue()
+        # Where a wait has been given up, the thread still stands in it, and must not keep the process from ending.
+        thread = threading.Thread(target=self._listen, args=(mailbox,), name="messages", daemon=True)
+        thread.start()
+        self._mailboxes.append(mailbox)
+        self._threads.append(thread)
+        return mailbox
+
+    def _listen(self, mailbox: "SimpleQueue[Arrival | None]") -> None:
+        while (arrival := mailbox.get()) is not None:
+            arrival.listen()
+            del arrival  # and with it the message, which would live until the next one comes
+            self._idle.append(mailbox)
