@@ -10,11 +10,13 @@ gloo matches messages of a pair of ranks by tag, so messages may overtake each o
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import zip_longest
+from time import perf_counter
 from typing import Any, NamedTuple, final
 
 import torch
@@ -83,6 +85,9 @@ class Transport:
         stage_ranks: global rank of each stage.
         group: process group of the replica's stages.
         timeout: longest wait for a message; ``None``: that of the group's backend.
+
+    Attributes:
+        seconds_waited: how long the main thread has been blocked in receives so far.
     """
 
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
@@ -94,6 +99,7 @@ class Transport:
         # Receiver and tag of everything that was sent in this step.
         self._log: set[tuple[int, int]] = set()
         self._watch = Watch(dist.get_rank(), stage_ranks)
+        self.seconds_waited = 0.0
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
@@ -114,8 +120,11 @@ class Transport:
             work = self._group.recv([message], self._peers[stage], tag)
 
         def wait() -> None:
+            began = perf_counter()
             with _peer(self._ranks[stage], "waiting for a tensor from"):
                 self._watch.wait(lambda: work.wait(self._timeout), [(self._ranks[stage], tag)], self._log)
+            if threading.current_thread() is threading.main_thread():
+                self.seconds_waited += perf_counter() - began
 
         return Receipt(message, spec, (self._ranks[stage], tag), wait)
 
