@@ -14,7 +14,9 @@ from smp_strategy.timeline.comparison import Comparison
 
 __all__ = ["chrome_trace"]
 
-MEASURED, PREDICTED = 1, 2
+# Added to the number of the process. No thread has the number of another one, and what is measured has that of its
+# process, as main threads have: viewers show it first.
+MEASURED, PREDICTED = 0, 1_000_000
 
 
 def chrome_trace(
@@ -39,10 +41,10 @@ def chrome_trace(
 
 def _names(stage: int, rank: int) -> Iterator[dict[str, Any]]:
     def meta(what: str, row: int, value: dict[str, Any]) -> dict[str, Any]:
-        return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": value}
+        return {"name": what, "ph": "M", **_place(rank, row), "args": value}
 
-    yield meta("process_name", 0, {"name": f"stage {stage} (rank {rank})"})
-    yield meta("process_sort_index", 0, {"sort_index": stage})
+    yield meta("process_name", MEASURED, {"name": f"stage {stage} (rank {rank})"})
+    yield meta("process_sort_index", MEASURED, {"sort_index": stage})
     for row, name in ((MEASURED, "measured"), (PREDICTED, "predicted")):
         yield meta("thread_name", row, {"name": name})
         yield meta("thread_sort_index", row, {"sort_index": row})
@@ -82,7 +84,12 @@ def _slice(
     name: str, category: str, rank: int, row: int, start: float, end: float, about: dict[str, Any]
 ) -> dict[str, Any]:
     times = {"ts": _micro(start), "dur": round(_micro(end) - _micro(start), 3)}
-    return {"name": name, "cat": category, "ph": "X", "pid": rank, "tid": row, **times, "args": about}
+    return {"name": name, "cat": category, "ph": "X", **_place(rank, row), **times, "args": about}
+
+
+def _place(rank: int, row: int) -> dict[str, int]:
+    process = rank + 1  # 0 is the idle process of Linux
+    return {"pid": process, "tid": process + row}
 
 
 def _micro(seconds: float) -> float:

@@ -47,7 +47,7 @@ def test_a_callback_on_all_ranks_saves_the_timeline_once(root, tmp_path):
     assert text.startswith("Training step 6 took ")
     assert (tmp_path / "runs" / "timeline.html").read_text().startswith("<!doctype html>")
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["pid"] for event in events} == {1, 2}
 
 
 def test_each_replica_has_its_own_and_the_first_one_is_written(tmp_path):
@@ -57,4 +57,4 @@ def test_each_replica_has_its_own_and_the_first_one_is_written(tmp_path):
     assert found[2] == found[3]
     assert found[0][2] != found[2][2]
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["pid"] for event in events} == {1, 2}

@@ -181,19 +181,19 @@ def test_slices_of_a_row_lie_inside_of_each_other_or_apart(timeline):
 def test_a_rank_is_a_process_with_what_was_measured_over_what_was_predicted():
     events = events_of(small())
     named = {(each["name"], each["pid"], each["tid"]): each["args"] for each in events if each["ph"] == "M"}
-    assert named["process_name", 5, 0] == {"name": "stage 0 (rank 5)"}
-    assert named["process_sort_index", 4, 0] == {"sort_index": 1}
-    assert named["thread_name", 4, 1] == {"name": "measured"}
-    assert named["thread_name", 4, 2] == {"name": "predicted"}
+    assert named["process_name", 6, 6] == {"name": "stage 0 (rank 5)"}
+    assert named["process_sort_index", 5, 5] == {"sort_index": 1}
+    assert named["thread_name", 5, 5] == {"name": "measured"}
+    assert named["thread_name", 5, 1_000_005] == {"name": "predicted"}
     slices = [
-        (each["name"], each["tid"], each["ts"], each["dur"]) for each in events if each["pid"] == 4 and "ts" in each
+        (each["name"], each["tid"], each["ts"], each["dur"]) for each in events if each["pid"] == 5 and "ts" in each
     ]
     assert slices == [
-        ("F0", 1, 0.0, 200_000.0),
-        ("waiting", 1, 0.0, 100_000.0),
-        ("B0", 1, 225_000.0, 300_000.0),
-        ("F0", 2, 100_000.0, 100_000.0),
-        ("B0", 2, 200_000.0, 200_000.0),
+        ("F0", 5, 0.0, 200_000.0),
+        ("waiting", 5, 0.0, 100_000.0),
+        ("B0", 5, 225_000.0, 300_000.0),
+        ("F0", 1_000_005, 100_000.0, 100_000.0),
+        ("B0", 1_000_005, 200_000.0, 200_000.0),
     ]
 
 
@@ -210,8 +210,8 @@ def test_an_action_of_the_trace_knows_its_microbatch_and_its_prediction():
 
 
 def test_a_rank_can_have_a_trace_of_its_own():
-    assert {event["pid"] for event in events_of(small(), 4)} == {4}
-    assert {event["pid"] for event in events_of(small())} == {4, 5}
+    assert {event["pid"] for event in events_of(small(), 4)} == {5}
+    assert {event["pid"] for event in events_of(small())} == {5, 6}
 
 
 def test_all_actions_of_the_plan_are_in_the_trace_by_name():
