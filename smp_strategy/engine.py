@@ -33,7 +33,6 @@ from smp_strategy.decision import decide
 from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.explain.explanation import Explanation
-from smp_strategy.explain.text import timetable
 from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.manual import ManualSteps
@@ -46,7 +45,6 @@ from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
@@ -54,8 +52,9 @@ from smp_strategy.placement import placed_modules
 from smp_strategy.report import render_layout
 from smp_strategy.shape import choose_shape
 from smp_strategy.step_results import EvalStep, TrainStep, accumulating
+from smp_strategy.timeline.gathering import gather
+from smp_strategy.timeline.timeline import Timeline
 from smp_strategy.timetables import Timetables
-from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
 
@@ -120,13 +119,11 @@ class Engine:
         self._transport: Transport | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
-        self._traces: dict[str, Trace] = {}
         self.costs = Costs.modelled(self._device)
         self._timetables: Timetables | None = None
         self._seed = 0
         self._num_steps = 0
         self._num_evaluations = 0
-        self._reported_schedule = False
         self._kinds: set[str] = set()
 
     # Setting up
@@ -234,7 +231,6 @@ class Engine:
             transport=self._transport,
             device=self._device,
         )
-        self._timetables = Timetables(self.config, self.partition, self.costs)
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
             for name in (name for name, owner in stage_of.items() if owner == stage.number):
@@ -272,8 +268,9 @@ class Engine:
             self.config, surroundings, self.mesh.shape, first=first, given=self._given
         )
         self._used_by_glue = found.used_by_glue
+        self._timetables = Timetables(self.config, self.partition, self.costs, self._report)
         if found.trace is not None and found.trace.loss is not None:
-            self._traces[kind] = found.trace
+            self._timetables.learn(kind, found.trace)
         notes, layout = self.costs.render(), render_layout(self.mesh.shape, self.partition)
         self._report(f"{notes}\n{layout}" if notes else layout)
 
@@ -389,29 +386,29 @@ class Engine:
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
-        plan = self._plan(kind, len(microbatches))
-        if plan is not None:
-            if kind == "train" and not self._reported_schedule:
-                self._report(timetable(plan))
-                self._reported_schedule = True
-            job = replace(job, expected=self._traces[kind].path)
-        run = self._calls.runtime.run(job, microbatches, plan)
-        if job.loss_of is not None and not any(loss is not None for loss in run.losses):
-            return run  # the batch was skipped
-        # The step may take another path next time: the plan follows the latest trace.
-        if kind not in self._traces or self._traces[kind].signature != run.trace.signature:
-            self._traces[kind] = run.trace
-        return run
-
-    def _plan(self, kind: str, num_microbatches: int) -> Plan | None:
-        trace = self._traces.get(kind)
-        return None if trace is None or self._timetables is None else self._timetables.plan(trace, num_microbatches)
+        assert self._timetables is not None
+        return self._timetables.run(self._calls.runtime, kind, job, microbatches, number=self._num_steps)
 
     def explain(self) -> Explanation:
         """Why the units are where they are, and when each stage does what; known from the first step on."""
-        if self.partition is None:
+        if self.partition is None or self._timetables is None:
             raise SMPError("There is nothing to explain before the first step, which shows what the model does.")
-        return Explanation(self.partition, self._plan("train", self.partition.num_microbatches))
+        return Explanation(self.partition, self._timetables.of("train", self.partition.num_microbatches))
+
+    def timeline(self) -> Timeline:
+        """When each stage of this replica did what in the latest training step, beside its timetable.
+
+        Collective over the replica, so that clocks can be compared: call it on all of its ranks, outside of steps.
+
+        Raises:
+            SMPError: no training step has run after a timetable yet, or a step runs just now.
+        """
+        runtime = self._calls.runtime
+        if runtime is not None and runtime.is_in_step and not self.views.is_open:
+            raise SMPError("A timeline is asked for inside of a step. Ask after it: in a hook, or in a callback.")
+        recorded = None if self._timetables is None else self._timetables.recorded
+        with self.views.put_aside():
+            return gather(recorded, self.mesh, self._timeout)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]

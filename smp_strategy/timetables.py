@@ -1,17 +1,23 @@
-"""The timetables of a run: one for every path that steps take, and every number of microbatches."""
+"""Steps run after timetables: there is one for every path that steps take, and every number of microbatches."""
 
-from typing import final, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, final, get_args
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
+from smp_strategy.explain.text import timetable
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.policies import Policy, PolicyName
 from smp_strategy.pipeline.routing import Flow
+from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.search import search
 from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.turns import Job, StepRun
 from smp_strategy.planning import policies_of
+from smp_strategy.timeline.gathering import Recorded
 from smp_strategy.trace.events import Trace
 
 __all__ = ["Timetables", "policy_of"]
@@ -34,13 +40,55 @@ class Timetables:
         config: all options.
         partition: where units are, and under which policy.
         costs: how long calls take.
+        report: told the first timetable of a training step.
+
+    Attributes:
+        recorded: the latest training step that had a timetable.
     """
 
-    def __init__(self, config: SMPConfig, partition: Partition, costs: Costs) -> None:
+    def __init__(self, config: SMPConfig, partition: Partition, costs: Costs, report: Callable[[str], None]) -> None:
         self._config = config
         self._partition = partition
         self._costs = costs
+        self._report = report
+        self._is_reported = False
+        self.recorded: Recorded | None = None
+        # The latest trace of each kind of step.
+        self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
+
+    def run(self, runtime: Runtime, kind: str, job: Job, microbatches: Sequence[Any], *, number: int) -> StepRun:
+        """Run a step after its timetable; without one in program order, if no path is known yet.
+
+        Args:
+            runtime: runs it.
+            kind: steps of one kind probably take the same path.
+            job: what is done with every microbatch.
+            microbatches: of the batch.
+            number: of the training step.
+        """
+        plan = self.of(kind, len(microbatches))
+        if plan is not None:
+            if kind == "train" and not self._is_reported:
+                self._report(timetable(plan))
+                self._is_reported = True
+            job = replace(job, expected=self._traces[kind].path)
+        run, recording = runtime.run(job, microbatches, plan)
+        if kind == "train" and plan is not None:
+            self.recorded = Recorded(number, plan, recording)
+        if job.loss_of is None or any(loss is not None for loss in run.losses):  # else the batch was skipped
+            self.learn(kind, run.trace)
+        return run
+
+    def learn(self, kind: str, trace: Trace) -> None:
+        """A step of ``kind`` has taken the path of ``trace``: the next one is planned for it."""
+        if kind not in self._traces or self._traces[kind].signature != trace.signature:
+            self._traces[kind] = trace
+
+    def of(self, kind: str, num_microbatches: int) -> Plan | None:
+        """The order of work for the next step of ``kind``; ``None`` where no path is known."""
+        trace = self._traces.get(kind)
+        return None if trace is None else self.plan(trace, num_microbatches)
 
     def plan(self, trace: Trace, num_microbatches: int) -> Plan:
         """The order of work for steps that take the path of ``trace``."""

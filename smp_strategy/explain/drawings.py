@@ -4,10 +4,10 @@ from html import escape
 
 from smp_strategy.explain.svg import element, svg
 from smp_strategy.partitioner.partition import Partition, StageLoad
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.sizes import show_bytes, show_seconds
 
-__all__ = ["colour", "loads", "strip", "timetable"]
+__all__ = ["LABEL", "WIDTH", "block", "colour", "loads", "strip", "timetable"]
 
 WIDTH = 960.0
 ROW = 26.0
@@ -110,12 +110,17 @@ def timetable(plan: Plan) -> str:
         y = ROW * number
         parts.append(element("text", f"stage {number}", x=0.0, y=y + 15))
         for action, (start, end) in zip(actions, spans, strict=True):
-            x, width = LABEL + start * scale, (end - start) * scale
-            title = element("title", f"{action}: {show_seconds(start)} to {show_seconds(end)}")
-            shape = {"x": x, "y": y + 1, "width": max(width - 0.6, 0.3), "height": ROW - 4}
-            later = " later" if action.segment else ""
-            parts.append(element("rect", title, **shape, class_=f"{action.kind}{later}"))
-            if width > ROOM_FOR_A_NUMBER:
-                middle = {"x": x + width / 2, "y": y + 15, "text_anchor": "middle"}
-                parts.append(element("text", str(action.microbatch), **middle, class_="number"))
+            title = f"{action}: {show_seconds(start)} to {show_seconds(end)}"
+            parts += block(action, LABEL + start * scale, y + 1, (end - start) * scale, ROW - 4, title)
     return svg(WIDTH, ROW * len(plan.stages), *parts, label="Timetable of a training step")
+
+
+def block(action: Action, x: float, y: float, width: float, height: float, title: str) -> list[str]:
+    """An action in a timetable, with the number of its microbatch where there is room."""
+    shape = {"x": x, "y": y, "width": max(width - 0.6, 0.3), "height": height}
+    later = " later" if action.segment else ""
+    parts = [element("rect", element("title", escape(title)), **shape, class_=f"{action.kind}{later}")]
+    if width > ROOM_FOR_A_NUMBER:
+        middle = {"x": x + width / 2, "y": y + height / 2 + 3, "text_anchor": "middle"}
+        parts.append(element("text", str(action.microbatch), **middle, class_="number"))
+    return parts

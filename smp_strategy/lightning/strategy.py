@@ -45,6 +45,7 @@ from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.timeline.timeline import Timeline
 
 __all__ = ["SMPHooks"]
 
@@ -246,6 +247,17 @@ class SMPHooks(CommunicationHooks):
         All ranks know it.
         """
         return self.engine.explain()
+
+    def timeline(self) -> Timeline:
+        """When each stage did what in the latest training step, beside its timetable: ``print`` it, or ``save`` it.
+
+        Call it on all ranks of a replica, after a training step: in a callback, say, or after `trainer.fit`. With
+        replicas every rank gets to know its own. ``save`` writes on global rank 0 only.
+
+        Raises:
+            SMPError: no training step has run after a timetable yet.
+        """
+        return self.engine.timeline()
 
     def save_partition(self, path: str | Path) -> None:
         """Write which unit is on which stage to a file, on global rank 0; `load_partition` reads it.

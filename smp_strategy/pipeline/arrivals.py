@@ -22,9 +22,11 @@ class Arrival:
 
     Args:
         wait: blocks until it is there.
+        listeners: who waits.
     """
 
-    def __init__(self, wait: Callable[[], object]) -> None:
+    def __init__(self, wait: Callable[[], object], listeners: "Listeners") -> None:
+        self._listeners = listeners
         self._wait: Callable[[], object] | None = wait
         self._error: BaseException | None = None
         # Held until it is there. A bare lock, because every message passes through one.
@@ -43,10 +45,12 @@ class Arrival:
 
     def within(self, seconds: float) -> bool:
         """Wait for it no longer than that; whether it is over."""
-        if self._pending.acquire(timeout=seconds):
+        began = time.perf_counter()
+        is_over = self._pending.acquire(timeout=seconds)
+        if is_over:
             self._pending.release()
-            return True
-        return False
+        self._listeners.seconds_waited += time.perf_counter() - began
+        return is_over
 
     def check(self) -> None:
         """Raise the error that the wait has ended with, if any."""
@@ -67,16 +71,21 @@ class Arrival:
 
 @final
 class Listeners:
-    """Threads that wait, as many as there are arrivals under way."""
+    """Threads that wait, as many as there are arrivals under way.
+
+    Attributes:
+        seconds_waited: how long arrivals were waited for by those who needed them.
+    """
 
     def __init__(self) -> None:
+        self.seconds_waited = 0.0
         self._threads: list[threading.Thread] = []
         self._mailboxes: list[SimpleQueue[Arrival | None]] = []
         self._idle: list[SimpleQueue[Arrival | None]] = []
 
     def expect(self, wait: Callable[[], object]) -> Arrival:
         """Begin to wait."""
-        arrival = Arrival(wait)
+        arrival = Arrival(wait, self)
         mailbox = self._idle.pop() if self._idle else self._new_thread()
         mailbox.put(arrival)
         return arrival

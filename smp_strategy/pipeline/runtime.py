@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
@@ -19,6 +18,8 @@ from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.recorder import Recorder
+from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
@@ -96,7 +97,7 @@ class Runtime:
             return unknown()
         return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
 
-    def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> StepRun:
+    def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:
         """Do ``job`` with every microbatch; with a loss, also backward.
 
         Gradients of the weighted sum of the losses are added to the ``.grad`` of this stage's parameters.
@@ -106,16 +107,17 @@ class Runtime:
             microbatches: what it gets.
             plan: order of work; ``None``: program order. A microbatch that takes another path than the plan was made
                 for makes its stage leave the plan.
+
+        Returns:
+            What came out of it, and when this stage did what.
         """
-        turns = self._turns(job, microbatches)
+        turns, recorder = self._turns(job, microbatches), Recorder(self._stage.transport)
         try:
             with watched_entrances(self._active), seeded(derive_seed(job.seed, BETWEEN_TURNS), self._stage.device):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
-                turns.follow(actions)
-                for action in actions:
-                    with record_function(str(action)):
-                        turns.do(action)
-                    turns.prepare()
+                for position, action in enumerate(actions):
+                    recorder.note(action, turns.do)
+                    turns.prepare(actions, position + 1)
                     turns.share_results()
                     if turns.has_left_plan:
                         break
@@ -125,7 +127,8 @@ class Runtime:
         except BaseException:
             turns.cancel()
             raise
-        return turns.result()
+        result = turns.result()
+        return result, recorder.recording(left_plan=turns.has_left_plan)
 
     def run_with_barriers(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
         """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""

@@ -54,9 +54,9 @@ class Receipt:
         self._wait = wait
         self._tensor: Tensor | None = None
 
-    def arrived(self, *, within: float = 0.0) -> bool:
-        """Whether the tensor is there, or comes within some seconds."""
-        return self._arrival.is_over or (within > 0 and self._arrival.within(within))
+    def arrived(self) -> bool:
+        """Whether the tensor is there, without blocking."""
+        return self._arrival.is_over
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; the same one at each call."""
@@ -98,6 +98,11 @@ class Transport:
         self._log: set[tuple[int, int]] = set()
         self._watch = Watch(dist.get_rank(), stage_ranks)
         self._listeners = Listeners()
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long this stage has been blocked by messages so far."""
+        return self._listeners.seconds_waited
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""

@@ -34,10 +34,6 @@ Step = Callable[[Any], Any]
 ALL_SEGMENTS = 1 << 30
 # How long a stage without a plan sleeps before it looks for messages again.
 POLL_SECONDS = 1e-4
-# How long a stage waits before it looks for something else to do.
-IDLE_SECONDS = 2e-3
-# Microbatches that may begin while there is nothing else to do: each holds the memory of what it will receive.
-MOST_BEGUN_EARLY = 8
 
 
 @final
@@ -119,9 +115,9 @@ class Turns:
         self._active = active
         self._private = private
         self._waiting: dict[int, Sequence[Receipt]] = {}
-        # Microbatches that have not begun, in the order of the plan, and those that have, before the plan says so.
-        self._to_begin: dict[int, None] = {}
-        self._begun_early: set[int] = set()
+        # The microbatch that has begun before the plan says so, if one has, and whether that makes sense.
+        self._begun_early: int | None = None
+        self._receives_first = True
         self._programs: list[Program] = []
         self._coroutines: list[Coroutine] = []
         self._backwards: dict[int, Backward] = {}
@@ -137,7 +133,7 @@ class Turns:
 
     def _make(self, number: int, microbatch: Any, seed: int) -> tuple[Program, Coroutine]:
         def pause(receipts: Sequence[Receipt]) -> None:
-            if receipts or number in self._begun_early:
+            if receipts or number == self._begun_early:
                 self._waiting[number] = receipts
                 coroutine.pause()
 
@@ -157,10 +153,6 @@ class Turns:
                 order.append(Action("B", number, 0))
         return order
 
-    def follow(self, actions: Sequence[Action]) -> None:
-        """Actions will be carried out in this order."""
-        self._to_begin = dict.fromkeys(action.microbatch for action in actions if action.kind == "F")
-
     def do(self, action: Action) -> None:
         """Carry out one action."""
         if action.kind == "F":
@@ -171,7 +163,6 @@ class Turns:
             if backward is not None and action.kind == "W":
                 backward.run_weights(action.segment)
             elif backward is not None:
-                self._wait_for(backward.awaited())
                 backward.run_from(action.segment, split=action.kind == "I")
 
     def improvise(self) -> None:
@@ -222,26 +213,19 @@ class Turns:
     def _have_arrived(self, receipts: Sequence[Receipt]) -> bool:
         return all(receipt.arrived() for receipt in receipts)
 
-    def prepare(self) -> None:
-        """Let the next microbatch run up to its first receive, so that the message travels while others compute."""
-        if not self._begun_early:
-            self._begin_early()
+    def prepare(self, actions: Sequence[Action], position: int) -> None:
+        """Let the next microbatch run up to its first receive, so that the message travels while others compute.
 
-    def _begin_early(self) -> bool:
-        """Let one more microbatch run up to its first receive; whether there was one."""
-        number = next(iter(self._to_begin), None)
-        if number is None or len(self._begun_early) >= MOST_BEGUN_EARLY:
-            return False
-        self._begun_early.add(number)
-        self._resume(number)
-        return True
-
-    def _wait_for(self, receipts: Sequence[Receipt]) -> None:
-        """Block until all of them have arrived, and use the time."""
-        for receipt in receipts:
-            while not receipt.arrived(within=IDLE_SECONDS) and self._begin_early():
-                pass
-            receipt.wait()
+        Not those after it: what they count in objects that all share would be seen by this one.
+        """
+        following = next((action.microbatch for action in actions[position:] if action.kind == "F"), None)
+        if following is None or not self._receives_first:
+            return
+        if following in self._waiting or self._coroutines[following].finished:
+            return
+        self._begun_early = following
+        self._resume(following)
+        self._receives_first = bool(self._waiting.get(following))
 
     def has(self, program: Program) -> bool:
         """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
@@ -331,21 +315,22 @@ class Turns:
 
     def _forward(self, number: int, segment: int) -> None:
         """Run the program of a microbatch until ``segment`` is done, or it leaves the plan and would have to wait."""
-        self._begun_early.discard(number)
+        if number == self._begun_early:
+            self._begun_early = None
         coroutine, program = self._coroutines[number], self._programs[number]
         while not coroutine.finished and (number not in self._waiting or program.graph.current <= segment):
             if number in self._barriers:
                 return
             if self._waiting.get(number) and self.has_left_plan:
                 return
-            self._wait_for(self._waiting.get(number, ()))
+            for receipt in self._waiting.get(number, ()):
+                receipt.wait()
             self._resume(number)
 
     def _resume(self, number: int) -> None:
         coroutine = self._coroutines[number]
         if coroutine.finished:
             return
-        self._to_begin.pop(number, None)
         self._enter(self._programs[number])
         if self._private is not None:
             self._private.enter(number)

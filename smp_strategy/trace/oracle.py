@@ -162,7 +162,7 @@ class Oracle:
             leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             specs = {name: self._there(TensorSpec.of(tensor)) for name, tensor in tensors.items()}
-            stand_ins = {name: imitate(spec, leaf=True) for name, spec in specs.items()}
+            stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
             versions = versions_of(fakes)
             tally = Tally(stand_ins.values())
             meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))
@@ -180,6 +180,16 @@ class Oracle:
             effort=tally.efforts,
             saved_bytes=saved_bytes(),
         )
+
+
+def _in_full(spec: TensorSpec) -> TensorSpec:
+    """A weight as it is where it lives: elsewhere it is one element, seen through its full shape.
+
+    Kernels are counted by what they move, and every rank must find the same: plans are made of it.
+    """
+    if any(stride for size, stride in zip(spec.size, spec.stride, strict=True) if size > 1):
+        return spec
+    return dataclasses.replace(spec, stride=torch.empty(spec.size, device="meta").stride())
 
 
 @contextmanager

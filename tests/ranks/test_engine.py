@@ -34,6 +34,27 @@ def test_evaluation_does_not_change_the_random_numbers_of_training():
     assert run_ranks(run_with_evaluation, 2, True) == run_ranks(run_with_evaluation, 2, False)
 
 
+def plan_after_evaluation(pp: int, schedule: dict[str, Any]) -> tuple[Any, Any]:
+    model = Text()
+    engine = Engine(SMPConfig(pipeline_parallel_degree=pp, microbatches=4, **schedule))
+    engine.attach(model)
+    model.eval()
+    with torch.no_grad():
+        engine.eval_step(model.loss, batch_for("text", 0, 8))
+    model.train()
+    engine.train_step(model.loss, batch_for("text", 1, 8), loss_of=lambda loss: loss)
+    plan = engine.explain().plan
+    assert plan is not None
+    return plan.stages, plan.times
+
+
+@pytest.mark.parametrize("schedule", [{"pipeline": "interleaved"}, {"pipeline": "zb-h1"}], ids=str)
+@pytest.mark.parametrize("pp", [2, 4])
+def test_all_ranks_follow_one_timetable_also_where_steps_are_first_seen_after_the_model_was_spread(pp, schedule):
+    plan, *others = run_ranks(plan_after_evaluation, pp, pp, schedule)
+    assert others == [plan] * (pp - 1)
+
+
 def run_clip_without_gradients(norm_type: float) -> Tensor:
     model = Text()
     engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from html.parser import HTMLParser
 from textwrap import dedent
 
 import pytest
@@ -17,6 +16,7 @@ from smp_strategy.partitioner.partition import Partition, PlacedUnit, StageLoad
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.work import Work
+from tests.unit.pages import Page
 from tests.unit.pipeline.flows import flow_of
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -121,28 +121,6 @@ def test_the_data_are_the_partition_and_what_follows_from_it():
     assert data["bubble"] == pytest.approx(0.2)
     assert [entry["action"] for entry in data["timetable"][1]][:3] == ["F0", "B0", "F1"]
     assert json.loads(Explanation(partition()).to_json())["timetable"] is None
-
-
-class Page(HTMLParser):
-    """Checks that every element is closed, and collects text and kinds of rectangles."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open, self.words, self.rectangles = [], [], []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "rect":
-            self.rectangles.append(dict(attributes).get("class"))
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.words.append(data)
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1"])

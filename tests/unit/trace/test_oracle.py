@@ -163,6 +163,24 @@ def counted() -> tuple[nn.Module, list[int]]:
     return Counted(4, 4), calls
 
 
+@pytest.mark.parametrize(
+    "unit",
+    [nn.Linear(8, 16), nn.Linear(1, 8), nn.Bilinear(4, 4, 1), nn.Conv2d(2, 3, 3), nn.GRUCell(8, 4), nn.LayerNorm(8)],
+    ids=lambda unit: type(unit).__name__,
+)
+def test_a_call_costs_the_same_where_the_weights_are_elsewhere(unit):
+    shapes = {nn.Bilinear: [(2, 4), (2, 4)], nn.Conv2d: [(1, 2, 5, 5)]}
+    first = unit.in_features if isinstance(unit, nn.Linear) else 8
+    args = [real(*shape) for shape in shapes.get(type(unit), [(2, first)])]
+    here = predict(unit, *args)
+    for parameter in unit.parameters():  # as a rank holds what other stages have
+        parameter.data = torch.zeros((1,) * parameter.ndim).expand(parameter.shape)
+    elsewhere = predict(unit, *args)
+    assert elsewhere.effort == here.effort
+    assert elsewhere.saved_bytes == here.saved_bytes
+    assert elsewhere.agrees(here)
+
+
 def test_a_second_call_with_the_same_metadata_does_not_run():
     unit, calls = counted()
     oracle = Oracle(CPU)

@@ -1,0 +1,53 @@
+"""Notes when a stage does what, in every step, because it costs a microsecond per action.
+
+Times are those of the host. Where the stage computes on an accelerator, which works through what the host has queued,
+an action ends here when the host is through with it.
+
+A profiler shows the actions by name. Its ranges cost a hundred microseconds where the processor's caches are cold, on
+the way of the messages that others wait for, so they are entered only while one runs.
+"""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import final
+
+import torch.autograd.profiler
+from torch.profiler import record_function
+
+from smp_strategy.pipeline.recording import Recording, Span
+from smp_strategy.pipeline.schedule import Action
+from smp_strategy.pipeline.transport import Transport
+
+__all__ = ["Recorder"]
+
+
+@final
+class Recorder:
+    """Records one step.
+
+    Args:
+        transport: knows how long the stage has waited; ``None`` where there is one stage.
+    """
+
+    def __init__(self, transport: Transport | None) -> None:
+        self._transport = transport
+        self._spans: list[Span] = []
+
+    def note(self, action: Action, do: Callable[[Action], None]) -> None:
+        """Carry out ``action``."""
+        waited, start = self._seconds_waited(), perf_counter()
+        # As torch itself asks before it spends time on ranges.
+        if torch.autograd.profiler._is_profiler_enabled:
+            with record_function(str(action)):
+                do(action)
+        else:
+            do(action)
+        end = perf_counter()
+        self._spans.append(Span(action, start, end, self._seconds_waited() - waited))
+
+    def recording(self, *, left_plan: bool) -> Recording:
+        """Everything is done."""
+        return Recording(tuple(self._spans), perf_counter(), left_plan)
+
+    def _seconds_waited(self) -> float:
+        return 0.0 if self._transport is None else self._transport.seconds_waited

@@ -1,0 +1,1 @@
+"""What really happened in a step: when each stage did what, beside the timetable that was predicted."""
