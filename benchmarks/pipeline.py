@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, about four minutes on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, about ten minutes on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, two rounds: does it run?
 
 What is compared: forward and backward of one batch, from the moment in which all ranks begin to the moment in which
@@ -11,7 +11,8 @@ median of the ratios of neighbours. Before anything is timed, the gradients of b
 * *compute*: a GPT (hand-written, so that torch's stages need no tracing);
 * *sleep*: each unit sleeps in its forward, for its input's gradient and for its weight's gradient, which are nodes of
   their own in autograd's graph, so that both sides can split backward. Sleeping needs no core: any number of ranks can
-  be timed on two of them, and it is known how long a step should take.
+  be timed on two of them, and it is known how long a step should take. A pass of a stage takes as long as one of a
+  large model on GPUs; what either side loses between passes does not depend on that.
 
 Two kinds of settings:
 
@@ -239,17 +240,18 @@ CUTS: Sequence[tuple[Policy, tuple[type, ...]]] = (
     (Policy("1f1b", 2), (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)),
     (Policy("zb-v", 2), (ScheduleZBVZeroBubble,)),
 )
-UNEVEN = (0.006, 0.012, 0.018, 0.006, 0.024, 0.012, 0.006, 0.030)
-# Of each pass of a stage that sleeps.
-STAGE_SECONDS = 0.05
-ROUNDS = 5
+# Of each pass of a stage that sleeps, and of units of unequal cost relative to that.
+STAGE_SECONDS, QUICK_STAGE_SECONDS = 0.2, 0.05
+UNEVEN = (0.12, 0.24, 0.36, 0.12, 0.48, 0.24, 0.12, 0.6)
+ROUNDS, QUICK_ROUNDS = 5, 2
 
 
-def settings(num_ranks: int) -> Iterator[Setting]:
+def settings(num_ranks: int, stage_seconds: float = STAGE_SECONDS) -> Iterator[Setting]:
     """Everything that is compared on ``num_ranks`` ranks."""
+    uneven = tuple(share * stage_seconds for share in UNEVEN)
     for sleeps, num_microbatches in ((False, 4), (True, 2 * num_ranks)):
         for placement, schedules in CUTS:
-            units = (STAGE_SECONDS / placement.num_chunks,) * (num_ranks * placement.num_chunks)
+            units = (stage_seconds / placement.num_chunks,) * (num_ranks * placement.num_chunks)
             yield Setting(
                 workload=Sleepers(units) if sleeps else GPT(1024, separates_ends=False),
                 num_ranks=num_ranks,
@@ -257,7 +259,7 @@ def settings(num_ranks: int) -> Iterator[Setting]:
                 schedules=schedules,
                 placement=placement,
             )
-    for workload, num_microbatches in ((GPT(16384, separates_ends=True), 4), (Sleepers(UNEVEN), 2 * num_ranks)):
+    for workload, num_microbatches in ((GPT(16384, separates_ends=True), 4), (Sleepers(uneven), 2 * num_ranks)):
         yield Setting(
             workload=workload,
             num_ranks=num_ranks,
@@ -467,10 +469,10 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def run(num_ranks: int, rounds: int) -> list[Row]:
+def run(num_ranks: int, rounds: int, stage_seconds: float) -> list[Row]:
     """All settings on a rank, in the same processes."""
     rows = []
-    for setting in settings(num_ranks):
+    for setting in settings(num_ranks, stage_seconds):
         rows.append(measure(setting, rounds))
         if dist.get_rank() == 0:
             show(rows[-1])
@@ -483,8 +485,9 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'of ideal':>8}  {'ours':22} torch")
     rows = []
+    how = (QUICK_ROUNDS, QUICK_STAGE_SECONDS) if is_quick else (ROUNDS, STAGE_SECONDS)
     for num_ranks in (2,) if is_quick else (2, 4):
-        rows += run_ranks(run, num_ranks, num_ranks, 2 if is_quick else ROUNDS, timeout=300)[0]
+        rows += run_ranks(run, num_ranks, num_ranks, *how, timeout=900)[0]
     print(json.dumps(figures(rows)))
 
 

@@ -34,6 +34,8 @@ class Costs:
     measured: Measured | None = None
     stage_speeds: tuple[float, ...] = ()
     """Relative; empty: all stages are alike."""
+    splits_backward: bool = True
+    """Whether a stage may compute weight gradients later than those of inputs."""
 
     @classmethod
     def modelled(cls, device: torch.device) -> Self:
@@ -42,7 +44,8 @@ class Costs:
 
     def work(self, events: Sequence[Event]) -> dict[int, Work]:
         """What each event takes on a stage of speed 1, by position."""
-        return work_of(events, self.machine, self.measured)
+        work = work_of(events, self.machine, self.measured)
+        return work if self.splits_backward else {position: each.unsplit for position, each in work.items()}
 
     def flow(self, trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Flow:
         """The segment graph of ``trace`` on these stages, at their speeds."""
@@ -65,6 +68,10 @@ class Costs:
         if measured.rank_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")
+        if measured.ranks_share_cores:
+            lines.append(
+                "Ranks share cores: what one computes another has to wait for, so there is nothing to gain by splits."
+            )
         return "\n".join([*lines, *measured.notes])
 
 
@@ -98,7 +105,13 @@ def find_costs(
     )
     machine = machine or Machine.nominal(where.type)
     measured = measure(calls, trace.events, machine, options)
-    return Costs(machine=machine, measured=measured, stage_speeds=speeds or _by_stage(measured.rank_speeds, shape))
+    return Costs(
+        machine=machine,
+        measured=measured,
+        stage_speeds=speeds or _by_stage(measured.rank_speeds, shape),
+        # Where ranks share cores no time is idle: a split would only cost what it costs. But who asks for it gets it.
+        splits_backward=config.pipeline != "auto" or not measured.ranks_share_cores,
+    )
 
 
 def measuring_device(config: SMPConfig, device: torch.device) -> torch.device:

@@ -3,7 +3,7 @@
 Ranks say which kinds of calls they have met (replicas may have batches of other shapes). What rank 0 has met is
 measured: each kind by the rank that has least to do among those that have met it, by modelled cost. The results are
 exchanged. Every rank also takes the time of one common call, which tells how fast it is; times are given for the
-fastest rank.
+fastest rank. Rank 0 takes it once more while the others rest, which tells whether ranks share cores.
 """
 
 import statistics
@@ -25,6 +25,8 @@ __all__ = ["MeasuringOptions", "assign", "measure"]
 
 # Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
 SAME_SPEED = 0.1
+# From here on ranks share cores. Those that share memory or a budget of power slow each other down as well, but less.
+CROWDED = 1.5
 # No machine is that much slower or faster than a nominal one: such a unit spends its time on something else than its
 # kernels (it waits, or computes in Python), and says nothing about the kernels of others.
 MOST_SCALE = 30.0
@@ -53,6 +55,15 @@ class _Met(NamedTuple):
     """Why the calls of a kind cannot be measured."""
 
 
+class _Ranks(NamedTuple):
+    """How ranks compare."""
+
+    speeds: tuple[float, ...] = ()
+    """Relative to the fastest; empty where they are alike or unknown."""
+    crowding: float = 1.0
+    """How much longer a call takes on rank 0 while all others run one."""
+
+
 def measure(
     calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine, options: MeasuringOptions
 ) -> Measured:
@@ -72,23 +83,22 @@ def measure(
     plan = assign([each.cost for each in met])
     samples, failures = dict[str, Sample](), dict[str, str]()
     common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
-    own_speed = 0.0
+    ranks = _Ranks()
     if common is not None and options.times and options.compares_ranks and len(met) > 1:
-        own_speed = _speed(by_kind[common], options)
+        ranks = _compare(by_kind[common], options)
     for kind in (kind for kind, owner in plan.items() if owner == rank):
         try:
             samples[kind] = measure_alone(by_kind[kind], options.device, times=options.times, memory=options.memory)
         except Exception as error:  # the user's code, without the model around
             failures[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
-    found = _gathered((own_speed, samples, failures))
-    speeds = _relative([speed for speed, *_ in found])
+    found = _gathered((samples, failures))
     all_samples = {
-        kind: _at_full_speed(sample, speeds[owner] if speeds else 1.0)
-        for owner, (_, theirs, _) in enumerate(found)
+        kind: _at_full_speed(sample, ranks.speeds[owner] if ranks.speeds else 1.0)
+        for owner, (theirs, _) in enumerate(found)
         for kind, sample in theirs.items()
     }
-    reasons = {**met[0].obstacles, **{kind: why for *_, theirs in found for kind, why in theirs.items()}}
-    return _assembled(met[0], all_samples, reasons, plan, speeds, options)
+    reasons = {**met[0].obstacles, **{kind: why for _, theirs in found for kind, why in theirs.items()}}
+    return _assembled(met[0], all_samples, reasons, plan, ranks, options)
 
 
 def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
@@ -130,7 +140,7 @@ def _assembled(
     samples: Mapping[str, Sample],
     reasons: Mapping[str, str],
     plan: Mapping[str, int],
-    speeds: tuple[float, ...],
+    ranks: "_Ranks",
     options: MeasuringOptions,
 ) -> Measured:
     work: dict[str, Work] = {}
@@ -154,7 +164,8 @@ def _assembled(
         saved_bytes=saved,
         scale=_scale(ratios) if options.times else 1.0,
         rank_of=rank_of,
-        rank_speeds=speeds,
+        rank_speeds=ranks.speeds,
+        ranks_share_cores=ranks.crowding >= CROWDED,
         notes=tuple(notes),
     )
 
@@ -163,6 +174,13 @@ def _scale(ratios: Sequence[float]) -> float:
     """How much longer kernels take than modelled, by what calls of each kind took."""
     of_kernels = [ratio for ratio in ratios if 1 / MOST_SCALE <= ratio <= MOST_SCALE]
     return statistics.median(of_kernels) if of_kernels else 1.0
+
+
+def _compare(call: UnitCall, options: MeasuringOptions) -> _Ranks:
+    together = _gathered(_speed(call, options))
+    # The others rest here: they wait for the number.
+    alone, *_ = _gathered(_speed(call, options) if _place()[0] == 0 else 0.0)
+    return _Ranks(_relative(together), alone / together[0] if alone and together[0] else 1.0)
 
 
 def _speed(call: UnitCall, options: MeasuringOptions) -> float:

@@ -6,6 +6,7 @@ stage to stage, so the usual tensor, one without gaps and with the strides that 
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +18,14 @@ __all__ = ["empty", "pack", "unpack"]
 
 def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
     """The message with ``tensor``, of the size and dtype of ``spec``: a copy, which does not follow later changes."""
-    tensor, strides = tensor.detach().to(spec.dtype), tensor.stride()
-    dense = _without_gaps(tensor.shape, strides)
-    if dense != strides or tensor.is_conj() or tensor.is_neg():
-        tensor = torch.empty_strided(tensor.shape, dense, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    tensor = tensor.detach()
+    if tensor.dtype != spec.dtype:
+        tensor = tensor.to(spec.dtype)
+    layout = _layout(tensor.shape, tensor.stride(), tensor.device)
+    if not layout.is_dense or tensor.is_conj() or tensor.is_neg():
+        tensor = torch.empty_strided(tensor.shape, layout.dense, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     elements = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return torch.cat((elements, _as_bytes(strides, tensor.device)))
+    return torch.cat((elements, layout.strides))
 
 
 def empty(spec: TensorSpec) -> Tensor:
@@ -32,28 +35,39 @@ def empty(spec: TensorSpec) -> Tensor:
 
 def unpack(message: Tensor, spec: TensorSpec) -> Tensor:
     """The tensor in ``message``, with its gaps; one that was expanded takes the memory that it seems to take."""
-    tail, strides = message[spec.nbytes :], tuple(spec.stride)
-    if not torch.equal(tail, _as_bytes(strides, spec.device)):
-        strides = tuple(tail.clone().view(torch.int64).tolist())
-    dense = _without_gaps(spec.size, strides)
+    strides, layout = message[spec.nbytes :], _layout(spec.size, spec.stride, spec.device)
+    if not torch.equal(strides, layout.strides):
+        layout = _layout(spec.size, tuple(strides.clone().view(torch.int64).tolist()), spec.device)
     with torch.inference_mode(False):
         elements = torch.empty(0, dtype=spec.dtype, device=spec.device)
         # Not a view of bytes, for autograd.
-        elements.set_(message.untyped_storage(), 0, spec.size, dense)
-        is_expanded = any(stride == 0 and size > 1 for stride, size in zip(strides, spec.size, strict=True))
-        if is_expanded or dense == strides:
+        elements.set_(message.untyped_storage(), 0, spec.size, layout.dense)
+        if layout.gaps is None:
             return elements
-        return torch.empty_strided(spec.size, strides, dtype=spec.dtype, device=spec.device).copy_(elements)
+        return torch.empty_strided(spec.size, layout.gaps, dtype=spec.dtype, device=spec.device).copy_(elements)
+
+
+class _Layout(NamedTuple):
+    """How a tensor stands in memory."""
+
+    strides: Tensor
+    """As bytes."""
+    dense: tuple[int, ...]
+    """The strides of elements that stand as close as they can in the same order."""
+    is_dense: bool
+    """Whether they do."""
+    gaps: tuple[int, ...] | None
+    """The strides, where elements have places of their own that do not stand so close."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _without_gaps(size: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of elements that stand as close as they can in the order that ``strides`` give them."""
-    strided = torch.empty_strided(size, strides, device="meta")
-    return torch.empty_like(strided).stride()
-
-
-@functools.lru_cache(maxsize=1024)
-def _as_bytes(strides: Sequence[int], device: torch.device) -> Tensor:
+def _layout(size: Sequence[int], strides: Sequence[int], device: torch.device) -> _Layout:
     with torch.inference_mode(False):
-        return torch.tensor(strides, dtype=torch.int64, device=device).view(torch.uint8)
+        strided = torch.empty_strided(size, strides, device="meta")
+        dense = torch.empty_like(strided).stride()
+        as_bytes = torch.tensor(strides, dtype=torch.int64, device=device).view(torch.uint8)
+    is_dense, is_expanded = (
+        dense == tuple(strides),
+        0 in [stride for stride, n in zip(strides, size, strict=True) if n > 1],
+    )
+    return _Layout(as_bytes, dense, is_dense, None if is_dense or is_expanded else tuple(strides))

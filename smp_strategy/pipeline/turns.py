@@ -218,9 +218,10 @@ class Turns:
 
         Not those after it: what they count in objects that all share would be seen by this one.
         """
-        following = next((action.microbatch for action in actions[position:] if action.kind == "F"), None)
-        if following is None or not self._receives_first:
-            return
+        ahead = next((ahead for ahead, action in enumerate(actions[position:]) if action.kind == "F"), None)
+        if not ahead or not self._receives_first:
+            return  # there is none, or it is about to begin
+        following = actions[position + ahead].microbatch
         if following in self._waiting or self._coroutines[following].finished:
             return
         self._begun_early = following

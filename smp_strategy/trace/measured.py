@@ -31,6 +31,8 @@ class Measured:
     """The rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()
     """How fast each rank is, relative to the fastest; empty: all are alike, or nobody asked."""
+    ranks_share_cores: bool = False
+    """Whether there are fewer cores than ranks on the machine of rank 0, so that a rank that waits lends its core."""
     notes: tuple[str, ...] = ()
     """What was not measured, and why."""
 
