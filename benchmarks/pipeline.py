@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, about ten minutes on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, about a quarter of an hour on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, two rounds: does it run?
 
 What is compared: forward and backward of one batch, from the moment in which all ranks begin to the moment in which
@@ -143,16 +143,15 @@ class Chain(nn.Module):
         return x
 
 
-@final
-@dataclass(frozen=True)
-class GPT:
+class GPT(NamedTuple):
     """What computes: 8 blocks."""
 
     vocabulary: int
     separates_ends: bool
     """Whether embedding and head are parts of their own; otherwise they belong to the first and the last block."""
+    length: int
+    """Tokens of each of the two samples of a microbatch."""
     width: int = 384
-    length: int = 128
 
     def model(self) -> Chain:
         embedding, head = nn.Embedding(self.vocabulary, self.width), nn.Linear(self.width, self.vocabulary, bias=False)
@@ -161,17 +160,15 @@ class GPT:
             return Chain([embedding, first, *blocks, last, head])
         return Chain([nn.Sequential(embedding, first), *blocks, nn.Sequential(last, head)])
 
-    def batch(self, samples: int) -> Batch:
-        tokens = torch.randint(0, self.vocabulary, (samples, self.length + 1))
+    def batch(self, num_microbatches: int) -> Batch:
+        tokens = torch.randint(0, self.vocabulary, (2 * num_microbatches, self.length + 1))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-@final
-@dataclass(frozen=True)
-class Sleepers:
+class Sleepers(NamedTuple):
     """What sleeps."""
 
     seconds: tuple[float, ...]
@@ -180,8 +177,8 @@ class Sleepers:
     def model(self) -> Chain:
         return Chain([Sleeper(seconds) for seconds in self.seconds])
 
-    def batch(self, samples: int) -> Batch:
-        return torch.randn(samples, Sleeper.WIDTH), torch.randn(samples, Sleeper.WIDTH)
+    def batch(self, num_microbatches: int) -> Batch:
+        return torch.randn(num_microbatches, Sleeper.WIDTH), torch.randn(num_microbatches, Sleeper.WIDTH)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target)
@@ -198,6 +195,19 @@ class Sleepers:
 
 
 # Settings
+
+
+class Size(NamedTuple):
+    """How long it all takes."""
+
+    stage_seconds: float
+    """Of each pass of a stage that sleeps."""
+    length: int
+    """Of the samples of what computes."""
+    rounds: int
+
+
+USUAL, QUICK = Size(0.2, 256, 5), Size(0.05, 64, 2)
 
 
 @final
@@ -240,26 +250,27 @@ CUTS: Sequence[tuple[Policy, tuple[type, ...]]] = (
     (Policy("1f1b", 2), (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)),
     (Policy("zb-v", 2), (ScheduleZBVZeroBubble,)),
 )
-# Of each pass of a stage that sleeps, and of units of unequal cost relative to that.
-STAGE_SECONDS, QUICK_STAGE_SECONDS = 0.2, 0.05
+# Seconds of units that sleep and are unequal, where a stage of equal ones takes one.
 UNEVEN = (0.12, 0.24, 0.36, 0.12, 0.48, 0.24, 0.12, 0.6)
-ROUNDS, QUICK_ROUNDS = 5, 2
 
 
-def settings(num_ranks: int, stage_seconds: float = STAGE_SECONDS) -> Iterator[Setting]:
+def settings(num_ranks: int, size: Size = USUAL) -> Iterator[Setting]:
     """Everything that is compared on ``num_ranks`` ranks."""
-    uneven = tuple(share * stage_seconds for share in UNEVEN)
+    uneven = tuple(share * size.stage_seconds for share in UNEVEN)
     for sleeps, num_microbatches in ((False, 4), (True, 2 * num_ranks)):
         for placement, schedules in CUTS:
-            units = (stage_seconds / placement.num_chunks,) * (num_ranks * placement.num_chunks)
+            units = (size.stage_seconds / placement.num_chunks,) * (num_ranks * placement.num_chunks)
             yield Setting(
-                workload=Sleepers(units) if sleeps else GPT(1024, separates_ends=False),
+                workload=Sleepers(units) if sleeps else GPT(1024, separates_ends=False, length=size.length),
                 num_ranks=num_ranks,
                 num_microbatches=num_microbatches,
                 schedules=schedules,
                 placement=placement,
             )
-    for workload, num_microbatches in ((GPT(16384, separates_ends=True), 4), (Sleepers(uneven), 2 * num_ranks)):
+    for workload, num_microbatches in (
+        (GPT(16384, separates_ends=True, length=size.length), 4),
+        (Sleepers(uneven), 2 * num_ranks),
+    ):
         yield Setting(
             workload=workload,
             num_ranks=num_ranks,
@@ -469,11 +480,11 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def run(num_ranks: int, rounds: int, stage_seconds: float) -> list[Row]:
+def run(num_ranks: int, size: Size) -> list[Row]:
     """All settings on a rank, in the same processes."""
     rows = []
-    for setting in settings(num_ranks, stage_seconds):
-        rows.append(measure(setting, rounds))
+    for setting in settings(num_ranks, size):
+        rows.append(measure(setting, size.rounds))
         if dist.get_rank() == 0:
             show(rows[-1])
     return rows
@@ -485,9 +496,8 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'of ideal':>8}  {'ours':22} torch")
     rows = []
-    how = (QUICK_ROUNDS, QUICK_STAGE_SECONDS) if is_quick else (ROUNDS, STAGE_SECONDS)
     for num_ranks in (2,) if is_quick else (2, 4):
-        rows += run_ranks(run, num_ranks, num_ranks, *how, timeout=900)[0]
+        rows += run_ranks(run, num_ranks, num_ranks, QUICK if is_quick else USUAL, timeout=1200)[0]
     print(json.dumps(figures(rows)))
 
 

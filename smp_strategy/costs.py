@@ -16,6 +16,7 @@ from smp_strategy.measurement.calls import UnitCall
 from smp_strategy.measurement.sharing import MeasuringOptions, measure
 from smp_strategy.mesh import MeshShape
 from smp_strategy.pipeline.routing import Flow, route
+from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD
 from smp_strategy.trace.events import Event, Trace
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.measured import Measured, with_measured_bytes, work_of
@@ -36,6 +37,11 @@ class Costs:
     """Relative; empty: all stages are alike."""
     splits_backward: bool = True
     """Whether a stage may compute weight gradients later than those of inputs."""
+
+    @property
+    def split_overhead(self) -> float:
+        """What a backward takes longer in two parts, as a share of it."""
+        return SPLIT_OVERHEAD if self.measured is None or not self.measured.work else self.measured.split_overhead
 
     @classmethod
     def modelled(cls, device: torch.device) -> Self:

@@ -99,6 +99,7 @@ def program_of(
         work=work,
         parameters=parameters,
         link=costs.machine.link,
+        split_overhead=costs.split_overhead,
         memory_limits=tuple(limits),
         stage_speeds=costs.stage_speeds,
     )

@@ -23,7 +23,7 @@ from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import route
 from smp_strategy.pipeline.schedule import peak_saved_bytes
 from smp_strategy.pipeline.search import NOTICEABLE
-from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD, simulate
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.work import Link, Work
 
@@ -45,6 +45,8 @@ class Program:
     parameters: Mapping[str, Mapping[int, Held]]
     """What each unit's parameters take, by unit in order of registration."""
     link: Link
+    split_overhead: float = SPLIT_OVERHEAD
+    """What a backward takes longer in two parts, as a share of it."""
     memory_limits: tuple[int | None, ...] = ()
     """Bytes per stage; empty: there are none."""
     stage_speeds: tuple[float, ...] = ()
@@ -174,7 +176,8 @@ def simulated(
 ) -> Score:
     """Time and activations of a step under an assignment of units to stages."""
     flow = route(program.trace, stage_of, num_stages, program.work).at_speeds(program.stage_speeds)
-    plan = simulate(flow, config.num_microbatches(num_stages), policy, program.link)
+    num_microbatches, overhead = config.num_microbatches(num_stages), program.split_overhead
+    plan = simulate(flow, num_microbatches, policy, program.link, split_overhead=overhead)
     return Score(plan.makespan, peak_saved_bytes(plan, flow))
 
 

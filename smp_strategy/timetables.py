@@ -103,14 +103,21 @@ class Timetables:
         return self._plans[key]
 
     def _best(self, flow: Flow, num_microbatches: int) -> Plan:
-        policy, link = policy_of(self._partition), self._costs.machine.link
+        policy, link, overhead = policy_of(self._partition), self._costs.machine.link, self._costs.split_overhead
         if self._config.pipeline != "auto":
-            return simulate(flow, num_microbatches, policy, link, thorough=True)
+            return simulate(flow, num_microbatches, policy, link, split_overhead=overhead, thorough=True)
         allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
         alike = [each for each in allowed if each.layout == policy.layout]
         free = [
             None if stage.memory_limit is None else stage.memory_limit - stage.held.total
             for stage in self._partition.stages
         ]
-        active = self._config.active_microbatches
-        return search(flow, num_microbatches, alike, link, most_bytes=free, active_microbatches=active).plan
+        return search(
+            flow,
+            num_microbatches,
+            alike,
+            link,
+            most_bytes=free,
+            active_microbatches=self._config.active_microbatches,
+            split_overhead=overhead,
+        ).plan

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from smp_strategy.measurement.calls import UnitCall
 from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
+from smp_strategy.pipeline.segments import Import, enter
+from smp_strategy.pipeline.split_backward import backward_of_imports
 from smp_strategy.trace.attributes import attributes_restored, refill
 from smp_strategy.trace.fake import call as call_with
 from smp_strategy.trace.fake import imitate, stand_in, tensors_of
@@ -40,6 +42,8 @@ class Sample(NamedTuple):
     work: Work
     """Medians; zeros where times are not asked for."""
     saved_bytes: int
+    split_seconds: float = 0.0
+    """What its backward takes longer in two parts."""
 
 
 def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: bool) -> Sample:
@@ -56,39 +60,54 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
     with _untouched(module), seeded(0, device), torch.inference_mode(False):
         weights = {name: _copy(tensor, device) for name, tensor in tensors_of(module).items()}
         saved = _saved_bytes(call, weights, device) if memory else 0
-        return Sample(_times(call, weights, device) if times else Work(), saved)
+        if not times:
+            return Sample(Work(), saved)
+        work, split_seconds = _times(call, weights, device)
+        return Sample(work, saved, split_seconds)
 
 
-def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> Work:
+def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> tuple[Work, float]:
+    """What it takes, and what its backward takes longer in two parts."""
     for _ in range(WARM_UPS):
-        _time_once(call, weights, device)
-    found: list[Work] = []
+        _time_once(call, weights, device, splits=True)
+    found: list[tuple[float, ...]] = []
     begin = time.perf_counter()
     while len(found) < FEWEST_REPEATS or (len(found) < MOST_REPEATS and time.perf_counter() - begin < ENOUGH_SECONDS):
-        found.append(_time_once(call, weights, device))
-    return Work(*map(statistics.median, zip(*found, strict=True)))
+        forward, whole, _ = _time_once(call, weights, device, splits=False)
+        found.append((forward, whole, *_time_once(call, weights, device, splits=True)[1:]))
+    forward, whole, first, later = map(statistics.median, zip(*found, strict=True))
+    if not first:
+        return Work(forward, 0.0, whole), 0.0
+    later = min(later, whole)
+    return Work(forward, whole - later, later), max(first + later - whole, 0.0) if later else 0.0
 
 
-def _time_once(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> Work:
-    inputs = [_real(leaf, device) for leaf in call.leaves]
+def _time_once(
+    call: UnitCall, weights: Mapping[str, Tensor], device: torch.device, *, splits: bool
+) -> tuple[float, float, float]:
+    """Seconds of forward, and of backward: of its two parts, of which one may be missing, or of the whole."""
+    imports: list[Import] = []
+    inputs = [_entered(_real(leaf, device), imports) for leaf in call.leaves]
     forward, result = _timed(lambda: _run(call, weights, inputs, device), device)
     results = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
-    wanted = [leaf for leaf in inputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-    trained = [tensor for tensor in weights.values() if tensor.requires_grad]
+    if not results:
+        return forward, 0.0, 0.0
     gradients = [torch.ones_like(tensor) for tensor in results]
+    if not splits:
+        whole, _ = _timed(lambda: torch.autograd.backward(results, gradients), device)
+        return forward, whole, 0.0
+    first, deferred = _timed(lambda: backward_of_imports(results, gradients, set(imports)), device)
+    has_second, has_first = bool(deferred), bool(imports)
+    later, _ = _timed(deferred.run, device)
+    return forward, first if has_first else 0.0, later if has_second else 0.0
 
-    def backward(targets: Sequence[Tensor], *, again: bool = False) -> float:
-        if not (results and targets):
-            return 0.0
 
-        def differentiate() -> object:
-            return torch.autograd.grad(results, targets, gradients, retain_graph=again, allow_unused=True)
-
-        return _timed(differentiate, device)[0]
-
-    of_inputs = backward(wanted, again=bool(trained))
-    whole = backward([*wanted, *trained]) if trained else of_inputs
-    return Work(forward, of_inputs, max(whole - of_inputs, 0.0))
+def _entered(leaf: Any, imports: list[Import]) -> Any:
+    """An argument as it comes from another stage."""
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad):
+        return leaf
+    imports.append(Import(-1, None))
+    return enter(leaf, imports[-1])
 
 
 def _saved_bytes(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> int:

@@ -27,6 +27,8 @@ class Measured:
     """Bytes that autograd keeps of one call, by unit."""
     scale: float = 1.0
     """Measured over modelled seconds of kernels: the median over kinds of units."""
+    split_overhead: float = 0.0
+    """What backwards take longer in two parts, as a share of them."""
     rank_of: Mapping[str, int]
     """The rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()

@@ -239,3 +239,33 @@ def test_what_may_change_costs_makes_another_kind(other):
     one = call(nn.Linear(4, 4), real(2, 4)).kind
     assert one == call(nn.Linear(4, 4), real(2, 4)).kind
     assert other.kind != one
+
+
+def test_a_unit_that_computes_its_gradients_at_once_leaves_nothing_for_later():
+    work = measured(Slow(), real(4), times=True).work
+    assert work.weight_gradient == 0
+    assert work.input_gradient >= 0.9 * 24 * MILLISECOND
+
+
+class SleepsOnTheWay(torch.autograd.Function):
+    """Takes 10 ms for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(10 * MILLISECOND)
+        return grad
+
+
+class SlowWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, SleepsOnTheWay.apply(self.weight))  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_is_split_as_the_runtime_splits_it():
+    sample = measured(SlowWeight(4, 4), real(4, 4), times=True)
+    assert sample.work.weight_gradient >= 9 * MILLISECOND > 3 * sample.work.input_gradient
+    assert 0 <= sample.split_seconds < 9 * MILLISECOND

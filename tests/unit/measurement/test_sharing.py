@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from smp_strategy.measurement import sharing
 from smp_strategy.measurement.sharing import MeasuringOptions, assign, measure
 from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.measured import with_measured_bytes, work_of
@@ -107,3 +108,22 @@ def test_a_unit_that_waits_does_not_make_the_code_above_the_units_slow():
     of_units = [sum(work[i]) for i, event in enumerate(found.trace.events) if event.name == "head"]
     above = [sum(work[i]) for i, event in enumerate(found.trace.events) if event.kind == "op"]
     assert min(of_units) > 0.02 > 5 * sum(above) > 0
+
+
+@pytest.mark.parametrize(("alone", "share_cores"), [(1.05, False), (2.0, True)])
+def test_ranks_share_cores_where_one_that_is_alone_is_much_faster(monkeypatch, alone, share_cores):
+    speeds = iter([1.0, alone])
+    monkeypatch.setattr(sharing, "_speed", lambda call, options: next(speeds))
+    monkeypatch.setattr(sharing, "_gathered", lambda mine: [mine, mine])
+    model = Text()
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), MeasuringOptions(device=CPU))
+    assert measured.ranks_share_cores == share_cores
+    assert measured.rank_speeds == ()
+
+
+def test_what_splits_take_longer_is_a_share_of_all_backwards():
+    model = Text()
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), MeasuringOptions(device=CPU))
+    assert 0 <= measured.split_overhead < 2
