@@ -1,33 +1,37 @@
 """Waiting for messages in the background.
 
 gloo can wait for a message but not say whether it is there. So a thread waits for each message from the moment in which
-it is asked for, and whoever needs it later finds it there at once, or can give up after a while and look around.
+it is asked for, and unpacks it. Whoever needs it later finds it there at once, or can give up after a while and look
+around.
 """
 
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import final
+from typing import Any, Generic, TypeVar, final
 
 __all__ = ["Arrival", "Listeners"]
 
 # How long a thread gets to end. It takes no time, unless it stands in a wait that was given up.
 FAREWELL_SECONDS = 0.5
 
+T = TypeVar("T")
+
 
 @final
-class Arrival:
+class Arrival(Generic[T]):
     """Something that is waited for in the background.
 
     Args:
-        wait: blocks until it is there.
+        wait: blocks until it is there, and returns it.
         listeners: who waits.
     """
 
-    def __init__(self, wait: Callable[[], object], listeners: "Listeners") -> None:
+    def __init__(self, wait: Callable[[], T], listeners: "Listeners") -> None:
         self._listeners = listeners
-        self._wait: Callable[[], object] | None = wait
+        self._wait: Callable[[], T] | None = wait
+        self._value: T | None = None
         self._error: BaseException | None = None
         # Held until it is there. A bare lock, because every message passes through one.
         self._pending = threading.Lock()
@@ -38,11 +42,6 @@ class Arrival:
         """Whether it is there, or will never be."""
         return not self._pending.locked()
 
-    @property
-    def has_succeeded(self) -> bool:
-        """Whether it is there."""
-        return self.is_over and self._error is None
-
     def within(self, seconds: float) -> bool:
         """Wait for it no longer than that; whether it is over."""
         began = time.perf_counter()
@@ -52,21 +51,27 @@ class Arrival:
         self._listeners.seconds_waited += time.perf_counter() - began
         return is_over
 
-    def check(self) -> None:
-        """Raise the error that the wait has ended with, if any."""
+    @property
+    def value(self) -> T:
+        """What has come; raises the error that the wait has ended with, if any."""
+        assert self.is_over
         if self._error is not None:
             raise self._error
+        return self._value  # type: ignore[return-value]  # `None` may be what is waited for
 
     def listen(self) -> None:
         """Called in the background: wait."""
         assert self._wait is not None
         try:
-            self._wait()
+            self._value = self._wait()
         except BaseException as error:
             self._error = error
         finally:
             self._wait = None  # it holds the message, which whoever asked for it holds too, as long as it is needed
             self._pending.release()
+
+
+_Mailbox = SimpleQueue[Arrival[Any] | None]
 
 
 @final
@@ -80,10 +85,10 @@ class Listeners:
     def __init__(self) -> None:
         self.seconds_waited = 0.0
         self._threads: list[threading.Thread] = []
-        self._mailboxes: list[SimpleQueue[Arrival | None]] = []
-        self._idle: list[SimpleQueue[Arrival | None]] = []
+        self._mailboxes: list[_Mailbox] = []
+        self._idle: list[_Mailbox] = []
 
-    def expect(self, wait: Callable[[], object]) -> Arrival:
+    def expect(self, wait: Callable[[], T]) -> Arrival[T]:
         """Begin to wait."""
         arrival = Arrival(wait, self)
         mailbox = self._idle.pop() if self._idle else self._new_thread()
@@ -102,8 +107,8 @@ class Listeners:
         self._mailboxes.clear()
         self._idle.clear()
 
-    def _new_thread(self) -> "SimpleQueue[Arrival | None]":
-        mailbox: SimpleQueue[Arrival | None] = SimpleQueue()
+    def _new_thread(self) -> "_Mailbox":
+        mailbox: _Mailbox = SimpleQueue()
         # Where a wait has been given up, the thread still stands in it, and must not keep the process from ending.
         thread = threading.Thread(target=self._listen, args=(mailbox,), name="messages", daemon=True)
         thread.start()
@@ -111,7 +116,7 @@ class Listeners:
         self._threads.append(thread)
         return mailbox
 
-    def _listen(self, mailbox: "SimpleQueue[Arrival | None]") -> None:
+    def _listen(self, mailbox: "_Mailbox") -> None:
         while (arrival := mailbox.get()) is not None:
             arrival.listen()
             del arrival  # and with it the message, which would live until the next one comes

@@ -11,9 +11,10 @@ gloo matches messages of a pair of ranks by tag, so messages may overtake each o
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -28,31 +29,18 @@ from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Agreement", "Receipt", "Transport", "empty"]
 
+T = TypeVar("T")
+
 
 @final
+@dataclass(frozen=True, eq=False)
 class Receipt:
-    """A receive that is under way.
+    """A receive that is under way."""
 
-    Args:
-        message: where it arrives.
-        spec: metadata of the tensor in it.
-        key: rank of the sender, and the tag.
-        arrival: of the message.
-        wait: blocks until it is over.
-
-    Attributes:
-        key: rank of the sender, and the tag.
-    """
-
-    def __init__(
-        self, message: Tensor, spec: TensorSpec, key: tuple[int, int], arrival: Arrival, wait: Callable[[], None]
-    ) -> None:
-        self.key = key
-        self._message: Tensor | None = message
-        self._spec = spec
-        self._arrival = arrival
-        self._wait = wait
-        self._tensor: Tensor | None = None
+    key: tuple[int, int]
+    """Rank of the sender, and the tag."""
+    _arrival: Arrival[Tensor]
+    _transport: "Transport"
 
     def arrived(self) -> bool:
         """Whether the tensor is there, without blocking."""
@@ -60,12 +48,7 @@ class Receipt:
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; the same one at each call."""
-        if self._tensor is None:
-            if not self._arrival.has_succeeded:
-                self._wait()
-            assert self._message is not None
-            self._tensor, self._message = messages.unpack(self._message, self._spec), None
-        return self._tensor
+        return self._transport.wait(self._arrival, self.key)
 
 
 class Agreement(NamedTuple):
@@ -119,14 +102,18 @@ class Transport:
             message = messages.empty(spec)
         with _peer(self._ranks[stage], "waiting for a tensor from"):
             work = self._group.recv([message], self._peers[stage], tag)
-        key, timeout = (self._ranks[stage], tag), self._timeout
-        arrival = self._listeners.expect(lambda: work.wait(timeout))
+        timeout = self._timeout
 
-        def wait() -> None:
-            with _peer(key[0], "waiting for a tensor from"):
-                self._watch.wait(arrival, [key], self._log)
+        def wait() -> Tensor:
+            work.wait(timeout)
+            return messages.unpack(message, spec)
 
-        return Receipt(message, spec, key, arrival, wait)
+        return Receipt((self._ranks[stage], tag), self._listeners.expect(wait), self)
+
+    def wait(self, arrival: Arrival[T], key: tuple[int, int]) -> T:
+        """Block until the message ``key`` is there."""
+        with _peer(key[0], "waiting for a tensor from"):
+            return self._watch.wait(arrival, [key], self._log)
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""

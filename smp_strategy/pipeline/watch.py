@@ -11,7 +11,7 @@ Nothing of this happens while messages arrive in time.
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ __all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "is_deadloc
 PATIENCE_SECONDS = 5.0
 # Between two looks that must show the same.
 PAUSE_SECONDS = 1.0
+T = TypeVar("T")
 _KEY = "smp_strategy/waiting"
 _OURS = ("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "lightning", "pytorch_lightning")
 
@@ -55,8 +56,8 @@ class Watch:
         self._turn = 0
         self._seen: Mapping[int, Position] | None = None
 
-    def wait(self, arrival: Arrival, needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]) -> None:
-        """Block until ``arrival`` is over.
+    def wait(self, arrival: Arrival[T], needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]) -> T:
+        """Block until ``arrival`` is over, and return what has come.
 
         Args:
             arrival: what is waited for.
@@ -67,11 +68,11 @@ class Watch:
             UnsupportedError: it cannot come, because its sender waits for this rank.
         """
         patience = PATIENCE_SECONDS
-        while not arrival.within(patience):
+        while not arrival.is_over and not arrival.within(patience):
             self.look(needs, sent)
             patience = PAUSE_SECONDS
         self.go_on()
-        arrival.check()
+        return arrival.value
 
     def look(self, needs: Sequence[tuple[int, int]], sent: Collection[tuple[int, int]]) -> None:
         """Called again and again while this rank waits for one of the messages ``needs``.
