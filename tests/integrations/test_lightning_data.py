@@ -125,7 +125,7 @@ def test_replicas_share_the_samples_and_average_the_gradients(tmp_path):
     inputs, targets = toy_data().tensors
     row = {value: index for index, value in enumerate(inputs[:, 0].tolist())}
     module = toy_module()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    optimizer = module.configure_optimizers()["optimizer"]
     for halves in zip(by_replica[0][0], by_replica[1][0], strict=True):
         rows = [row[value] for half in halves for value in half]
         optimizer.zero_grad()
