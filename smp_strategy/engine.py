@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -112,7 +111,6 @@ class Engine:
         self.manual = ManualSteps(self._calls)
         self._ownership: Ownership | None = None
         self._reduction: Reduction | None = None
-        self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
         self._used_by_glue: tuple[Tensor, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
         self._whole_on: RestoreModule = "all"
@@ -289,16 +287,8 @@ class Engine:
         for optimizer in self._optimizers:
             for parameter in [parameter for parameter in optimizer.state if id(parameter) not in local]:
                 del optimizer.state[parameter]
-        for stages in ownership.shared():
-            if mesh.stage not in stages or stages in self._groups:
-                continue
-            ranks = [mesh.stage_ranks[stage] for stage in sorted(stages)]
-            whole = len(ranks) == mesh.pp
-            self._groups[stages] = (
-                mesh.pp_group if whole else dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
-            )
         shared = [
-            (self._groups[stages], parameters)
+            (mesh.group_of(stages), parameters)
             for stages, parameters in ownership.shared().items()
             if mesh.stage in stages
         ]
@@ -493,5 +483,9 @@ class Engine:
         self._seed, self._num_steps = state["seed"], state["num_steps"]
 
     def close(self) -> None:
-        """End the engine's threads; the module stays as it is."""
+        """End the engine's threads and let go of its process groups; the module stays as it is."""
         self._calls.close()
+        self.manual = ManualSteps(self._calls)  # the last one knows the groups
+        self._transport = self._reduction = None
+        if self._mesh is not None:
+            self._mesh.close()

@@ -159,6 +159,8 @@ class ProcessMesh:
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group("P", self.rank)))
+        self._timeout = timeout
+        self._groups = {frozenset(range(shape.pp)): self.pp_group}
 
     @property
     def pp(self) -> int:
@@ -179,6 +181,18 @@ class ProcessMesh:
     def first_of_replica(self) -> int:
         """Global rank that holds the last stage of this replica."""
         return self.stage_ranks[-1]
+
+    def group_of(self, stages: frozenset[int]) -> dist.ProcessGroup:
+        """The group of some stages of this replica, this rank's among them; the first call is collective for them."""
+        if stages not in self._groups:
+            ranks = [self.stage_ranks[stage] for stage in sorted(stages)]
+            self._groups[stages] = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        return self._groups[stages]
+
+    def close(self) -> None:
+        """Let go of the process groups; the mesh is of no use afterwards."""
+        del self.device_mesh, self.pp_group, self.dp_group
+        self._groups.clear()
 
     def draw(self) -> str:
         """See :meth:`MeshShape.draw`."""

@@ -17,6 +17,7 @@ one subject each. The order in which Lightning calls (fit)::
 model is partitioned inside the first step, on real shapes; until then it is whole on every rank.
 """
 
+import gc
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -40,6 +41,7 @@ from smp_strategy.lightning.environment import devices_of_launcher, submitit_env
 from smp_strategy.lightning.gradients import evaluated_once, with_global_norm
 from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
+from smp_strategy.lightning.leaving import call_at_exit
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
@@ -105,6 +107,7 @@ class SMPHooks(CommunicationHooks):
         self._manual: ManualOptimization | None = None
         self._may_reduce = True
         self._has_failed = False
+        call_at_exit(self.leave)
 
     def __repr__(self) -> str:
         # Lightning prints this when a Trainer of the other tree rejects the strategy.
@@ -406,6 +409,15 @@ class SMPHooks(CommunicationHooks):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+    def leave(self) -> None:
+        """Let go of the process groups, when the process ends. See [Note: leaving]."""
+        if self._engine is None or self._has_failed:
+            return
+        self._engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # what earlier runs have left may hold groups, too
 
 
 class _Left:

@@ -83,6 +83,38 @@ def test_torchrun_says_how_many_ranks_there_are(tmp_path):
     assert [row[:2] for row in results_in(output)] == [(0, 2), (1, 2)]
 
 
+LEAVING = """
+    import atexit, os, sys
+
+    def tell():
+        names = [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
+        sys.stdout.write(f"THREADS {sum('gloo' in name for name in names)}\\n")
+        sys.stdout.flush()
+
+    atexit.register(tell)  # first in, last out
+    from lightning.pytorch import Trainer
+    from lightning_toy import toy_loader, toy_module
+    from smp_strategy import SMPStrategy
+    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+    trainer = Trainer(strategy=SMPStrategy(microbatches=2), devices=2, accelerator="cpu", max_epochs=1, **quiet)
+    module = toy_module("lightning.pytorch")
+    trainer.fit(module, toy_loader())
+    trainer.test(module, toy_loader(shuffle=False), verbose=False)
+    tell()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux shows them")
+def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
+    """One that wants to drop a tensor then aborts the process, now and then, after all is done."""
+    code, output, _ = run(tmp_path, LEAVING)
+    assert code == 0, output
+    (*during, first, second) = [int(count) for count in re.findall(r"THREADS (\d+)", output)]
+    assert len(during) == 2
+    assert min(during) > 0
+    assert (first, second) == (0, 0)
+
+
 FAILING = """
     import os
     from smp_strategy import SMPStrategy
@@ -110,6 +142,7 @@ def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, tmp_path):
 
 
 HYDRA = """
+    import sys
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -119,7 +152,8 @@ HYDRA = """
         from toy_training import train
         folder = HydraConfig.get().runtime.output_dir
         train(folder, strategy=SMPStrategy(microbatches=2), devices=config.devices)
-        print("JOB", HydraConfig.get().job.num, config.seed, folder, flush=True)
+        # One write: the ranks share the pipe.
+        sys.stdout.write(f"JOB {HydraConfig.get().job.num} {config.seed} {folder}\\n")
 
     if __name__ == "__main__":
         main()

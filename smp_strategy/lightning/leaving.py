@@ -1,0 +1,29 @@
+"""What is done when the process ends.
+
+[Note: leaving]
+A thread of gloo drops the tensors of a collective after whoever waited for it has gone on, and needs Python's GIL for
+that. Where the interpreter is already shutting down, Python (before 3.14) ends a thread that asks for the GIL, here in
+the middle of a C++ destructor, and the process aborts after all of its work is done: ``terminate called without an
+active exception``. So gloo's threads have to end before the interpreter does. They end with their process group, and
+that lives until torch (``destroy_process_group``, which Lightning calls for NCCL only) and all engines let go of it.
+
+Where a run has failed nobody lets go: a thread may be in a collective for which other ranks will never come.
+"""
+
+import atexit
+import weakref
+from collections.abc import Callable
+
+__all__ = ["call_at_exit"]
+
+
+def call_at_exit(method: Callable[[], None]) -> None:
+    """Call a bound ``method`` when the process ends, if its object still lives then; this does not keep it alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    atexit.register(call)
