@@ -10,6 +10,7 @@ from smp_strategy.explain.text import timetable
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.policies import Policy, PolicyName
+from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
@@ -17,7 +18,6 @@ from smp_strategy.pipeline.search import search
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.turns import Job, StepRun
 from smp_strategy.planning import policies_of
-from smp_strategy.timeline.gathering import Recorded
 from smp_strategy.trace.events import Trace
 
 __all__ = ["Timetables", "policy_of"]

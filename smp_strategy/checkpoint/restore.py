@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from smp_strategy.buckets import buckets
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
-from smp_strategy.pipeline.transport import empty
 from smp_strategy.stage_tensors import StageTensor, home_of, in_plain_sight
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.units import Unit
@@ -125,5 +124,11 @@ def _broadcast(
         if keep and mesh.rank != source:
             for number, piece in zip(numbers, pieces, strict=True):
                 spec = specs[number]
-                received.append(empty(spec).copy_(piece.view(spec.size)))
+                received.append(_empty(spec).copy_(piece.view(spec.size)))
     return received
+
+
+def _empty(spec: TensorSpec) -> Tensor:
+    """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
+    layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
+    return torch.empty_like(layout, device=spec.device)

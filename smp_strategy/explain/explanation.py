@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from smp_strategy.errors import ConfigError
 from smp_strategy.explain.page import page
 from smp_strategy.explain.text import text
+from smp_strategy.files import form_of, write_atomically
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 
@@ -50,18 +50,13 @@ class Explanation:
     def save(self, path: str | Path) -> None:
         """Write it to a file in the form that the ending asks for: ``.txt``, ``.json`` or ``.html``.
 
+        All ranks may call this: they write the same.
+
         Raises:
             ConfigError: another ending.
         """
-        path = Path(path)
         forms = {".txt": self.__str__, ".json": self.to_json, ".html": self.to_html}
-        if path.suffix not in forms:
-            raise ConfigError(
-                f"An explanation is written as {', '.join(forms)}, but the file is to be {path.name!r}. "
-                "Change its ending."
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(forms[path.suffix]() + "\n")
+        write_atomically(path, form_of(path, forms, "An explanation")() + "\n")
 
 
 def _timetable(plan: Plan) -> list[list[dict[str, object]]]:

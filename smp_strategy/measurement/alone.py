@@ -97,9 +97,8 @@ def _time_once(
         whole, _ = _timed(lambda: torch.autograd.backward(results, gradients), device)
         return forward, whole, 0.0
     first, deferred = _timed(lambda: backward_of_imports(results, gradients, set(imports)), device)
-    has_second, has_first = bool(deferred), bool(imports)
-    later, _ = _timed(deferred.run, device)
-    return forward, first if has_first else 0.0, later if has_second else 0.0
+    later = _timed(deferred.run, device)[0] if deferred else 0.0
+    return forward, first if imports else 0.0, later
 
 
 def _entered(leaf: Any, imports: list[Import]) -> Any:

@@ -7,16 +7,14 @@ compared, because a partition for a model of another size is probably none for t
 
 import difflib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.partitioner.manual import stage_problems
 
-__all__ = ["FORMAT", "SavedPartition", "read_partition", "write_atomically"]
+__all__ = ["FORMAT", "SavedPartition", "read_partition"]
 
 FORMAT = 1
 """Number of the file format; it changes when an older reader would misunderstand."""
@@ -131,15 +129,3 @@ def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
         words = {list: "a list", dict: "an object", str: "a text", int: "a whole number"}
         raise ConfigError(f"`{key}` of {where} must be {words[kind]}, but is {value!r}.")
     return value
-
-
-def write_atomically(path: str | Path, text: str) -> None:
-    """Write ``text`` so that whoever reads the file finds all of it, or what was there before."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from smp_strategy.errors import ConfigError
+from smp_strategy.files import write_atomically
 from smp_strategy.partitioner.costs import Held
-from smp_strategy.partitioner.file import FORMAT, write_atomically
+from smp_strategy.partitioner.file import FORMAT
 from smp_strategy.partitioner.problem import Problem, Score
 from smp_strategy.trace.work import Work
 

@@ -35,8 +35,8 @@ class Coroutine:
         body: the program.
         executor: gives the thread; it must have as many as programs that are alive at once.
         seed: where the program's random streams begin. Where it pauses, others begin that derive from it, too: nobody
-            draws its next numbers before it goes on. Whoever lets programs take turns keeps the global ones
-            (:func:`smp_strategy.pipeline.rng.kept`).
+            draws its next numbers before it goes on. Whoever lets programs take turns keeps the global ones from that
+            (:meth:`smp_strategy.pipeline.rng.Streams.seeded`).
         streams: gives the program its random stream.
     """
 

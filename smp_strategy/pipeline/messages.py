@@ -1,7 +1,11 @@
 """Tensors as messages: the elements in the order in which they stand in memory, and behind them the strides.
 
-The receiver knows size and dtype, but predictions can be wrong about strides. Sending is on the way of every value from
-stage to stage, so the usual tensor, one without gaps and with the strides that were predicted, takes few calls.
+Both sides know size and dtype from the program, so there are no headers. The strides of a gradient, or of a result
+whose prediction is wrong about them, are known to the sender alone, and they matter: where the layout is another, be it
+by gaps, kernels add in another order.
+
+Sending is on the way of every value from stage to stage, so the usual tensor, one without gaps and with the strides
+that were predicted, takes few calls.
 """
 
 import functools
@@ -66,8 +70,6 @@ def _layout(size: Sequence[int], strides: Sequence[int], device: torch.device) -
         strided = torch.empty_strided(size, strides, device="meta")
         dense = torch.empty_like(strided).stride()
         as_bytes = torch.tensor(strides, dtype=torch.int64, device=device).view(torch.uint8)
-    is_dense, is_expanded = (
-        dense == tuple(strides),
-        0 in [stride for stride, n in zip(strides, size, strict=True) if n > 1],
-    )
+    is_dense = dense == tuple(strides)
+    is_expanded = 0 in [stride for stride, n in zip(strides, size, strict=True) if n > 1]
     return _Layout(as_bytes, dense, is_dense, None if is_dense or is_expanded else tuple(strides))

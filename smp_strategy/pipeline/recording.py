@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
-from smp_strategy.pipeline.schedule import Action
+from smp_strategy.pipeline.schedule import Action, Plan
 
-__all__ = ["Recording", "Span"]
+__all__ = ["Recorded", "Recording", "Span"]
 
 
 class Span(NamedTuple):
@@ -40,3 +40,14 @@ class Recording:
         """The same, told by a clock that showed nought at ``zero``."""
         spans = tuple(span._replace(start=span.start - zero, end=span.end - zero) for span in self.spans)
         return Recording(spans, self.end - zero, self.left_plan)
+
+
+class Recorded(NamedTuple):
+    """A training step on this stage."""
+
+    number: int
+    """Of the step."""
+    plan: Plan
+    """What was to happen."""
+    recording: Recording
+    """What did, by the clock of this rank."""

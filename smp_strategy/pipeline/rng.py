@@ -10,38 +10,19 @@ and under any schedule.
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import numpy as np
 import torch
 
-__all__ = ["Stream", "Streams", "begin_at", "derive_seed", "kept", "seeded"]
+__all__ = ["Stream", "Streams", "begin_at", "derive_seed", "seeded"]
 
 
 def derive_seed(*parts: int) -> int:
     """A 63-bit seed that is the same on every machine for the same ``parts``."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from a stream that begins at ``seed``; the global streams go on afterwards as if nothing was drawn."""
-    with kept(device):
-        begin_at(seed, device)
-        yield
-
-
-@contextmanager
-def kept(device: torch.device) -> Iterator[None]:
-    """Whatever is drawn in here, the global streams go on afterwards as if nothing was drawn."""
-    states, of_numpy = _states(device), np.random.get_state()
-    try:
-        yield
-    finally:
-        _set_states(states)
-        np.random.set_state(of_numpy)
 
 
 def begin_at(seed: int, device: torch.device) -> None:
@@ -77,7 +58,7 @@ class Streams:
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """The same as :func:`seeded`."""
+        """Draw from a stream that begins at ``seed``; the global ones go on afterwards as if nothing was drawn."""
         stream, states = self.stream(seed), _states(self.device)
         stream.enter()
         try:
@@ -122,6 +103,11 @@ class Stream:
             self._own = self._states = None
         else:
             self._states = _states(self._device)
+
+
+def seeded(seed: int, device: torch.device) -> AbstractContextManager[None]:
+    """:meth:`Streams.seeded` for once."""
+    return Streams(device).seeded(seed)
 
 
 _States = tuple[torch.device, torch.Tensor, torch.Tensor | None, Any]

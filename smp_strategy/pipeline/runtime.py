@@ -20,7 +20,7 @@ from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
-from smp_strategy.pipeline.rng import derive_seed, seeded
+from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
@@ -113,7 +113,7 @@ class Runtime:
         """
         turns, recorder = self._turns(job, microbatches), Recorder(self._stage.transport)
         try:
-            with watched_entrances(self._active), seeded(derive_seed(job.seed, BETWEEN_TURNS), self._stage.device):
+            with watched_entrances(self._active), self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
                 for position, action in enumerate(actions):
                     recorder.note(action, turns.do)

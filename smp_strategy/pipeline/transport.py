@@ -1,10 +1,7 @@
 """Moving tensors between the stages of one replica.
 
-Sender and receiver know the shape and dtype of every message from the program, so there are no headers. A message is
-the raw elements in the order in which they stand in memory, and after them the strides: kernels add in another order
-where the layout is another, be it by gaps, and that of a gradient, or of a result whose prediction is wrong about it,
-is known to the sender alone. A send copies its tensor first and returns at once; whatever later changes the tensor in
-place cannot reach the message. A receive is posted when it is known and waited for when it is needed.
+A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot reach the
+message. A receive is posted when it is known and waited for when it is needed.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
@@ -27,7 +24,7 @@ from smp_strategy.pipeline.arrivals import Arrival, Listeners
 from smp_strategy.pipeline.watch import Watch
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Agreement", "Receipt", "Transport", "empty"]
+__all__ = ["Agreement", "Receipt", "Transport"]
 
 T = TypeVar("T")
 
@@ -217,12 +214,6 @@ class Transport:
             return [result.clone() for result in results]
 
         return wait
-
-
-def empty(spec: TensorSpec) -> Tensor:
-    """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
-    layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
-    return torch.empty_like(layout, device=spec.device)
 
 
 def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward import Backward
-from smp_strategy.pipeline.coroutine import Coroutine
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, Coroutine
 from smp_strategy.pipeline.ending import Ending
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
-from smp_strategy.pipeline.rng import derive_seed, kept
+from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Receipt
@@ -218,10 +218,12 @@ class Turns:
 
         Not those after it: what they count in objects that all share would be seen by this one.
         """
-        ahead = next((ahead for ahead, action in enumerate(actions[position:]) if action.kind == "F"), None)
-        if not ahead or not self._receives_first:
+        if not self._receives_first:
+            return
+        forward = next((ahead for ahead in range(position, len(actions)) if actions[ahead].kind == "F"), position)
+        if forward == position:
             return  # there is none, or it is about to begin
-        following = actions[position + ahead].microbatch
+        following = actions[forward].microbatch
         if following in self._waiting or self._coroutines[following].finished:
             return
         self._begun_early = following
@@ -246,7 +248,7 @@ class Turns:
         Returns:
             Whether there was a barrier; otherwise all microbatches have ended.
         """
-        with kept(self._stage.device):
+        with self._stage.streams.seeded(derive_seed(self._job.seed, BETWEEN_TURNS)):
             for number in range(len(self._programs)):
                 self._forward(number, ALL_SEGMENTS)
         barriers, self._barriers = self._barriers, {}

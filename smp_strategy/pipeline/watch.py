@@ -23,9 +23,10 @@ __all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "is_deadloc
 PATIENCE_SECONDS = 5.0
 # Between two looks that must show the same.
 PAUSE_SECONDS = 1.0
-T = TypeVar("T")
 _KEY = "smp_strategy/waiting"
 _OURS = ("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "lightning", "pytorch_lightning")
+
+T = TypeVar("T")
 
 
 class Position(NamedTuple):

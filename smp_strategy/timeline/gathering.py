@@ -3,30 +3,18 @@
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from smp_strategy.errors import SMPError
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.pipeline.recording import Recording
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.recording import Recorded, Recording
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.timeline.clocks import aligned, offsets
 from smp_strategy.timeline.timeline import Timeline
 
-__all__ = ["Recorded", "gather"]
-
-
-class Recorded(NamedTuple):
-    """A training step on this stage."""
-
-    number: int
-    """Of the step."""
-    plan: Plan
-    """What was to happen."""
-    recording: Recording
-    """What did, by the clock of this rank."""
+__all__ = ["gather"]
 
 
 def gather(recorded: Recorded | None, mesh: ProcessMesh, timeout: timedelta | None = None) -> Timeline:

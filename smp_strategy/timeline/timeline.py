@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from smp_strategy.errors import ConfigError
+from smp_strategy.files import form_of, write_atomically
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.timeline.chrome import chrome_trace
@@ -60,12 +60,7 @@ class Timeline:
         Raises:
             ConfigError: another ending.
         """
-        path = Path(path)
         forms = {".txt": self.__str__, ".json": self.to_json, ".html": self.to_html}
-        if path.suffix not in forms:
-            raise ConfigError(
-                f"A timeline is written as {', '.join(forms)}, but the file is to be {path.name!r}. Change its ending."
-            )
+        form = form_of(path, forms, "A timeline")
         if self.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(forms[path.suffix]() + "\n")
+            write_atomically(path, form() + "\n")

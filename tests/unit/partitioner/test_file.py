@@ -5,7 +5,8 @@ import json
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.partitioner.file import read_partition, write_atomically
+from smp_strategy.files import write_atomically
+from smp_strategy.partitioner.file import read_partition
 
 SIZES = {"embed": 100, "blocks.0": 10, "blocks.1": 10, "head": 100}
 
