@@ -25,7 +25,9 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
     """
     world_size = dist.get_world_size()
     degree = config.pipeline_parallel_degree
-    if degree is None:
+    if degree is None and config.shard_optimizer_state:
+        degree = 1  # it is about replicas, so these are wanted
+    elif degree is None:
         num_units = len(choose_placed_units(config, module, world_size))
         degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
         report(
