@@ -10,7 +10,6 @@ from typing import final
 
 from torch import Tensor, nn
 
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
 from smp_strategy.optim.norm import global_norm
@@ -45,8 +44,7 @@ class Reduction:
 
     def begin_backward(self) -> None:
         """More gradients will be added, on every rank."""
-        if self._sharding.drops_gradients:
-            self._refuse_averages()
+        self._sharding.set_averages_aside([each for each in self._local if each not in self._pending])
         for _, parameters in self._shared:
             for parameter in parameters:
                 if parameter not in self._pending and not self._is_first(parameter):
@@ -77,11 +75,3 @@ class Reduction:
 
     def _counts_here(self, parameter: nn.Parameter) -> bool:
         return self._is_first(parameter) and self._sharding.is_mine(parameter)
-
-    def _refuse_averages(self) -> None:
-        """Only their owners have them, so adding to them would give another sum on every replica."""
-        if any(parameter.grad is not None for parameter in self._local if parameter not in self._pending):
-            raise UnsupportedError(
-                "Under `shard_optimizer_state` a backward adds to gradients that an optimizer has been given already. "
-                "Let gradients be set to `None` after each optimizer step, as Lightning does, or leave the option out."
-            )

@@ -75,6 +75,7 @@ class StateSharding:
         self._mesh = mesh
         self._held: set[Tensor] = set(ownership.local_parameters(mesh.stage))
         self._owners: dict[int, dict[Tensor, int]] = {}
+        self._averages: dict[nn.Parameter, Tensor] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
         self._updating: Optimizer | None = None
 
@@ -96,6 +97,16 @@ class StateSharding:
         """Whether this rank updates ``parameter``."""
         return parameter in self._held and (not self.is_on or self._owner(parameter) == self._mesh.dp_rank)
 
+    def set_averages_aside(self, parameters: Sequence[nn.Parameter]) -> None:
+        """More will be added to gradients that are averages already; :meth:`average` puts these on top of the new ones.
+
+        Only their owners have them, so they must not be counted like what each replica brings.
+        """
+        for parameter in parameters if self.drops_gradients else ():
+            self._averages.pop(parameter, None)
+            if parameter.grad is not None:
+                self._averages[parameter], parameter.grad = parameter.grad, None
+
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Average the gradients of ``parameters`` over the replicas, on the owners only; added in their order."""
         replicas, group = self._mesh.dp, self._mesh.dp_group
@@ -113,6 +124,9 @@ class StateSharding:
             _fill([_gradient(parameter) for parameter in shares[self._mesh.dp_rank]], total)
             for parameter in (parameter for share in shares for parameter in share if not self.is_mine(parameter)):
                 parameter.grad = None
+        for parameter in parameters:
+            if (before := self._averages.pop(parameter, None)) is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """Gradients are final, and ``optimizer`` will look at them: let it see those that this rank applies."""
