@@ -14,6 +14,7 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -79,7 +80,6 @@ class Engine:
         costs: what calls cost: measured, once the partition is decided, or modelled.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
-        sharding: which replica updates which parameter; known once the module is spread.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
             rank may have only those that it applies. To be said before the first step.
     """
@@ -114,7 +114,7 @@ class Engine:
         self.manual = ManualSteps(self._calls)
         self._ownership: Ownership | None = None
         self._reduction: Reduction | None = None
-        self.sharding: StateSharding | None = None
+        self._sharding: StateSharding | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
         self._whole_on: RestoreModule = "all"
@@ -289,13 +289,12 @@ class Engine:
         mesh, ownership = self.mesh, self._ownership
         ownership.release(mesh.stage, self.copies())
         self._whole_on = "none" if mesh.pp > 1 else "all"
-        self.sharding = StateSharding(
-            ownership, mesh, is_on=self.config.shard_optimizer_state, everyone_sees=self.gradients_are_seen
-        )
+        is_on, everyone_sees = self.config.shard_optimizer_state, self.gradients_are_seen
+        self._sharding = StateSharding(ownership, mesh, is_on=is_on, everyone_sees=everyone_sees)
         for optimizer in self._optimizers:
-            for parameter in [parameter for parameter in optimizer.state if not self.sharding.is_mine(parameter)]:
+            for parameter in [parameter for parameter in optimizer.state if not self._sharding.is_mine(parameter)]:
                 del optimizer.state[parameter]
-        self._reduction = Reduction(ownership, mesh, self.sharding)
+        self._reduction = Reduction(ownership, mesh, self._sharding)
         self.manual.begin(ownership.local_parameters(mesh.stage), self._reduction)
 
     # Every step
@@ -308,6 +307,7 @@ class Engine:
         loss_of: Callable[[Any], Tensor | None],
         factor: float = 1.0,
         continues: bool = False,
+        reduces: bool = False,
     ) -> TrainStep:
         """Forward and backward of a batch.
 
@@ -318,23 +318,27 @@ class Engine:
             factor: the gradient that :meth:`TrainStep.commit` will probably get.
             continues: the gradients will probably be added to those that are there. If both guesses are right, the
                 additions are those of one process in number and order.
+            reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         self._prepare("train", step, microbatches[0], loss_of)
         assert self._ownership is not None
         assert self._reduction is not None
         job = self._training_job(step, sizes, loss_of)
-        weights = job.weights
-        job = replace(job, weights=[weight * factor for weight in weights])
+        weights, scaled = job.weights, [weight * factor for weight in job.weights]
+        sums = self._reduction.start() if reduces and not continues else None
+        job = replace(job, weights=scaled, around_last=sums.watching if sums else nullcontext)
         with accumulating(self._ownership.local_parameters(self.mesh.stage), continues=continues) as accumulated:
             run = self._run("train", job, microbatches)
+            if sums is not None:
+                sums.send_rest()
         weighted = [
             loss.reshape(()) * loss.new_tensor(weight)
             for loss, weight in zip(run.losses, weights, strict=True)
             if loss is not None
         ]
         loss = torch.stack(weighted).sum() if weighted else None
-        return TrainStep(run.outputs, sizes, loss, accumulated, factor, self._reduction)
+        return TrainStep(run.outputs, sizes, loss, accumulated, factor, self._reduction, sums)
 
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
@@ -413,6 +417,12 @@ class Engine:
 
     # Gradients
 
+    @property
+    def sharding(self) -> StateSharding:
+        """Which replica updates which parameter: to be told before and after each step of an optimizer."""
+        assert self._sharding is not None
+        return self._sharding
+
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
 
@@ -428,16 +438,6 @@ class Engine:
             local = [parameter for parameter in parameters if parameter.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
-
-    def begin_update(self, optimizer: Optimizer) -> None:
-        """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
-        assert self.sharding is not None
-        self.sharding.begin_update(optimizer)
-
-    def end_update(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped: all ranks that hold its parameters get the new values. Collective."""
-        assert self.sharding is not None
-        self.sharding.end_update(optimizer)
 
     def run_hook(self, hook: Callable[[], Any]) -> Any:
         """Run the user's ``hook`` with weights and gradients of all stages in sight; collective over a replica.
@@ -468,7 +468,7 @@ class Engine:
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        return full.optimizer_state(optimizer, self._ownership, self.mesh, self.sharding)
+        return full.optimizer_state(optimizer, self._ownership, self.mesh, self._sharding)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
@@ -480,7 +480,7 @@ class Engine:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
-        full.load_optimizer_state(optimizer, state, None if self.sharding is None else self.sharding.is_mine)
+        full.load_optimizer_state(optimizer, state, None if self._sharding is None else self._sharding.is_mine)
 
     def state_dict(self) -> dict[str, int]:
         """The engine's own state: where its random streams are."""
@@ -494,6 +494,6 @@ class Engine:
         """End the engine's threads and let go of its process groups; the module stays as it is."""
         self._calls.close()
         self.manual = ManualSteps(self._calls)  # the last one knows the groups
-        self._transport = self._reduction = self.sharding = None
+        self._transport = self._reduction = self._sharding = None
         if self._mesh is not None:
             self._mesh.close()

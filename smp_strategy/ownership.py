@@ -44,13 +44,15 @@ class Ownership:
         used_by_glue: Iterable[Tensor] = (),
     ) -> None:
         self._root = root
+        self._units = {unit.name: unit for unit in units}
+        self._used_by_glue = {id(tensor) for tensor in used_by_glue}
         self.stage_of = stage_of
         everywhere = frozenset(range(num_stages))
         holders: dict[int, frozenset[int]] = {}
         for unit in units:
             for tensor in unit.tensors:
                 holders[id(tensor)] = holders.get(id(tensor), frozenset()) | {stage_of[unit.name]}
-        holders.update((id(tensor), everywhere) for tensor in used_by_glue)
+        holders.update((number, everywhere) for number in self._used_by_glue)
         self._holders: dict[int, frozenset[int]] = holders
         self._everywhere = everywhere
         self._stage = -1
@@ -98,6 +100,19 @@ class Ownership:
             mine = [parameter for parameter in self._root.parameters() if stage in self.holders(parameter)]
             self._parameters[stage] = mine
         return self._parameters[stage]
+
+    def parameters_of_units(self, stage: int) -> list[nn.Parameter]:
+        """Parameters that one unit of ``stage`` has for itself, unit by unit in order of execution."""
+        users: dict[nn.Parameter, int] = {}
+        for unit in self._units.values():
+            for parameter in unit.module.parameters():
+                users[parameter] = users.get(parameter, 0) + 1
+        return [
+            parameter
+            for name, owner in self.stage_of.items()
+            for parameter in self._units[name].module.parameters()
+            if owner == stage and users[parameter] == 1 and id(parameter) not in self._used_by_glue
+        ]
 
     def release(self, stage: int, copies: Iterable[nn.Module] = ()) -> None:
         """Let go of everything that ``stage`` does not hold.

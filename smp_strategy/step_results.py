@@ -6,7 +6,7 @@ on their order, though: where the gradients will be added to those of earlier ba
 a copy of them, and what is handed over is the new sum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.optim.reduction import Reduction
+from smp_strategy.optim.sums import Sums
 
 __all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating"]
 
@@ -74,6 +75,8 @@ class TrainStep:
     _accumulated: Accumulated
     _factor: float
     _reduction: Reduction
+    _averages: Sums | None = None
+    """On their way already, where it was known before that they would be needed."""
 
     def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
         """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
@@ -85,13 +88,24 @@ class TrainStep:
         """
         given = grad_output.item()
         scale = 1.0 if given == grad_output.new_tensor(self._factor).item() else given / self._factor
-        self._reduction.begin_backward()
+        self._reduction.begin_backward(self._averaged())
         for parameter, gradient in self._accumulated.gradients.items():
             self._hand_over(parameter, gradient, scale)
         self._accumulated.gradients.clear()
         self._accumulated.base.clear()
         if reduce:
             self._reduction.reduce()
+
+    def _averaged(self) -> Collection[nn.Parameter]:
+        """Put averages into the place of gradients, where there are some; says of which parameters."""
+        if self._averages is None:
+            return ()
+        found, was_early = self._averages.finish()
+        self._reduction.overlaps &= not was_early
+        for parameter in self._averages.parameters:
+            self._accumulated.gradients.pop(parameter, None)
+        self._accumulated.gradients.update(found)
+        return self._averages.parameters
 
     def _hand_over(self, parameter: nn.Parameter, gradient: Tensor, scale: float) -> None:
         base, version = self._accumulated.base.get(parameter, (None, 0))

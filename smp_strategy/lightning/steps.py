@@ -38,7 +38,7 @@ def run_training_step(
 
     Args:
         context: entered around the forward of each microbatch (the precision plugin's autocast).
-        reduce: asked when the gradients are handed over: does this batch end the accumulation window?
+        reduce: asked before and when the gradients are handed over: does this batch end the accumulation window?
         window: number of this batch in its accumulation window, and batches in it.
 
     Returns:
@@ -48,7 +48,9 @@ def run_training_step(
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         number, length = window
-        result = engine.train_step(step, args[0], loss_of=_loss_of, factor=1 / length, continues=number > 0)
+        result = engine.train_step(
+            step, args[0], loss_of=_loss_of, factor=1 / length, continues=number > 0, reduces=reduce()
+        )
     outputs = _replay(recorder, result.outputs, result.sizes)
     # Where all microbatches are skipped, other replicas may not skip theirs: there is a loss, without a gradient.
     mean = torch.zeros(()) if result.loss is None else result.loss

@@ -5,15 +5,16 @@ the replicas, once between the last backward and whatever looks at them: clippin
 accumulates by hand may do all this for some parameters and go on adding to the same gradients.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
 from torch import Tensor, nn
 
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.optim.gradients import average_gradients, sum_gradients
+from smp_strategy.optim.gradients import sum_gradients
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.state_sharding import StateSharding
+from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 
 __all__ = ["Reduction"]
@@ -27,6 +28,9 @@ class Reduction:
         ownership: which stages hold which parameter.
         mesh: where the stages and replicas are.
         sharding: says which replica updates which parameter.
+
+    Attributes:
+        overlaps: whether averages may be sent off while backward runs. No more once one was sent too early.
     """
 
     def __init__(self, ownership: Ownership, mesh: ProcessMesh, sharding: StateSharding) -> None:
@@ -40,17 +44,36 @@ class Reduction:
             for stages, parameters in ownership.shared().items()
             if mesh.stage in stages
         ]
+        # Those of one unit alone. Gradients of others come from several places.
+        self._early = ownership.parameters_of_units(mesh.stage)[::-1]
         self._pending: set[nn.Parameter] = set()
+        self._latest: Sums | None = None
+        self.overlaps = True
 
-    def begin_backward(self) -> None:
-        """More gradients will be added, on every rank."""
-        self._sharding.set_averages_aside([each for each in self._local if each not in self._pending])
+    def start(self) -> Sums | None:
+        """Averages for gradients to be sent off while the last backward of a step runs, where that can be done."""
+        parameters = [parameter for parameter in self._early if parameter.requires_grad]
+        if self._mesh.dp == 1 or self._pending or not self.overlaps or not parameters:
+            return None
+        buckets, quiet = self._sharding.buckets(parameters), () if self._latest is None else self._latest.quiet
+        self._latest = Sums(buckets, self._mesh.dp_group, factor=1 / self._mesh.dp, quiet=quiet)
+        return self._latest
+
+    def begin_backward(self, averaged: Collection[nn.Parameter] = ()) -> None:
+        """More gradients will be added, on every rank.
+
+        Args:
+            averaged: parameters for which these are averages over the replicas already.
+        """
+        self._sharding.set_averages_aside(
+            [each for each in self._local if each not in self._pending and each not in averaged]
+        )
         for _, parameters in self._shared:
             for parameter in parameters:
                 if parameter not in self._pending and not self._is_first(parameter):
                     # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
                     parameter.grad = None
-        self._pending.update(self._local)
+        self._pending.update(each for each in self._local if each not in averaged)
 
     def reduce(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Sum up the gradients of ``parameters`` (default: of all) to which something was added. Collective."""
@@ -58,10 +81,8 @@ class Reduction:
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
         mine = [parameter for parameter in self._local if parameter in wanted]
-        if self._sharding.drops_gradients:
-            self._sharding.average(mine)
-        else:
-            average_gradients(mine, self._mesh.dp_group)
+        sum_gradients(mine, self._mesh.dp_group, factor=1 / self._mesh.dp, dealt_out=self._sharding.buckets)
+        self._sharding.put_averages_back(mine)
         self._pending = self._pending - wanted
 
     def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:

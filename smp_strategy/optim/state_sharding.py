@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from smp_strategy.buckets import BUCKET_BYTES, buckets
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.optim.gradients import present_anywhere
+from smp_strategy.optim.gradients import alike
+from smp_strategy.optim.sums import Bucket
 from smp_strategy.ownership import Ownership
 
 __all__ = ["StateSharding", "balanced"]
@@ -97,33 +98,22 @@ class StateSharding:
         """Whether this rank updates ``parameter``."""
         return parameter in self._held and (not self.is_on or self._owner(parameter) == self._mesh.dp_rank)
 
-    def set_averages_aside(self, parameters: Sequence[nn.Parameter]) -> None:
-        """More will be added to gradients that are averages already; :meth:`average` puts these on top of the new ones.
+    def buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        """What of the gradients of ``parameters`` travels together."""
+        return list(self._rounds(parameters)) if self.drops_gradients else alike(parameters)
 
-        Only their owners have them, so they must not be counted like what each replica brings.
+    def set_averages_aside(self, parameters: Sequence[nn.Parameter]) -> None:
+        """More will be added to gradients that are averages already, and the sums will be averaged.
+
+        Only the owners have these, so they must not be counted like what each replica brings.
         """
         for parameter in parameters if self.drops_gradients else ():
             self._averages.pop(parameter, None)
             if parameter.grad is not None:
                 self._averages[parameter], parameter.grad = parameter.grad, None
 
-    def average(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of ``parameters`` over the replicas, on the owners only; added in their order."""
-        replicas, group = self._mesh.dp, self._mesh.dp_group
-        for shares in self._rounds(present_anywhere(parameters, group)):
-            sizes = [sum(parameter.numel() for parameter in share) for share in shares]
-            mine = sizes[self._mesh.dp_rank]
-            sent = torch.cat([_gradient(parameter).reshape(-1) for share in shares for parameter in share])
-            received = sent.new_empty(replicas * mine)
-            # Not a reduce-scatter: gloo makes an all-reduce of it, with three times the bytes.
-            dist.all_to_all_single(received, sent, [mine] * replicas, sizes, group=group)
-            total, *others = received.view(replicas, mine).unbind()
-            for other in others:
-                total.add_(other)
-            total.mul_(1.0 / replicas)
-            _fill([_gradient(parameter) for parameter in shares[self._mesh.dp_rank]], total)
-            for parameter in (parameter for share in shares for parameter in share if not self.is_mine(parameter)):
-                parameter.grad = None
+    def put_averages_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Under the averages of what was added since."""
         for parameter in parameters:
             if (before := self._averages.pop(parameter, None)) is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
@@ -185,11 +175,6 @@ class StateSharding:
             runs = [[[share[number] for number in run] for run in buckets(share, most_bytes)] for share in owned]
             for together in zip_longest(*runs, fillvalue=[]):
                 yield list(together)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:

@@ -7,7 +7,7 @@ deadlock. Either way the events of the first microbatch are kept: they are the t
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -115,8 +115,10 @@ class Runtime:
         try:
             with watched_entrances(self._active), self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)):
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
+                last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
                 for position, action in enumerate(actions):
-                    recorder.note(action, turns.do)
+                    with job.around_last() if position == last else nullcontext():
+                        recorder.note(action, turns.do)
                     turns.prepare(actions, position + 1)
                     turns.share_results()
                     if turns.has_left_plan:

@@ -8,6 +8,7 @@ the order; where a microbatch takes another path than the plan was made for, the
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -52,6 +53,8 @@ class Job:
     """Factor of each microbatch's loss."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for; ``None`` where there is no plan."""
+    around_last: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while the last backward action of the step runs; gradients in which it does not add are final by then."""
 
 
 @final

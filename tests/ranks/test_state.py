@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.optim.gradients import average_gradients, sum_gradients
+from smp_strategy.optim.gradients import sum_gradients
 from smp_strategy.optim.norm import global_norm
 from smp_strategy.stage_tensors import home_of
 from smp_strategy.testing import run_ranks
@@ -233,11 +233,11 @@ def reduce_with_gaps() -> list[Any]:
     """Rank 0 has gradients 0 and 1, rank 1 has 1 and 3; nobody has 2."""
     rank = dist.get_rank()
     results = []
-    for reduce in (sum_gradients, average_gradients):
+    for factor in (1.0, 0.5):
         parameters = [nn.Parameter(torch.zeros(2, 3)) for _ in range(4)]
         for index in ((0, 1), (1, 3))[rank]:
             parameters[index].grad = torch.full((2, 3), float(rank + 1))
-        reduce(parameters, dist.group.WORLD)
+        sum_gradients(parameters, dist.group.WORLD, factor=factor)
         results.append([None if p.grad is None else p.grad[0, 0].item() for p in parameters])
     return results
 
@@ -264,7 +264,7 @@ def test_gradients_of_several_dtypes_are_summed_in_their_own():
 
 def norm_without_gradients() -> float:
     parameters = [nn.Parameter(torch.zeros(3))]
-    return float(global_norm(parameters, lambda _: True, dist.group.WORLD, 2.0))
+    return float(global_norm(parameters, lambda _: True, [dist.group.WORLD], 2.0))
 
 
 def test_the_norm_of_no_gradients_is_zero():

@@ -9,8 +9,8 @@ from smp_strategy.step_results import TrainStep, accumulating
 
 
 class NoReduction:
-    def begin_backward(self):
-        pass
+    def begin_backward(self, averaged):
+        assert not averaged
 
 
 def step_with(parameter, gradients, *, factor, continues):
