@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["buckets"]
+__all__ = ["BUCKET_BYTES", "buckets"]
 
 # Large enough that the start-up cost of a collective vanishes, small enough to bound the extra memory.
 BUCKET_BYTES = 25 * 2**20
@@ -24,13 +24,13 @@ class Sized(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def buckets(tensors: Iterable[Sized]) -> Iterator[list[int]]:
-    """Runs of ``tensors`` of one dtype, each of about ``BUCKET_BYTES``, by their numbers."""
+def buckets(tensors: Iterable[Sized], most_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+    """Runs of ``tensors`` of one dtype, by their numbers, each of at most ``most_bytes`` or of one tensor."""
     bucket: list[int] = []
     size = 0
     dtype: torch.dtype | None = None
     for number, tensor in enumerate(tensors):
-        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.dtype != dtype):
+        if bucket and (size + tensor.nbytes > most_bytes or tensor.dtype != dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(number)

@@ -148,7 +148,6 @@ class SMPConfig(
 # Options whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {
     "sharded_data_parallel_degree": "sharded data parallelism",
-    "shard_optimizer_state": "optimizer-state sharding",
     "sdp_reduce_bucket_size": "sharded data parallelism",
     "sdp_param_persistence_threshold": "sharded data parallelism",
     "sdp_max_live_parameters": "sharded data parallelism",

@@ -1,5 +1,6 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -49,7 +50,7 @@ def decide(
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
     costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
-    program = program_of(config, surroundings, found.trace, costs, shape.pp)
+    program = program_of(config, surroundings, found.trace, costs, shape)
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
@@ -62,10 +63,15 @@ def decide(
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names)), costs
 
 
-def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
+def held_of(surroundings: Surroundings, state_shards: int = 1) -> dict[str, dict[int, Held]]:
     """What the parameters of each unit take while they are trained, by unit in order of registration.
 
     Without any optimizer it is not known what will train them, and two moments are assumed.
+
+    Args:
+        surroundings: the module and its optimizers.
+        state_shards: replicas over which the state of the optimizers is dealt out, so evenly that a rank has about
+            that part of it.
     """
     # Numbers that are the same on every rank tell which units share a parameter.
     numbers = {id(parameter): number for number, parameter in enumerate(surroundings.module.parameters())}
@@ -75,7 +81,8 @@ def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
         if not parameter.requires_grad:
             return Held(parameter.nbytes)
         unknown = 0 if surroundings.optimizers else MOMENTS_IF_UNKNOWN * parameter.nbytes
-        return Held(parameter.nbytes, parameter.nbytes, state.get(id(parameter), unknown))
+        kept = state.get(id(parameter), unknown)
+        return Held(parameter.nbytes, parameter.nbytes, math.ceil(kept / state_shards))
 
     return {
         unit.name: {numbers[id(parameter)]: held(parameter) for parameter in unit.module.parameters()}
@@ -84,11 +91,11 @@ def held_of(surroundings: Surroundings) -> dict[str, dict[int, Held]]:
 
 
 def program_of(
-    config: SMPConfig, surroundings: Surroundings, trace: Trace | None, costs: Costs, num_stages: int
+    config: SMPConfig, surroundings: Surroundings, trace: Trace | None, costs: Costs, shape: MeshShape
 ) -> Program:
     """What is to be planned; without a ``trace`` the units are taken for a chain in order of registration."""
-    parameters = held_of(surroundings)
-    limits: Sequence[int | None] = config.memory_limits(num_stages) or (memory_of(surroundings.device),) * num_stages
+    parameters = held_of(surroundings, shape.dp if config.shard_optimizer_state else 1)
+    limits: Sequence[int | None] = config.memory_limits(shape.pp) or (memory_of(surroundings.device),) * shape.pp
     if trace is None:
         events, work = chain_of(parameters)
     else:

@@ -36,8 +36,8 @@ from smp_strategy.hook_view import HookView, Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.manual import ManualSteps
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.reduction import Reduction
+from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.microbatch import split
@@ -79,6 +79,9 @@ class Engine:
         costs: what calls cost: measured, once the partition is decided, or modelled.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
+        sharding: which replica updates which parameter; known once the module is spread.
+        gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
+            rank may have only those that it applies. To be said before the first step.
     """
 
     def __init__(
@@ -111,12 +114,14 @@ class Engine:
         self.manual = ManualSteps(self._calls)
         self._ownership: Ownership | None = None
         self._reduction: Reduction | None = None
+        self.sharding: StateSharding | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
         # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
         self._whole_on: RestoreModule = "all"
         self._transport: Transport | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
+        self.gradients_are_seen = False
         self.costs = Costs.modelled(self._device)
         self._timetables: Timetables | None = None
         self._seed = 0
@@ -269,7 +274,8 @@ class Engine:
         self._timetables = Timetables(self.config, self.partition, self.costs, self._report)
         if found.trace is not None and found.trace.loss is not None:
             self._timetables.learn(kind, found.trace)
-        notes, layout = self.costs.render(), render_layout(self.mesh.shape, self.partition)
+        layout = render_layout(self.mesh.shape, self.partition, shards_state=self.config.shard_optimizer_state)
+        notes = self.costs.render()
         self._report(f"{notes}\n{layout}" if notes else layout)
 
     def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -283,23 +289,14 @@ class Engine:
         mesh, ownership = self.mesh, self._ownership
         ownership.release(mesh.stage, self.copies())
         self._whole_on = "none" if mesh.pp > 1 else "all"
-        local = {id(parameter) for parameter in ownership.local_parameters(mesh.stage)}
+        self.sharding = StateSharding(
+            ownership, mesh, is_on=self.config.shard_optimizer_state, everyone_sees=self.gradients_are_seen
+        )
         for optimizer in self._optimizers:
-            for parameter in [parameter for parameter in optimizer.state if id(parameter) not in local]:
+            for parameter in [parameter for parameter in optimizer.state if not self.sharding.is_mine(parameter)]:
                 del optimizer.state[parameter]
-        shared = [
-            (mesh.group_of(stages), parameters)
-            for stages, parameters in ownership.shared().items()
-            if mesh.stage in stages
-        ]
-        local_parameters = ownership.local_parameters(mesh.stage)
-        self._reduction = Reduction(local_parameters, shared, self._counts_here, mesh.dp_group)
-        self.manual.begin(local_parameters, self._reduction)
-
-    def _counts_here(self, parameter: nn.Parameter) -> bool:
-        """Whether this stage is the first that holds ``parameter``."""
-        assert self._ownership is not None
-        return min(self._ownership.holders(parameter)) == self.mesh.stage
+        self._reduction = Reduction(ownership, mesh, self.sharding)
+        self.manual.begin(ownership.local_parameters(mesh.stage), self._reduction)
 
     # Every step
 
@@ -424,12 +421,23 @@ class Engine:
             max_norm: the largest norm that is left alone.
             norm_type: order of the norm.
         """
+        assert self._reduction is not None
         parameters = list(parameters)
         with self.views.put_aside():
-            norm = global_norm(parameters, self._counts_here, self.mesh.pp_group, norm_type)
+            norm = self._reduction.norm(parameters, norm_type)
             local = [parameter for parameter in parameters if parameter.grad is not None]
             torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
+        assert self.sharding is not None
+        self.sharding.begin_update(optimizer)
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped: all ranks that hold its parameters get the new values. Collective."""
+        assert self.sharding is not None
+        self.sharding.end_update(optimizer)
 
     def run_hook(self, hook: Callable[[], Any]) -> Any:
         """Run the user's ``hook`` with weights and gradients of all stages in sight; collective over a replica.
@@ -460,7 +468,7 @@ class Engine:
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        return full.optimizer_state(optimizer, self._ownership, self.mesh)
+        return full.optimizer_state(optimizer, self._ownership, self.mesh, self.sharding)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
@@ -472,7 +480,7 @@ class Engine:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
-        full.load_optimizer_state(optimizer, state, self._ownership, self.mesh)
+        full.load_optimizer_state(optimizer, state, None if self.sharding is None else self.sharding.is_mine)
 
     def state_dict(self) -> dict[str, int]:
         """The engine's own state: where its random streams are."""
@@ -486,6 +494,6 @@ class Engine:
         """End the engine's threads and let go of its process groups; the module stays as it is."""
         self._calls.close()
         self.manual = ManualSteps(self._calls)  # the last one knows the groups
-        self._transport = self._reduction = None
+        self._transport = self._reduction = self.sharding = None
         if self._mesh is not None:
             self._mesh.close()

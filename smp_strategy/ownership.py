@@ -67,6 +67,10 @@ class Ownership:
         """Stages that hold ``tensor``."""
         return self._holders.get(id(tensor), self._everywhere)
 
+    def first_holder(self, parameter: Tensor) -> int:
+        """The stage that counts ``parameter`` in norms and saves its optimizer state."""
+        return min(self.holders(parameter))
+
     def saver(self, name: str) -> int:
         """The stage that saves the parameter, buffer or extra state ``name``."""
         if name in self._by_name:

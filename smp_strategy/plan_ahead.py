@@ -87,7 +87,7 @@ def trace_program(
     machine: Machine | str = "cpu",
 ) -> Program:
     """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
-    device = torch.device("cpu")
+    device, shape = torch.device("cpu"), MeshShape(pp=num_stages, dp=1)
     units = choose_placed_units(config, module, num_stages)
     calls = UnitCalls()
     surroundings = Surroundings(
@@ -100,10 +100,10 @@ def trace_program(
             with _glue_in_memory(module, units, device):
                 found = dry_run(step, pytree.tree_map(_real, microbatch), loss_of, surroundings)
         machine = Machine.nominal(machine) if isinstance(machine, str) else machine
-        costs = find_costs(config, device, found.calls, found.trace, MeshShape(pp=num_stages, dp=1), machine)
+        costs = find_costs(config, device, found.calls, found.trace, shape, machine)
     finally:
         calls.give_back()
-    return program_of(config, surroundings, found.trace, costs, num_stages)
+    return program_of(config, surroundings, found.trace, costs, shape)
 
 
 def _real(leaf: Any) -> Any:

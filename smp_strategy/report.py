@@ -11,10 +11,21 @@ from smp_strategy.partitioner.partition import Partition
 __all__ = ["render_layout"]
 
 
-def render_layout(shape: MeshShape, partition: Partition) -> str:
-    """The mesh, what was decided, and the stages as plain text."""
+def render_layout(shape: MeshShape, partition: Partition, *, shards_state: bool = False) -> str:
+    """The mesh, what was decided, and the stages as plain text.
+
+    Args:
+        shape: the mesh.
+        partition: what was decided.
+        shards_state: whether replicas shall share the state of the optimizers.
+    """
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
-    for line in (shape.draw(), *summary(partition)):
+    sharding = []
+    if shards_state and shape.dp == 1:
+        sharding = ["`shard_optimizer_state` changes nothing: there is one replica only."]
+    elif shards_state:
+        sharding = [f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each."]
+    for line in (shape.draw(), *summary(partition), *sharding):
         console.print(line, highlight=False)
     console.print(stage_table(partition))
     assert isinstance(console.file, io.StringIO)

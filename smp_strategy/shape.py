@@ -26,7 +26,9 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
     """
     world_size, dp_shard = dist.get_world_size(), config.sharded_data_parallel_degree
     degree = config.pipeline_parallel_degree
-    if degree is None:
+    if degree is None and config.shard_optimizer_state:
+        degree = 1  # it is about replicas, so these are wanted
+    elif degree is None:
         num_units = len(choose_placed_units(config, module, world_size))
         fits = [d for d in range(1, num_units + 1) if world_size % (d * dp_shard) == 0]
         degree = max(fits, default=1)

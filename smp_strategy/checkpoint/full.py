@@ -6,6 +6,7 @@ module, so that a file written under one layout is read under any other, or by p
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.gather import collect
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership
 from smp_strategy.stage_tensors import in_plain_sight
 
@@ -31,15 +33,25 @@ def state_dict(module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh
     return _collect(items, {name: saver for name, saver in savers.items() if name in known[saver]}, mesh)
 
 
-def optimizer_state(optimizer: Optimizer, ownership: Ownership | None, mesh: ProcessMesh) -> dict[str, Any]:
-    """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective."""
+def optimizer_state(
+    optimizer: Optimizer, ownership: Ownership | None, mesh: ProcessMesh, sharding: StateSharding | None
+) -> dict[str, Any]:
+    """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     state = optimizer.state_dict()
     if ownership is None:
         return state if mesh.rank == 0 else {}
-    savers = {number: min(ownership.holders(parameter)) for number, parameter in enumerate(_parameters(optimizer))}
-    numbers = sorted(set().union(*_gathered(list(state["state"]), mesh)))
+    assert sharding is not None
+    known: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(known, list(state["state"]))
+    # Replica by replica from the last to the first, and stage by stage: global rank 0 is the last and collects.
+    ranks = [_rank(mesh, replica, stage) for replica in reversed(range(mesh.dp)) for stage in range(mesh.pp)]
+    parameters, savers = _parameters(optimizer), {}
+    for number in sorted(set().union(*known)):
+        stage = ownership.first_holder(parameters[number])
+        replica = sharding.owner(parameters[number], stage)
+        savers[str(number)] = ranks.index(_rank(mesh, replica, stage))
     items = {str(number): value for number, value in state["state"].items()}
-    collected = _collect(items, {str(number): savers[number] for number in numbers}, mesh)
+    collected = collect(items, savers, ranks, None)
     if mesh.rank != 0:
         return {}
     return {**state, "state": {int(number): value for number, value in collected.items()}}
@@ -77,22 +89,29 @@ def load_state_dict(
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, state: dict[str, Any], ownership: Ownership | None, mesh: ProcessMesh
+    optimizer: Optimizer, state: dict[str, Any], updates: Callable[[nn.Parameter], bool] | None
 ) -> None:
-    """Load this rank's share of a whole optimizer state dict."""
-    if ownership is not None:
-        held = {
-            number
-            for number, parameter in enumerate(_parameters(optimizer))
-            if mesh.stage in ownership.holders(parameter)
-        }
-        state = {**state, "state": {number: value for number, value in state["state"].items() if number in held}}
+    """Load this rank's share of a whole optimizer state dict.
+
+    Args:
+        optimizer: gets it.
+        state: all of it.
+        updates: whether this rank updates a parameter; ``None``: it updates all.
+    """
+    if updates is not None:
+        mine = {number for number, parameter in enumerate(_parameters(optimizer)) if updates(parameter)}
+        state = {**state, "state": {number: value for number, value in state["state"].items() if number in mine}}
     optimizer.load_state_dict(state)
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """The optimizer's parameters in the order of the numbers in its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _rank(mesh: ProcessMesh, replica: int, stage: int) -> int:
+    """Global rank of a stage of a replica."""
+    return mesh.shape.rank_of({"D": replica, "P": mesh.pp - 1 - stage, "T": 0})
 
 
 def _gathered(items: list[Any], mesh: ProcessMesh) -> list[list[Any]]:

@@ -16,15 +16,15 @@ __all__ = ["collect"]
 
 
 def collect(
-    items: Mapping[str, Any], owner: Mapping[str, int], ranks: Sequence[int], group: dist.ProcessGroup
+    items: Mapping[str, Any], owner: Mapping[str, int], ranks: Sequence[int], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """Bring every item to the last of ``ranks``.
 
     Args:
         items: this rank's items by name; a value is a tensor or a nest of containers with tensors in it.
         owner: for every name, in the order of the result, the index in ``ranks`` of the rank that has it.
-        ranks: global rank of each stage; the last one collects.
-        group: their process group.
+        ranks: global ranks of those who have something; the last one collects.
+        group: their process group; ``None``: that of all ranks.
 
     Returns:
         All items on the collector, on the CPU; an empty dict elsewhere.
@@ -42,7 +42,7 @@ def collect(
     return {name: result[name] for name in owner} if rank == collector else {}
 
 
-def _send(items: dict[str, Any], target: int, group: dist.ProcessGroup) -> None:
+def _send(items: dict[str, Any], target: int, group: dist.ProcessGroup | None) -> None:
     leaves, _ = pytree.tree_flatten(items)
     skeleton = pytree.tree_map(lambda leaf: _meta(leaf) if isinstance(leaf, Tensor) else leaf, items)
     dist.send_object_list([skeleton], target, group=group)
@@ -51,7 +51,7 @@ def _send(items: dict[str, Any], target: int, group: dist.ProcessGroup) -> None:
             dist.send(leaf.detach().contiguous(), target, group=group)
 
 
-def _receive(source: int, group: dist.ProcessGroup) -> Any:
+def _receive(source: int, group: dist.ProcessGroup | None) -> Any:
     box: list[Any] = [None]
     dist.recv_object_list(box, source, group=group)
 

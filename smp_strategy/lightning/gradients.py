@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["evaluated_once", "loss_that_commits", "with_global_norm"]
+__all__ = ["evaluated_once", "for_all_ranks", "loss_that_commits"]
 
 
 class ClipGradNorm(Protocol):
@@ -70,20 +70,31 @@ def evaluated_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], A
     return once
 
 
-def with_global_norm(plugin: Any, clip_grad_norm: ClipGradNorm) -> Any:
-    """Let Lightning's precision plugin clip by the norm over all ranks instead of this rank's share.
+def for_all_ranks(plugin: Any, clip_grad_norm: ClipGradNorm, begin_update: Callable[[Any], None]) -> Any:
+    """Let Lightning's precision plugin know that there are other ranks with gradients.
 
     The plugin is the user's object and others may hold it, so its class is replaced rather than the object. The new
     class keeps its name: Lightning files the plugin's state in checkpoints under it.
+
+    Args:
+        plugin: the plugin.
+        clip_grad_norm: clips by the norm over all ranks instead of this rank's share.
+        begin_update: called with each optimizer when nothing will look at gradients any more but its step.
     """
+    stock = getattr(type(plugin), "stock_plugin", type(plugin))
 
     def clip_grad_by_norm(self: Any, optimizer: Any, clip_val: float) -> None:
         """Clip gradients by their norm over all ranks."""
         clip_grad_norm(list(self.main_params(optimizer)), clip_val)
 
-    stock = getattr(type(plugin), "stock_plugin", type(plugin))
+    def after_closure(self: Any, model: Any, optimizer: Any) -> None:
+        """Run hooks and clip, as ever; what comes next is the optimizer."""
+        stock._after_closure(self, model, optimizer)
+        begin_update(optimizer)
+
     names = {
         "clip_grad_by_norm": clip_grad_by_norm,
+        "_after_closure": after_closure,
         "stock_plugin": stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,

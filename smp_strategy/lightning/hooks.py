@@ -35,6 +35,11 @@ _LOGGING = (
 _ENCLOSING = ("optimizer_step", "optimizer_zero_grad")
 # What they give away goes into the checkpoint, which global rank 0 writes.
 _SAVING = ("on_save_checkpoint", "state_dict")
+# They run between the last backward and the `zero_grad` of the next batch.
+_WITH_GRADIENTS = {
+    *(*_BACKWARD, *_ENCLOSING, "configure_gradient_clipping"),
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
+}
 # Of Lightning's own callbacks, those that work on weights.
 _ON_WEIGHTS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning", "BaseFinetuning"}
 
@@ -53,6 +58,13 @@ class UserHooks:
         self._module = module
         self._tree = tree
         self._replaced: list[tuple[Any, str, Any]] = []
+
+    @property
+    def see_gradients(self) -> bool:
+        """Whether one that is installed runs while there are gradients."""
+        return any(name in _WITH_GRADIENTS for _, name, _ in self._replaced) or self._is_users(
+            "backward", self._module, self._tree.pytorch("core.module").LightningModule
+        )
 
     def install(self, callbacks: Iterable[Any]) -> None:
         """Replace the hooks of the module and of ``callbacks``, on the instances."""

@@ -123,7 +123,10 @@ class ManualOptimization:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._reduce(optimizer)
-            return method(*args, **kwargs)
+            self._engine.begin_update(optimizer)
+            result = method(*args, **kwargs)
+            self._engine.end_update(optimizer)
+            return result
 
         once = self._once(step, name)
 

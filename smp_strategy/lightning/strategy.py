@@ -38,7 +38,7 @@ from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.lightning.gradients import evaluated_once, with_global_norm
+from smp_strategy.lightning.gradients import evaluated_once, for_all_ranks
 from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.leaving import call_at_exit
@@ -213,7 +213,9 @@ class SMPHooks(CommunicationHooks):
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
         self._user_hooks = UserHooks(self._engine, module, self.tree)
         self._user_hooks.install(trainer.callbacks)
-        if fitting and not module.automatic_optimization:
+        is_manual = fitting and not module.automatic_optimization
+        self._engine.gradients_are_seen = is_manual or self._user_hooks.see_gradients
+        if is_manual:
             self._manual = ManualOptimization(self._engine, module, self.precision_plugin.train_step_context)
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self._manual.install(self.optimizers, self._lightning_optimizers, schedulers)
@@ -241,7 +243,11 @@ class SMPHooks(CommunicationHooks):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None:
-            plugin = with_global_norm(plugin, lambda *arguments: self.engine.clip_grad_norm_(*arguments))
+            plugin = for_all_ranks(
+                plugin,
+                lambda *arguments: self.engine.clip_grad_norm_(*arguments),
+                lambda optimizer: self.engine.begin_update(_unwrap(optimizer)),
+            )
         self._precision_plugin = plugin
 
     def explain(self) -> Explanation:
@@ -312,7 +318,9 @@ class SMPHooks(CommunicationHooks):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
         with self.engine.views.put_aside():
-            return super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
+            result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
+            self.engine.end_update(_unwrap(optimizer))
+            return result
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from smp_strategy.buckets import buckets
 
-__all__ = ["average_gradients", "sum_gradients"]
+__all__ = ["average_gradients", "present_anywhere", "sum_gradients"]
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -30,9 +30,10 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGro
     _reduce(parameters, group, scale=1.0 / dist.get_world_size(group))
 
 
-def _reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, scale: float) -> None:
-    if dist.get_world_size(group) == 1 or not parameters:
-        return
+def present_anywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
+    """Those that have a gradient on some rank of ``group``; on the others they get one of zeros. Collective."""
+    if not parameters:
+        return []
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     present = present.to(parameters[0].device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
@@ -40,6 +41,13 @@ def _reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, sca
     for parameter in members:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    return members
+
+
+def _reduce(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, *, scale: float) -> None:
+    if dist.get_world_size(group) == 1:
+        return
+    members = present_anywhere(parameters, group)
     gradients = [parameter.grad for parameter in members if parameter.grad is not None]
     for numbers in buckets(gradients):
         bucket = [gradients[number] for number in numbers]

@@ -1,8 +1,9 @@
-"""The true global gradient norm of a model that is spread over stages.
+"""The true global gradient norm of a model whose gradients are spread over ranks.
 
-One process takes the norm of the vector of the parameters' gradient norms. Every stage fills in the entries of the
-parameters that it holds (the first holder of a tied one), the vector is added up over the stages, and every stage
-takes its norm: the same numbers in the same order as in one process, so the result is bit-identical.
+One process takes the norm of the vector of the parameters' gradient norms. Every rank fills in the entries of the
+gradients that it counts (its stage is the first that holds the parameter, its replica the one that updates it), the
+vector is added up over the ranks, and every rank takes its norm: the same numbers in the same order as in one process,
+so the result is bit-identical.
 """
 
 import functools
@@ -18,15 +19,15 @@ __all__ = ["global_norm"]
 def global_norm(
     parameters: Sequence[nn.Parameter],
     counts_here: Callable[[nn.Parameter], bool],
-    group: dist.ProcessGroup,
+    groups: Sequence[dist.ProcessGroup],
     norm_type: float,
 ) -> Tensor:
-    """Norm over the gradients of ``parameters`` on all ranks of ``group``.
+    """Norm over the gradients of ``parameters``, each counted on one rank.
 
     Args:
-        parameters: the same list, in the same order, on every rank; those held elsewhere have no gradient here.
+        parameters: the same list, in the same order, on every rank; some have no gradient here.
         counts_here: whether this rank contributes the gradient of a parameter.
-        group: the stages of one replica.
+        groups: over which the ranks that do are spread: the stages of a replica, and perhaps the replicas of a stage.
         norm_type: order of the norm; ``inf`` for the maximum.
     """
     mine = [
@@ -41,6 +42,7 @@ def global_norm(
     for index, gradient in mine:
         norms[0, index] = torch.linalg.vector_norm(gradient, norm_type)
         norms[1, index] = 1.0
-    dist.all_reduce(norms, group=group)
+    for group in groups:
+        dist.all_reduce(norms, group=group)
     found = norms[0, norms[1] > 0]
     return torch.linalg.vector_norm(found, norm_type) if len(found) else norms.new_zeros(())

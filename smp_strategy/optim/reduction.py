@@ -5,13 +5,16 @@ the replicas, once between the last backward and whatever looks at them: clippin
 accumulates by hand may do all this for some parameters and go on adding to the same gradients.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
-import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.gradients import average_gradients, sum_gradients
+from smp_strategy.optim.norm import global_norm
+from smp_strategy.optim.state_sharding import StateSharding
+from smp_strategy.ownership import Ownership
 
 __all__ = ["Reduction"]
 
@@ -21,30 +24,30 @@ class Reduction:
     """The sums over ranks that gradients still need.
 
     Args:
-        local: the parameters that this rank holds.
-        shared: those among them that several stages hold, with the group of these stages.
-        counts_here: whether this rank is the first that holds a parameter.
-        replicas: group of the replicas.
+        ownership: which stages hold which parameter.
+        mesh: where the stages and replicas are.
+        sharding: says which replica updates which parameter.
     """
 
-    def __init__(
-        self,
-        local: Sequence[nn.Parameter],
-        shared: Sequence[tuple[dist.ProcessGroup, Sequence[nn.Parameter]]],
-        counts_here: Callable[[nn.Parameter], bool],
-        replicas: dist.ProcessGroup,
-    ) -> None:
-        self._local = local
-        self._shared = shared
-        self._counts_here = counts_here
-        self._replicas = replicas
+    def __init__(self, ownership: Ownership, mesh: ProcessMesh, sharding: StateSharding) -> None:
+        self._ownership = ownership
+        self._mesh = mesh
+        self._sharding = sharding
+        self._local = ownership.local_parameters(mesh.stage)
+        # Those among them that several stages hold, with the group of these stages.
+        self._shared = [
+            (mesh.group_of(stages), parameters)
+            for stages, parameters in ownership.shared().items()
+            if mesh.stage in stages
+        ]
         self._pending: set[nn.Parameter] = set()
 
     def begin_backward(self) -> None:
         """More gradients will be added, on every rank."""
+        self._sharding.set_averages_aside([each for each in self._local if each not in self._pending])
         for _, parameters in self._shared:
             for parameter in parameters:
-                if parameter not in self._pending and not self._counts_here(parameter):
+                if parameter not in self._pending and not self._is_first(parameter):
                     # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
                     parameter.grad = None
         self._pending.update(self._local)
@@ -54,5 +57,21 @@ class Reduction:
         wanted = self._pending if parameters is None else self._pending.intersection(parameters)
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
-        average_gradients([parameter for parameter in self._local if parameter in wanted], self._replicas)
+        mine = [parameter for parameter in self._local if parameter in wanted]
+        if self._sharding.drops_gradients:
+            self._sharding.average(mine)
+        else:
+            average_gradients(mine, self._mesh.dp_group)
         self._pending = self._pending - wanted
+
+    def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+        """The norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""
+        groups = [self._mesh.pp_group, *([self._mesh.dp_group] if self._sharding.is_on else [])]
+        return global_norm(parameters, self._counts_here, groups, norm_type)
+
+    def _is_first(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's stage is the first that holds it."""
+        return self._ownership.first_holder(parameter) == self._mesh.stage
+
+    def _counts_here(self, parameter: nn.Parameter) -> bool:
+        return self._is_first(parameter) and self._sharding.is_mine(parameter)

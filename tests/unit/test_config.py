@@ -237,7 +237,6 @@ def test_two_precisions_contradict_each_other():
     [
         {"sharded_data_parallel_degree": 2},
         {"tensor_parallel_degree": 2},
-        {"shard_optimizer_state": True},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
         {"fp16": True},

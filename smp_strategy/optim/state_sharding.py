@@ -1,0 +1,197 @@
+"""Optimizer state on one replica only: each parameter is updated by one of the replicas that hold it.
+
+Replicas would all keep the same state and compute the same updates. Instead the parameters of a stage are dealt out
+over its replicas, whole ones, balanced by size, as SageMaker's ``shard_optimizer_state`` does (ZeRO, stages 1 and 2;
+Rajbhandari et al. 2020). A whole parameter, not a slice of it: an optimizer that looks at all of a matrix (Muon,
+Adafactor, LAMB) computes what it would in one process.
+
+Between the last backward and the optimizer each gradient is averaged on its owner alone, and the others let go of
+theirs. To an optimizer a parameter without gradient is not there: it makes no state for it. After its step each owner
+passes on the new values. Where the user's hooks look at gradients all replicas keep them until then.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.buckets import BUCKET_BYTES, buckets
+from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.gradients import present_anywhere
+from smp_strategy.ownership import Ownership
+
+__all__ = ["StateSharding", "balanced"]
+
+
+def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
+    """Deal out items so that the shares are about equally large: the largest first, each to the smallest share.
+
+    The largest share is at most 4/3 of the smallest possible one (Graham 1969).
+
+    Args:
+        sizes: of the items.
+        num_shares: how many shares there are.
+
+    Returns:
+        The share of each item.
+    """
+    shares, totals = [0] * len(sizes), [0] * num_shares
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        shares[item] = min(range(num_shares), key=lambda share: (totals[share], share))
+        totals[shares[item]] += sizes[item]
+    return shares
+
+
+@final
+class StateSharding:
+    """Who updates which parameter, and what goes from replica to replica because of that.
+
+    Args:
+        ownership: which stages hold which parameter.
+        mesh: where the stages and replicas are.
+        is_on: whether the parameters are dealt out; otherwise every replica updates all of them.
+        everyone_sees: whether all replicas keep the averaged gradients until the optimizer's step.
+
+    Attributes:
+        is_on: whether they are dealt out: there is more than one replica.
+        drops_gradients: whether a replica has gradients of its own parameters only, once they are averaged.
+    """
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        *,
+        is_on: bool,
+        everyone_sees: bool,
+    ) -> None:
+        self.is_on = is_on and mesh.dp > 1
+        self.drops_gradients = self.is_on and not everyone_sees
+        self._ownership = ownership
+        self._mesh = mesh
+        self._held: set[Tensor] = set(ownership.local_parameters(mesh.stage))
+        self._owners: dict[int, dict[Tensor, int]] = {}
+        self._averages: dict[nn.Parameter, Tensor] = {}
+        self._hidden: dict[nn.Parameter, Tensor] = {}
+        self._updating: Optimizer | None = None
+
+    def owner(self, parameter: Tensor, stage: int) -> int:
+        """The replica that updates ``parameter`` on ``stage``, which holds it; if all do, the first."""
+        if not self.is_on:
+            return 0
+        if stage not in self._owners:
+            owners: dict[Tensor, int] = {}
+            self._owners[stage] = owners
+            parameters = self._ownership.local_parameters(stage)
+            for is_trained in (True, False):  # frozen ones may be trained later
+                alike = [each for each in parameters if each.requires_grad == is_trained]
+                sizes = [each.numel() * each.element_size() for each in alike]
+                owners.update(zip(alike, balanced(sizes, self._mesh.dp), strict=True))
+        return self._owners[stage][parameter]
+
+    def is_mine(self, parameter: Tensor) -> bool:
+        """Whether this rank updates ``parameter``."""
+        return parameter in self._held and (not self.is_on or self._owner(parameter) == self._mesh.dp_rank)
+
+    def set_averages_aside(self, parameters: Sequence[nn.Parameter]) -> None:
+        """More will be added to gradients that are averages already; :meth:`average` puts these on top of the new ones.
+
+        Only their owners have them, so they must not be counted like what each replica brings.
+        """
+        for parameter in parameters if self.drops_gradients else ():
+            self._averages.pop(parameter, None)
+            if parameter.grad is not None:
+                self._averages[parameter], parameter.grad = parameter.grad, None
+
+    def average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average the gradients of ``parameters`` over the replicas, on the owners only; added in their order."""
+        replicas, group = self._mesh.dp, self._mesh.dp_group
+        for shares in self._rounds(present_anywhere(parameters, group)):
+            sizes = [sum(parameter.numel() for parameter in share) for share in shares]
+            mine = sizes[self._mesh.dp_rank]
+            sent = torch.cat([_gradient(parameter).reshape(-1) for share in shares for parameter in share])
+            received = sent.new_empty(replicas * mine)
+            # Not a reduce-scatter: gloo makes an all-reduce of it, with three times the bytes.
+            dist.all_to_all_single(received, sent, [mine] * replicas, sizes, group=group)
+            total, *others = received.view(replicas, mine).unbind()
+            for other in others:
+                total.add_(other)
+            total.mul_(1.0 / replicas)
+            _fill([_gradient(parameter) for parameter in shares[self._mesh.dp_rank]], total)
+            for parameter in (parameter for share in shares for parameter in share if not self.is_mine(parameter)):
+                parameter.grad = None
+        for parameter in parameters:
+            if (before := self._averages.pop(parameter, None)) is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Gradients are final, and ``optimizer`` will look at them: let it see those that this rank applies."""
+        self._updating = optimizer
+        for parameter in self._dealt_out(optimizer):
+            if parameter.grad is not None and not self.is_mine(parameter):
+                self._hidden[parameter] = parameter.grad
+                parameter.grad = None
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """It has stepped: every replica gets the new values. Collective over the replicas.
+
+        Where nobody has called :meth:`begin_update` every replica has updated all of them, if it had the gradients.
+        """
+        if self._updating is not optimizer and not self.drops_gradients:
+            return
+        self._updating = None
+        for parameter, gradient in self._hidden.items():
+            parameter.grad = gradient
+        self._hidden.clear()
+        with torch.no_grad():
+            for shares in self._rounds(self._dealt_out(optimizer)):
+                self._pass_on(shares)
+
+    def _pass_on(self, shares: Sequence[Sequence[nn.Parameter]]) -> None:
+        sizes = [sum(parameter.numel() for parameter in share) for share in shares]
+        example = next(parameter for share in shares for parameter in share)
+        own = torch.zeros(max(sizes), dtype=example.dtype, device=example.device)
+        here = self._mesh.dp_rank
+        if values := [parameter.reshape(-1) for parameter in shares[here]]:
+            torch.cat(values, out=own[: sizes[here]])
+        gathered = list(own.new_empty(self._mesh.dp, len(own)).unbind())
+        dist.all_gather(gathered, own, group=self._mesh.dp_group)
+        for replica, flat in enumerate(gathered):
+            if replica != here:
+                _fill(shares[replica], flat[: sizes[replica]])
+
+    def _owner(self, parameter: Tensor) -> int:
+        return self.owner(parameter, self._mesh.stage)
+
+    def _dealt_out(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """The parameters that one replica updates and the others wait for."""
+        if not self.is_on:
+            return []
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [parameter for parameter in given if parameter.requires_grad and parameter in self._held]
+
+    def _rounds(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[list[nn.Parameter]]]:
+        """Parameters that travel together, of one dtype: for each replica those that it owns."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            owned: list[list[nn.Parameter]] = [[] for _ in range(self._mesh.dp)]
+            for parameter in parameters:
+                if parameter.dtype == dtype:
+                    owned[self._owner(parameter)].append(parameter)
+            most_bytes = BUCKET_BYTES // self._mesh.dp
+            runs = [[[share[number] for number in run] for run in buckets(share, most_bytes)] for share in owned]
+            for together in zip_longest(*runs, fillvalue=[]):
+                yield list(together)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,140 @@
+"""``shard_optimizer_state`` under Lightning: the weights of one process, and state on one replica only."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning_toy import on_ranks, quiet, toy_data, toy_module, toy_trainer
+from torch.utils.data import DataLoader, Subset
+
+STEPS, BATCH = 6, 8
+SMP = {"pipeline_parallel_degree": 1, "shard_optimizer_state": True}
+NO_HOOKS = {"on_train_batch_start": LightningModule.on_train_batch_start}
+
+
+def scale_gradients(self, optimizer):
+    norm = torch.stack([parameter.grad.norm() for parameter in self.parameters()]).norm()
+    self.log("norm", norm)
+    for parameter in self.parameters():
+        parameter.grad.mul_(0.5)
+
+
+def by_hand(self, batch, batch_idx):
+    optimizer = self.optimizers()
+    optimizer.zero_grad()
+    self.manual_backward(self.loss(batch))
+    self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+    optimizer.step()
+
+
+def manual(self):
+    return False
+
+
+def muon(self):
+    matrices = [parameter for parameter in self.parameters() if parameter.ndim == 2]
+    return torch.optim.Muon(matrices, lr=0.02)
+
+
+CASES = {
+    "nothing that looks at gradients": (NO_HOOKS, {}),
+    "clipping by norm": (NO_HOOKS, {"gradient_clip_val": 0.5}),
+    "clipping by value": (NO_HOOKS, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulation": (NO_HOOKS, {"accumulate_grad_batches": 2}),
+    "whole matrices": ({**NO_HOOKS, "configure_optimizers": muon}, {}),
+    "mixed precision": (NO_HOOKS, {"precision": "bf16-mixed"}),
+    "a hook that changes gradients": ({"on_before_optimizer_step": scale_gradients}, {}),
+    "manual optimization": ({"training_step": by_hand, "automatic_optimization": property(manual)}, {}),
+}
+
+
+def fit(folder, name, smp, epochs=1, checkpoint=None):
+    """Train on this replica's share of each batch; plain Lightning gets the batches of both replicas."""
+    overrides, options = CASES[name]
+
+    def train_dataloader(self):
+        data = toy_data(STEPS * BATCH)
+        mesh = getattr(self.trainer.strategy, "mesh", None)
+        if mesh is None:
+            return DataLoader(data, batch_size=2 * BATCH)
+        mine = [index for index in range(len(data)) if index // BATCH % mesh.dp == mesh.dp_rank]
+        return DataLoader(Subset(data, mine), batch_size=BATCH)
+
+    module = toy_module(train_dataloader=train_dataloader, **overrides)
+    trainer = toy_trainer(folder, smp=smp, max_epochs=epochs, use_distributed_sampler=False, **options)
+    trainer.fit(module, ckpt_path=checkpoint)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    engine = getattr(trainer.strategy, "engine", None)
+    numbers = {id(parameter): number for number, parameter in enumerate(module.parameters())}
+    kept = {numbers[id(parameter)] for parameter in trainer.optimizers[0].state}
+    norm = trainer.callback_metrics.get("norm")
+    seen = engine is not None and engine.gradients_are_seen
+    return torch.load(folder / "end.ckpt", weights_only=False), kept, seen, None if norm is None else norm.item()
+
+
+def assert_close(found, expected):
+    for key, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][key], value, rtol=1e-5, atol=1e-6, msg=key)
+    [mine], [theirs] = found["optimizer_states"], expected["optimizer_states"]
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert list(mine["state"]) == list(theirs["state"])
+    for number, state in theirs["state"].items():
+        assert list(mine["state"][number]) == list(state)
+        for key, value in state.items():
+            torch.testing.assert_close(mine["state"][number][key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_replicas_have_the_checkpoint_of_one_process_with_batches_of_both(name, tmp_path):
+    with quiet():
+        expected, everything, _, norm = fit(tmp_path / "one", name, None)
+    ranks = on_ranks(fit, 2, tmp_path / "smp", name, SMP)
+    if name != "mixed precision":  # halves of a batch are rounded to bfloat16 apart
+        assert_close(ranks[0][0], expected)
+    assert set.union(*(kept for _, kept, _, _ in ranks)) == everything
+    assert not set.intersection(*(kept for _, kept, _, _ in ranks))
+    assert [seen for *_, seen, _ in ranks] == [not set(NO_HOOKS) <= set(CASES[name][0])] * 2
+    assert all(found == pytest.approx(norm, rel=1e-5) if norm else found is None for *_, found in ranks)
+
+
+def test_stages_of_two_replicas_have_the_checkpoint_of_one_process(tmp_path):
+    name = "clipping by norm"
+    with quiet():
+        expected, *_ = fit(tmp_path / "one", name, None)
+    smp = {**SMP, "pipeline_parallel_degree": 2, "microbatches": 2}
+    assert_close(on_ranks(fit, 4, tmp_path / "smp", name, smp)[0][0], expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(SMP, None), (None, SMP), (SMP, SMP)])
+def test_a_checkpoint_of_one_is_resumed_by_the_other(before, after, tmp_path):
+    name = "accumulation"
+    with quiet():
+        expected, *_ = fit(tmp_path / "one", name, None, epochs=2)
+
+    def run(folder, smp, epochs, checkpoint=None):
+        if smp is None:
+            with quiet():
+                return fit(folder, name, None, epochs, checkpoint)[0]
+        return on_ranks(fit, 2, folder, name, smp, epochs, checkpoint)[0][0]
+
+    run(tmp_path / "first", before, 1)
+    assert_close(run(tmp_path / "second", after, 2, tmp_path / "first" / "end.ckpt"), expected)
+
+
+def averaged(folder, smp):
+    def train_dataloader(self):
+        return DataLoader(toy_data(STEPS * BATCH), batch_size=BATCH)
+
+    module = toy_module(train_dataloader=train_dataloader, **NO_HOOKS)
+    average = EMAWeightAveraging(decay=0.5)
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False, callbacks=[average])
+    trainer.fit(module)
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def test_averages_of_weights_are_those_of_one_process(tmp_path):
+    with quiet():
+        expected = averaged(tmp_path / "one", None)
+    for found in on_ranks(averaged, 2, tmp_path / "smp", SMP):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
