@@ -1,9 +1,9 @@
 """This rank's place in the process mesh, and the process groups through it.
 
 :mod:`smp_strategy.mesh_shape` says which rank stands where. The groups along one axis are those of torch's DeviceMesh,
-which DTensors can use; those that are no axis of it are made by ``new_subgroups_by_enumeration``, in which all ranks
-take part: torch names a group that only its members make after the number of groups that each of them has, and waits
-for ever where those numbers differ.
+which DTensors can use. Those of all replicas and of two hops are made by ``new_subgroups_by_enumeration``, in which
+all ranks take part: torch names a group that only its members make after the number of groups that each of them has,
+and they wait for ever where those numbers differ.
 """
 
 from collections.abc import Sequence

@@ -153,8 +153,13 @@ class MeshShape:
         return {axis: rank // self._strides[axis] % degree for axis, degree in self.degrees.items()}
 
     def rank_of(self, coordinates: dict[str, int]) -> int:
-        """Global rank at the given coordinates; the inverse of :meth:`coordinates`."""
+        """Global rank at the given coordinates, 0 where none is given; the inverse of :meth:`coordinates`."""
         return sum(self._strides[axis] * coordinate for axis, coordinate in coordinates.items())
+
+    def rank_at(self, replica: int, stage: int) -> int:
+        """Global rank (the first of those that split layers) of a stage of a replica."""
+        replicate, shard = divmod(replica, self.dp_shard)
+        return self.rank_of({"dp_replicate": replicate, "dp_shard": shard, "pp": self.pp - 1 - stage})
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """Global ranks along ``axes`` through ``rank``, in the order of their coordinates, the last axis fastest."""
@@ -213,11 +218,9 @@ class MeshShape:
         return "\n".join(lines + self._notes())
 
     def _row(self, replica: int) -> list[str]:
-        replicate, shard = divmod(replica, self.dp_shard)
-        data = {"dp_replicate": replicate, "dp_shard": shard}
-        ranks = [self.rank_of({**data, "pp": self.pp - 1 - stage, "tp": 0}) for stage in range(self.pp)]
+        ranks = [self.rank_at(replica, stage) for stage in range(self.pp)]
         cells = [f"{self.node_of(rank)}:{rank}" if self.num_nodes > 1 else str(rank) for rank in ranks]
-        return [str(shard), *cells] if self.dp_shard > 1 else cells
+        return [str(replica % self.dp_shard), *cells] if self.dp_shard > 1 else cells
 
     def _notes(self) -> list[str]:
         """What is slower than it need be."""

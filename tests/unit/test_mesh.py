@@ -44,6 +44,7 @@ def members(group: dist.ProcessGroup) -> list[int]:
 
 def run_groups(shape: MeshShape) -> None:
     mesh = ProcessMesh(shape)
+    assert shape.rank_at(mesh.dp_rank, mesh.stage) == mesh.rank
     expected = {name: shape.group(mesh.rank, name) for name in ("pp", "dp_shard", "dp_replicate")}
     assert members(mesh.pp_group) == expected["pp"]
     assert members(mesh.replicate_group) == expected["dp_replicate"]
