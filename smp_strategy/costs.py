@@ -14,7 +14,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.measurement.calls import UnitCall
 from smp_strategy.measurement.sharing import MeasuringOptions, measure
-from smp_strategy.mesh import MeshShape
+from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD
 from smp_strategy.trace.events import Event, Trace
@@ -144,6 +144,6 @@ def _by_stage(rank_speeds: Sequence[float], shape: MeshShape) -> tuple[float, ..
         return ()
     slowest = [1.0] * shape.pp
     for rank, speed in enumerate(rank_speeds):
-        stage = shape.pp - 1 - shape.coordinates(rank)["P"]
+        stage = shape.pp - 1 - shape.coordinates(rank)["pp"]
         slowest[stage] = min(slowest[stage], speed)
     return tuple(slowest)

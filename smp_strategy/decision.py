@@ -13,7 +13,7 @@ from smp_strategy.agreement import agree_on
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, find_costs
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
-from smp_strategy.mesh import MeshShape
+from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.optim.state_size import MOMENTS_IF_UNKNOWN, optimizer_state_bytes
 from smp_strategy.partitioner.costs import Held
 from smp_strategy.partitioner.partition import Partition

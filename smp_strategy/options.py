@@ -53,7 +53,7 @@ class PipelineOptions:
     """Chunks of the model on each stage. ``None``: 2 under ``zb-v``, chosen under ``auto``, else 1."""
     placement_strategy: str = "cluster"
     """Rank order: ``cluster`` (= ``DPT``), ``spread`` (= ``TPD``) or a permutation of D, P, T; the right-most
-    letter varies fastest."""
+    letter varies fastest. ``cluster`` lets shard groups vary faster than P where they touch fewer nodes then."""
 
     def _problems(self) -> list[str]:
         found = _at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")

@@ -19,7 +19,7 @@ from smp_strategy.costs import find_costs
 from smp_strategy.decision import program_of
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
 from smp_strategy.interception import UnitCalls
-from smp_strategy.mesh import MeshShape
+from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.planning import Program, as_given, best_partition
 from smp_strategy.trace.machine import Machine

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from smp_strategy.explain.text import WIDTH, stage_table, summary
-from smp_strategy.mesh import MeshShape
+from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
 
 __all__ = ["render_layout"]

@@ -7,7 +7,8 @@ from torch import nn
 
 from smp_strategy.beforehand import choose_placed_units
 from smp_strategy.config import SMPConfig
-from smp_strategy.mesh import MeshShape, check_degree
+from smp_strategy.mesh_shape import MeshShape, check_degree
+from smp_strategy.nodes import find_node_size
 
 __all__ = ["choose_shape"]
 
@@ -23,13 +24,14 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
     Raises:
         ConfigError: the degrees do not fit the number of ranks or of units, or other options do not fit the degrees.
     """
-    world_size = dist.get_world_size()
+    world_size, dp_shard = dist.get_world_size(), config.sharded_data_parallel_degree
     degree = config.pipeline_parallel_degree
     if degree is None and config.shard_optimizer_state:
         degree = 1  # it is about replicas, so these are wanted
     elif degree is None:
         num_units = len(choose_placed_units(config, module, world_size))
-        degree = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= max(num_units, 1))
+        fits = [d for d in range(1, num_units + 1) if world_size % (d * dp_shard) == 0]
+        degree = max(fits, default=1)
         report(
             f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
             f"{config.num_microbatches(degree)} microbatches where the batch has as many samples."
@@ -40,5 +42,12 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
             f"Set it to about {4 * degree}."
         )
     config.check(degree)
-    check_degree(degree, world_size, [unit.name for unit in choose_placed_units(config, module, degree)])
-    return MeshShape.of_world(world_size, pp=degree, placement=config.placement_strategy)
+    names = [unit.name for unit in choose_placed_units(config, module, degree)]
+    check_degree(degree, world_size, names, dp_shard=dp_shard)
+    return MeshShape.of_world(
+        world_size,
+        pp=degree,
+        dp_shard=dp_shard,
+        placement=config.placement_strategy,
+        node_size=find_node_size(dp_shard),
+    )

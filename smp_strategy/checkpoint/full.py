@@ -111,7 +111,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _rank(mesh: ProcessMesh, replica: int, stage: int) -> int:
     """Global rank of a stage of a replica."""
-    return mesh.shape.rank_of({"D": replica, "P": mesh.pp - 1 - stage, "T": 0})
+    return mesh.shape.rank_at(replica, stage)
 
 
 def _gathered(items: list[Any], mesh: ProcessMesh) -> list[list[Any]]:

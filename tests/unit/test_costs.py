@@ -6,7 +6,7 @@ import torch
 from smp_strategy import costs
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, find_costs
-from smp_strategy.mesh import MeshShape
+from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.measured import Measured

@@ -12,7 +12,7 @@ from smp_strategy.decision import held_of
 from smp_strategy.dry_run import Surroundings
 from smp_strategy.interception import UnitCalls
 from smp_strategy.measurement.sharing import _relative
-from smp_strategy.mesh import MeshShape
+from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.costs import Held
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import choose_units

@@ -1,51 +1,15 @@
-"""Rank placement against SageMaker's published tables."""
+"""Process groups hold the ranks that the shape of the mesh says."""
 
 import itertools
+from datetime import timedelta
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
+import torch.distributed as dist
 
-from smp_strategy.errors import ConfigError
-from smp_strategy.mesh import MeshShape, ProcessMesh
+from smp_strategy.mesh import ProcessMesh
+from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.testing import run_ranks
-
-placements = st.sampled_from(["cluster", "spread", *map("".join, itertools.permutations("DPT"))])
-
-
-def groups(shape: MeshShape, letter: str) -> list[list[int]]:
-    return sorted({tuple(shape.group(letter, rank)) for rank in range(shape.world_size)})
-
-
-def test_cluster_keeps_the_ranks_of_a_pipeline_together():
-    shape = MeshShape(pp=2, dp=4, placement="cluster")
-    assert groups(shape, "P") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert groups(shape, "D") == [(0, 2, 4, 6), (1, 3, 5, 7)]
-
-
-def test_spread_keeps_the_replicas_of_a_stage_together():
-    shape = MeshShape(pp=2, dp=4, placement="spread")
-    assert groups(shape, "P") == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert groups(shape, "D") == [(0, 1, 2, 3), (4, 5, 6, 7)]
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), placements)
-def test_coordinates_and_ranks_are_inverse(pp, dp, tp, placement):
-    shape = MeshShape(pp=pp, dp=dp, tp=tp, placement=placement)
-    assert [shape.rank_of(shape.coordinates(rank)) for rank in range(shape.world_size)] == [*range(shape.world_size)]
-
-
-def test_a_degree_that_does_not_divide_the_world_is_refused_with_those_that_do():
-    with pytest.raises(ConfigError, match=r"must divide the number of ranks \(6\), but is 4.*1, 2, 3, 6"):
-        MeshShape.of_world(6, pp=4)
-
-
-def test_the_drawing_puts_the_last_stage_on_rank_zero():
-    assert MeshShape(pp=2, dp=2).draw().splitlines()[1:] == [
-        "           stage 0  stage 1",
-        "replica 0        1        0",
-        "replica 1        3        2",
-    ]
 
 
 def run_places() -> tuple[int, int, tuple[int, ...], bool]:
@@ -69,3 +33,56 @@ def run_wrong_world() -> None:
 def test_a_mesh_that_is_larger_than_the_world_is_refused():
     with pytest.raises(RuntimeError, match="The mesh has 3 ranks .* but 2 processes run"):
         run_ranks(run_wrong_world, 2)
+
+
+def members(group: dist.ProcessGroup) -> list[int]:
+    """What the ranks of a group tell each other, in the order of the group."""
+    told = [-1] * dist.get_world_size(group)
+    dist.all_gather_object(told, dist.get_rank(), group=group)
+    return told
+
+
+def run_groups(shape: MeshShape) -> None:
+    mesh = ProcessMesh(shape)
+    assert shape.rank_at(mesh.dp_rank, mesh.stage) == mesh.rank
+    expected = {name: shape.group(mesh.rank, name) for name in ("pp", "dp_shard", "dp_replicate")}
+    assert members(mesh.pp_group) == expected["pp"]
+    assert members(mesh.replicate_group) == expected["dp_replicate"]
+    assert members(mesh.dp_group) == shape.group(mesh.rank, "dp_replicate", "dp_shard")
+    assert members(mesh.dp_group).index(mesh.rank) == mesh.dp_rank
+    assert expected["dp_shard"].index(mesh.rank) == mesh.shard_rank
+    assert expected["dp_replicate"].index(mesh.rank) == mesh.replicate_rank
+    if mesh.shard_group is not None:
+        assert members(mesh.shard_group) == expected["dp_shard"]
+    assert (mesh.shard_group is None) == (shape.dp_shard == 1)
+    assert tuple(members(group) for group in mesh.hop_groups()) == shape.hops(mesh.rank)
+    assert mesh.hop_groups() is mesh.hop_groups()
+    mesh.close()
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread", "DPT"])
+@pytest.mark.parametrize(("pp", "dp_shard"), [(1, 2), (1, 4), (2, 1), (2, 2)])
+def test_groups_of_four_ranks_on_two_nodes_hold_the_ranks_of_the_shape(pp, dp_shard, placement):
+    run_ranks(run_groups, 4, MeshShape.of_world(4, pp=pp, dp_shard=dp_shard, placement=placement, node_size=2))
+
+
+def run_count() -> list[int]:
+    """How many groups this rank is in: by default, then with each mesh, then with its groups for two hops."""
+    counts = [len(dist.distributed_c10d._world.pg_names)]
+    for dp_shard in (1, 2):
+        mesh = ProcessMesh(MeshShape.of_world(4, pp=1, dp_shard=dp_shard, node_size=1), timeout=timedelta(seconds=7))
+        counts.append(len(dist.distributed_c10d._world.pg_names))
+        if dp_shard == 1:
+            assert mesh.dp_group is mesh.replicate_group
+    mesh.hop_groups()
+    counts.append(len(dist.distributed_c10d._world.pg_names))
+    for group in (mesh.shard_group, mesh.replicate_group, mesh.dp_group, *mesh.hop_groups()):
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    return counts
+
+
+def test_sharding_makes_its_groups_only_where_something_is_sharded_and_gathered_in_two_hops():
+    counts = run_ranks(run_count, 4)[0]
+    made = [after - before for before, after in itertools.pairwise(counts)]
+    # Replicas are all ranks, which have a group; pp and tp. Then two axes, pp, tp, and all replicas. Then two hops.
+    assert made == [2, 5, 2]

@@ -1,0 +1,231 @@
+"""Which rank stands where: global ranks, axes, nodes and shard groups, as plain numbers.
+
+The world is a product of axes, ``pp x dp_replicate x dp_shard x tp`` (tp is 1 until it is built). A placement strategy
+is a string of three letters, D (data), P (pipeline), T (tensor); the right-most letter varies fastest over the global
+rank, as in SageMaker's library. ``cluster`` is ``DPT``: the ranks of one pipeline are neighbours. For 8 ranks with
+pp = 2::
+
+    cluster (DPT)   pipelines [0 1] [2 3] [4 5] [6 7]   replicas [0 2 4 6] [1 3 5 7]
+    spread  (TPD)   pipelines [0 4] [1 5] [2 6] [3 7]   replicas [0 1 2 3] [4 5 6 7]
+
+Stages run against the rank order: **the last stage sits on the lowest rank** of its pipeline, so that the loss, the
+loggers and the progress bar are on global rank 0 with real values.
+
+The data axis is two, ``dp_replicate`` outside and ``dp_shard`` (S) inside: neighbours on it are a *shard group*, whose
+ranks hold a part of each parameter and gather the rest from each other. That is most of what is sent, and links
+between nodes are slow. So ``cluster`` moves S inside P (``DPST``) where shard groups touch fewer nodes then: stages
+send each other activations, which are small. T stays innermost, its messages are the largest. ``spread`` has S inside
+already, and letters that the user has chosen are kept. A shard group that spans nodes is a grid of nodes and ranks, so
+that it can gather in two hops (:meth:`MeshShape.hops`).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import final
+
+from smp_strategy.errors import ConfigError
+
+__all__ = ["MeshShape", "check_degree"]
+
+_AXES = {"D": "dp_replicate", "S": "dp_shard", "P": "pp", "T": "tp"}
+# The usual order first.
+_NAMED_PLACEMENTS = {"cluster": ("DSPT", "DPST"), "spread": ("TPDS",)}
+
+
+def check_degree(pp: int, world_size: int, units: Sequence[str] | None = None, *, dp_shard: int = 1) -> None:
+    """Refuse a number of stages that does not fit the ranks or, where they are known, the units of the model.
+
+    Args:
+        pp: number of stages.
+        world_size: number of ranks.
+        units: names of the units of the model.
+        dp_shard: ranks in a shard group, which must fit as well.
+
+    Raises:
+        ConfigError: with all reasons.
+    """
+    problems = []
+    if world_size % pp:
+        problems.append(
+            f"`pipeline_parallel_degree` must divide the number of ranks ({world_size}), but is {pp}. "
+            f"Degrees that fit: {_divisors(world_size)}."
+        )
+    elif (dp := world_size // pp) % dp_shard:
+        problems.append(
+            f"`sharded_data_parallel_degree` must divide the number of replicas ({dp}: {world_size} ranks, {pp} for "
+            f"each replica), but is {dp_shard}. Degrees that fit: {_divisors(dp)}."
+        )
+    if units is not None and pp > len(units):
+        problems.append(
+            f"`pipeline_parallel_degree` is {pp}, but the model can be cut into {len(units)} units only "
+            f"({', '.join(units) or 'none'}). Choose a degree that is not larger."
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(degree) for degree in range(1, number + 1) if number % degree == 0)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """The degrees of the axes, the rank order and the nodes, without any process group."""
+
+    pp: int
+    """Pipeline stages."""
+    dp: int
+    """Data-parallel replicas, sharded or not: each reads samples of its own."""
+    dp_shard: int = 1
+    """Replicas in a shard group."""
+    tp: int = 1
+    """Ranks over which a layer is split."""
+    placement: str = "cluster"
+    """``cluster``, ``spread``, a permutation of D, P, T, or one of D, S, P, T with S behind D."""
+    node_size: int | None = None
+    """Ranks on each node; ``None``: all ranks are on one."""
+
+    def __post_init__(self) -> None:
+        assert self.dp % self.dp_shard == 0
+        assert self.world_size % (self.node_size or 1) == 0
+        assert self.order.index("D") < self.order.index("S"), "replicas are numbered in the order of their ranks"
+
+    @classmethod
+    def of_world(
+        cls,
+        world_size: int,
+        *,
+        pp: int,
+        dp_shard: int = 1,
+        placement: str = "cluster",
+        node_size: int | None = None,
+    ) -> "MeshShape":
+        """Fill a world that ``pp`` divides with replicas of ``pp`` stages.
+
+        Raises:
+            ConfigError: the degrees do not divide the world.
+        """
+        check_degree(pp, world_size, dp_shard=dp_shard)
+        return cls(pp=pp, dp=world_size // pp, dp_shard=dp_shard, placement=placement, node_size=node_size)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.tp
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.world_size // (self.node_size or self.world_size)
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degree of each axis."""
+        return {"dp_replicate": self.dp // self.dp_shard, "dp_shard": self.dp_shard, "pp": self.pp, "tp": self.tp}
+
+    @cached_property
+    def order(self) -> str:
+        """The axes as letters (S: ``dp_shard``), slowest first."""
+        orders = _NAMED_PLACEMENTS.get(self.placement)
+        if orders is None:
+            return self.placement if "S" in self.placement else self.placement.replace("D", "DS")
+        return min(orders, key=lambda order: replace(self, placement=order).nodes_of_shard_group)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes, slowest first."""
+        return tuple(_AXES[letter] for letter in self.order)
+
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """How far apart neighbours on an axis are as global ranks."""
+        strides, stride = {}, 1
+        for axis in reversed(self.axes):
+            strides[axis] = stride
+            stride *= self.degrees[axis]
+        return strides
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinates of a global rank, by axis."""
+        return {axis: rank // self._strides[axis] % degree for axis, degree in self.degrees.items()}
+
+    def rank_of(self, coordinates: dict[str, int]) -> int:
+        """Global rank at the given coordinates, 0 where none is given; the inverse of :meth:`coordinates`."""
+        return sum(self._strides[axis] * coordinate for axis, coordinate in coordinates.items())
+
+    def rank_at(self, replica: int, stage: int) -> int:
+        """Global rank (the first of those that split layers) of a stage of a replica."""
+        replicate, shard = divmod(replica, self.dp_shard)
+        return self.rank_of({"dp_replicate": replicate, "dp_shard": shard, "pp": self.pp - 1 - stage})
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """Global ranks along ``axes`` through ``rank``, in the order of their coordinates, the last axis fastest."""
+        here = self.coordinates(rank)
+        places = itertools.product(*(range(self.degrees[axis]) for axis in axes))
+        return [self.rank_of({**here, **dict(zip(axes, place, strict=True))}) for place in places]
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups along ``axes``; each rank is in one."""
+        firsts = [rank for rank in range(self.world_size) if not any(self.coordinates(rank)[axis] for axis in axes)]
+        return [self.group(rank, *axes) for rank in firsts]
+
+    def node_of(self, rank: int) -> int:
+        """The node of a global rank: ranks of a node are neighbours."""
+        return rank // (self.node_size or self.world_size)
+
+    @cached_property
+    def nodes_of_shard_group(self) -> int:
+        """Nodes that the shard group touches that touches most of them."""
+        return max(len({self.node_of(rank) for rank in group}) for group in self.groups("dp_shard"))
+
+    def hops(self, rank: int) -> tuple[list[int], list[int]]:
+        """How to reach the whole shard group of ``rank`` so that no byte crosses twice to the same node.
+
+        Returns:
+            The ranks of the group on the node of ``rank``, and those at the same position on each node. A hop along
+            the second and one along the first reach the group. Where nodes hold different numbers of its ranks there
+            is no such grid: ``rank`` alone, and the whole group.
+        """
+        group = self.group(rank, "dp_shard")
+        # Ranks along one axis ascend, so those of a node stand together.
+        nodes = [list(ranks) for _, ranks in itertools.groupby(group, self.node_of)]
+        if len({len(ranks) for ranks in nodes}) > 1:
+            return [rank], group
+        inner = next(ranks for ranks in nodes if rank in ranks)
+        return inner, [ranks[inner.index(rank)] for ranks in nodes]
+
+    def draw(self) -> str:
+        """A table of global ranks: one row per replica, one column per stage.
+
+        With several nodes a rank is preceded by its node; with sharding there is a gap between shard groups.
+        """
+        shards = f"dp_replicate {self.dp // self.dp_shard} x dp_shard {self.dp_shard}"
+        degrees = f"pp {self.pp} x {shards if self.dp_shard > 1 else f'dp {self.dp}'}"
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        order = self.order if self.dp_shard > 1 else self.order.replace("S", "")
+        table = [self._row(replica) for replica in range(self.dp)]
+        head = ["shard"] * (self.dp_shard > 1) + [f"stage {stage}" for stage in range(self.pp)]
+        width = max(len(cell) for row in (head, *table) for cell in row)
+        lines = [f"Process mesh: {self.world_size} ranks{nodes} = {degrees}, placement {order}"]
+        lines.append(f"{'node:rank' if nodes else '':11}" + "  ".join(f"{cell:>{width}}" for cell in head))
+        for replica, row in enumerate(table):
+            if self.dp_shard > 1 and replica and replica % self.dp_shard == 0:
+                lines.append("")
+            lines.append(f"replica {replica:<3}" + "  ".join(f"{cell:>{width}}" for cell in row))
+        return "\n".join(lines + self._notes())
+
+    def _row(self, replica: int) -> list[str]:
+        ranks = [self.rank_at(replica, stage) for stage in range(self.pp)]
+        cells = [f"{self.node_of(rank)}:{rank}" if self.num_nodes > 1 else str(rank) for rank in ranks]
+        return [str(replica % self.dp_shard), *cells] if self.dp_shard > 1 else cells
+
+    def _notes(self) -> list[str]:
+        """What is slower than it need be."""
+        here, least = self.nodes_of_shard_group, replace(self, placement="cluster").nodes_of_shard_group
+        if here == 1:
+            return []
+        remedy = f" `placement_strategy=cluster` would make that {least}." if least < here else ""
+        return [f"Shard groups of {self.dp_shard} span {here} nodes of {self.node_size} ranks.{remedy}"]
