@@ -73,7 +73,7 @@ class ProcessMesh:
         self.dp_group = self._made(shape.groups("dp_replicate", "dp_shard")) if is_sharded else self.replicate_group
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
-        self._groups = {frozenset(range(shape.pp)): self.pp_group}
+        self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(shape.pp)): self.pp_group}
         self._hop_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
@@ -96,11 +96,12 @@ class ProcessMesh:
         """Global rank that holds the last stage of this replica."""
         return self.stage_ranks[-1]
 
-    def group_of(self, stages: frozenset[int]) -> dist.ProcessGroup:
-        """The group of some stages of this replica, this rank's among them; the first call is collective for them."""
+    def group_of(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
+        """The group of some stages of this replica, ``None`` if this rank is not in it; collective over all ranks."""
         if stages not in self._groups:
-            ranks = [self.stage_ranks[stage] for stage in sorted(stages)]
-            self._groups[stages] = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+            last = self.shape.pp - 1
+            groups = [[ranks[last - stage] for stage in stages] for ranks in self.shape.groups("pp")]
+            self._groups[stages] = self._made(groups)
         return self._groups[stages]
 
     def hop_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -40,9 +40,9 @@ class Reduction:
         self._local = ownership.local_parameters(mesh.stage)
         # Those among them that several stages hold, with the group of these stages.
         self._shared = [
-            (mesh.group_of(stages), parameters)
+            (group, parameters)
             for stages, parameters in ownership.shared().items()
-            if mesh.stage in stages
+            if (group := mesh.group_of(stages)) is not None
         ]
         # Those of one unit alone. Gradients of others come from several places.
         self._early = ownership.parameters_of_units(mesh.stage)[::-1]

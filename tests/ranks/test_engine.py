@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
@@ -159,3 +159,39 @@ def test_options_that_do_not_fit_the_number_of_stages_are_refused_also_where_it_
     options = {"pipeline": "simple", "active_microbatches": 7}
     for message in run_ranks(check_options_with_the_degree_that_is_chosen, 2, options):
         assert "`active_microbatches` (7) contradicts `pipeline=simple`, where all 8 microbatches are" in message
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x))))
+
+
+def chain_of_ties() -> nn.Sequential:
+    torch.manual_seed(0)
+    pairs = nn.Sequential(Pair(), Pair(), Pair())
+    pairs[1].first.weight = pairs[0].first.weight
+    pairs[2].second.weight = pairs[1].second.weight
+    return pairs
+
+
+def run_chain_of_ties() -> dict[str, Tensor]:
+    model = chain_of_ties()
+    config = SMPConfig(pipeline_parallel_degree=3, unit_classes=("Pair",))
+    engine = Engine(config, timeout=timedelta(seconds=20))
+    engine.attach(model)
+    result = engine.train_step(lambda x: model(x).square().mean(), torch.ones(2, 4), loss_of=lambda loss: loss)
+    result.commit(torch.ones(()), reduce=True)
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def test_a_stage_may_share_one_weight_with_the_stage_before_and_another_with_the_stage_after():
+    model = chain_of_ties()
+    model(torch.ones(2, 4)).square().mean().backward()
+    plain = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = run_ranks(run_chain_of_ties, 3)
+    assert set().union(*found) == set(plain)
+    assert all(torch.equal(gradient, plain[name]) for gradients in found for name, gradient in gradients.items())

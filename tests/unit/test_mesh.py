@@ -86,3 +86,16 @@ def test_sharding_makes_its_groups_only_where_something_is_sharded_and_gathered_
     made = [after - before for before, after in itertools.pairwise(counts)]
     # Replicas are all ranks, which have a group; pp and tp. Then two axes, pp, tp, and all replicas. Then two hops.
     assert made == [2, 5, 2]
+
+
+def run_chain() -> None:
+    mesh = ProcessMesh(MeshShape.of_world(6, pp=3))
+    for stages in (frozenset({0, 1}), frozenset({1, 2}), frozenset({0, 2}), frozenset({0, 1, 2})):
+        group = mesh.group_of(stages)
+        assert (group is None) == (mesh.stage not in stages)
+        if group is not None:
+            assert members(group) == sorted(mesh.stage_ranks[stage] for stage in stages)
+
+
+def test_a_stage_may_share_parameters_with_one_and_others_with_another():
+    run_ranks(run_chain, 6)
