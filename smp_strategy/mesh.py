@@ -70,7 +70,7 @@ class ProcessMesh:
             for group in filter(None, (self.pp_group, self.replicate_group, self.shard_group)):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         # Not one of the two even if it has the same ranks: what is told here does not queue up behind parameters.
-        self.dp_group = self._made(shape.groups("dp_replicate", "dp_shard")) if is_sharded else self.replicate_group
+        self.dp_group = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else self.replicate_group
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
         self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(shape.pp)): self.pp_group}
@@ -112,12 +112,18 @@ class ProcessMesh:
         if self._hop_groups is None:
             hops = [self.shape.hops(rank) for rank in range(self.shape.world_size)]
             inner, outer = (sorted(map(list, set(map(tuple, each)))) for each in zip(*hops, strict=True))
-            self._hop_groups = self._made(inner), self._made(outer)
+            self._hop_groups = self._mine(inner), self._mine(outer)
         return self._hop_groups
 
-    def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        """The one of some groups that this rank is in; collective over all ranks."""
-        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
+    def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """The one of some groups that this rank is in, if it is in one; collective over all ranks."""
+        mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
+        return mine
+
+    def _mine(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+        """The one that this rank is in, of groups that all ranks are in; collective over all ranks."""
+        mine = self._made(groups)
+        assert mine is not None
         return mine
 
     def close(self) -> None:
