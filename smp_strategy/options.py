@@ -223,7 +223,7 @@ class ShardingOptions:
     sharded_data_parallel_degree: int = 1
     """Ranks over which parameters, gradients and optimizer state are sharded."""
     shard_optimizer_state: bool = False
-    """Shard optimizer state and gradients only."""
+    """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each."""
     sdp_reduce_bucket_size: int = 500_000_000
     """Gradient bucket, in elements."""
     sdp_param_persistence_threshold: int = 1_000_000

@@ -173,8 +173,8 @@ class Sums:
         for parameter, piece, exists in zip(share, pieces, exist.tolist(), strict=True):
             if exists:
                 gradient = self._gradients.get(parameter)
-                found = piece.mul_(self._factor).view(parameter.shape)
-                yield parameter, found.clone() if gradient is None else gradient.copy_(found)
+                gradient = torch.empty_like(parameter) if gradient is None else gradient
+                yield parameter, torch.mul(piece.view(parameter.shape), self._factor, out=gradient)
 
 
 def _size(share: Sequence[nn.Parameter]) -> int:

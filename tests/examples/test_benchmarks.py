@@ -16,6 +16,10 @@ SCRIPTS = {
         ["vit", "2"],
         {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "planning_seconds_max"},
     ),
+    "data_parallel.py": (
+        ["--quick"],
+        {"world1_overhead", "dp_vs_ddp", "state_vs_zero", "state_share", "state_share_zero"},
+    ),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
     "pipeline.py": (
         ["--quick"],

@@ -87,6 +87,16 @@ def test_gpt2_with_tied_embeddings_trains_in_a_pipeline(tmp_path):
     assert len(validation_losses(tmp_path)) == 3
 
 
+def test_replicas_that_deal_out_the_optimizer_state_train_and_write_the_best_model(tmp_path):
+    told = train(tmp_path, "smp=zero1", "trainer.devices=2", *SMALL_GPT)
+    assert told.count("The state of the optimizers is dealt out over 2 replicas") == 1
+    losses = validation_losses(tmp_path)
+    assert losses[-1] < losses[0]
+    state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    [optimizer] = state["optimizer_states"]
+    assert len(optimizer["state"]) == sum(len(group["params"]) for group in optimizer["param_groups"])
+
+
 def test_a_sweep_runs_one_layout_after_the_other_in_one_folder_each(tmp_path):
     run(tmp_path, TRAIN, "-m", "smp=pp2,single", f"hydra.sweep.dir={tmp_path}/sweep", *SMALL_GPT)
     first, second = (weights(tmp_path / "sweep" / number) for number in "01")

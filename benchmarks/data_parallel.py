@@ -1,0 +1,206 @@
+"""Data-parallel steps, beside those of torch's DistributedDataParallel and ZeroRedundancyOptimizer, in one run::
+
+    python benchmarks/data_parallel.py            # 1, 2 and 4 ranks, some minutes on two cores
+    python benchmarks/data_parallel.py --quick    # 1 and 2 ranks, two rounds: does it run?
+
+A step is forward, backward and AdamW of a GPT, from the moment in which all ranks begin to the moment in which the last
+of them has the new weights. Both sides have the same weights and batches, run in the same processes over gloo, and take
+turns, each going first every other time; what counts is the median of the ratios of neighbours. Before anything is
+timed, the weights of both are compared.
+
+* One rank, beside a plain loop: what our engine costs where it has nothing to do.
+* Replicas, beside DDP: gradients are averaged while backward runs.
+* Replicas with ``shard_optimizer_state``, beside DDP with ZeroRedundancyOptimizer: the state of the optimizer is dealt
+  out over the replicas. Also compared: the bytes of state on the rank that has most.
+
+The last line is JSON: ``world1_overhead`` (ours over the plain loop, less one), ``dp_vs_ddp`` and ``state_vs_zero``
+(ours over theirs, the worst number of ranks), ``state_share`` (bytes of state on the fullest rank over all of them,
+times the number of ranks: one is perfect), and the same of ZeroRedundancyOptimizer.
+"""
+
+import copy
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from workloads import GPT, Batch
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.testing import run_ranks
+
+LEARNING_RATE, WARM_UPS = 1e-3, 3
+
+
+class Size(NamedTuple):
+    """How long it takes."""
+
+    workload: GPT
+    rounds: int
+    ranks: tuple[int, ...]
+
+
+USUAL = Size(GPT(8192, separates_ends=True, length=256), 9, (1, 2, 4))
+QUICK = Size(GPT(256, separates_ends=True, length=16, width=48), 2, (1, 2))
+
+
+class Ours:
+    """An engine."""
+
+    def __init__(self, workload: GPT, model: nn.Module, batch: Batch, *, shards: bool) -> None:
+        self.model, self._loss, self._batch = model, workload.loss, batch
+        self.optimizer = AdamW(model.parameters(), LEARNING_RATE)
+        self.engine = Engine(SMPConfig(pipeline_parallel_degree=1, shard_optimizer_state=shards))
+        self.engine.attach(model, [self.optimizer])
+
+    def step(self) -> None:
+        result = self.engine.train_step(
+            lambda batch: self._loss(self.model(batch[0]), batch[1]),
+            self._batch,
+            loss_of=lambda loss: loss,
+            reduces=True,
+        )
+        self.optimizer.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        self.engine.sharding.begin_update(self.optimizer)
+        self.optimizer.step()
+        self.engine.sharding.end_update(self.optimizer)
+
+    def state_bytes(self) -> int:
+        return bytes_of(self.optimizer)
+
+
+class Theirs:
+    """A plain loop, with DistributedDataParallel where there are several ranks."""
+
+    def __init__(self, workload: GPT, model: nn.Module, batch: Batch, *, shards: bool) -> None:
+        self.model, self._loss, self._batch = model, workload.loss, batch
+        self._wrapped = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+        self.optimizer: Optimizer = AdamW(model.parameters(), LEARNING_RATE)
+        if shards:
+            self.optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=LEARNING_RATE)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self._loss(self._wrapped(self._batch[0]), self._batch[1]).backward()
+        self.optimizer.step()
+
+    def state_bytes(self) -> int:
+        return bytes_of(getattr(self.optimizer, "optim", self.optimizer))
+
+
+class Row(NamedTuple):
+    """What was found."""
+
+    ranks: int
+    shards: bool
+    ours: float
+    theirs: float
+    ratio: float
+    share_ours: float
+    share_theirs: float
+
+
+def measure(size: Size, shards: bool) -> Row:
+    """Compare both sides; on every rank."""
+    torch.manual_seed(0)
+    warnings.simplefilter("ignore")  # of ZeroRedundancyOptimizer about its own parts
+    model = size.workload.model()
+    torch.manual_seed(dist.get_rank())
+    batch = size.workload.batch(1)
+    twin = copy.deepcopy(model)
+    sides = [kind(size.workload, each, batch, shards=shards) for kind, each in ((Ours, model), (Theirs, twin))]
+    for side in sides:
+        for _ in range(WARM_UPS):
+            side.step()
+    check(model.parameters(), twin.parameters())
+    turns = [[0.0, 0.0] for _ in range(size.rounds)]
+    for number, times in enumerate(turns):
+        for position in (0, 1) if number % 2 else (1, 0):
+            times[position] = seconds(sides[position])
+    ours, theirs = zip(*turns, strict=True)
+    shares = [share(side.state_bytes()) for side in sides]
+    sides[0].engine.close()
+    ratio = median(mine / other for mine, other in turns)
+    return Row(dist.get_world_size(), shards, median(ours), median(theirs), ratio, *shares)
+
+
+def seconds(side: Any) -> float:
+    """How long a step takes, from the moment in which all ranks begin until the last one ends."""
+    dist.barrier()
+    begin = time.perf_counter()
+    side.step()
+    elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def check(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """A benchmark of wrong numbers is worth nothing. AdamW enlarges what is rounded in another order."""
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=LEARNING_RATE)
+
+
+def bytes_of(optimizer: Optimizer) -> int:
+    """What it keeps for parameters."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim
+    )
+
+
+def share(here: int) -> float:
+    """The fullest rank's part of all bytes, times the number of ranks."""
+    most, total = torch.tensor(float(here)), torch.tensor(float(here))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    return most.item() / total.item() * dist.get_world_size()
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """The last line."""
+    replicas = [row for row in rows if row.ranks > 1]
+    sharded = [row for row in replicas if row.shards]
+    found = {
+        "world1_overhead": max(row.ratio for row in rows if row.ranks == 1) - 1,
+        "dp_vs_ddp": max(row.ratio for row in replicas if not row.shards),
+        "state_vs_zero": max(row.ratio for row in sharded),
+        "state_share": max(row.share_ours for row in sharded),
+        "state_share_zero": max(row.share_theirs for row in sharded),
+    }
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run it for every number of ranks."""
+    size = QUICK if "--quick" in arguments else USUAL
+    torch.set_num_threads(1)
+    print(f"{'':28} {'ours ms':>8} {'theirs':>8} {'ratio':>7} {'state':>7} {'theirs':>7}")
+    rows = []
+    for ranks in size.ranks:
+        for shards in (False, True) if ranks > 1 else (False,):
+            row = run_ranks(measure, ranks, size, shards, timeout=600)[0]
+            name = f"{ranks} ranks{', state dealt out' if shards else ''}"
+            print(
+                f"{name:28} {row.ours * 1e3:8.1f} {row.theirs * 1e3:8.1f} {row.ratio:7.3f} {row.share_ours:7.3f} "
+                f"{row.share_theirs:7.3f}",
+                flush=True,
+            )
+            rows.append(row)
+    print(json.dumps(figures(rows)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
