@@ -1,0 +1,100 @@
+"""What ranks of a shard group do together with flat buffers.
+
+A collective is started, goes on while the caller computes, and is waited for when its result is needed and before its
+inputs are changed or freed. All ranks start the same ones in the same order, from one thread. Where the backend does
+them in place and on a stream of its own (NCCL), they are its own; for gloo they are made of messages
+(:mod:`smp_strategy.sharding.point_to_point`).
+"""
+
+from typing import Protocol, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.sharding.messages import Pending
+from smp_strategy.sharding.point_to_point import PointToPoint
+
+__all__ = ["Collectives", "Native", "collectives_of"]
+
+
+class Collectives(Protocol):
+    """The collectives of one group. A group has one such object, which counts what is under way.
+
+    Attributes:
+        rank, size: of this process in the group, and of the group.
+    """
+
+    rank: int
+    size: int
+
+    def gather(self, full: Tensor, shard: Tensor) -> Pending:
+        """Fill ``full`` with the shards of all ranks, one behind the other.
+
+        Args:
+            full: gets the elements in place.
+            shard: this rank's; may be its own part of ``full``.
+        """
+
+    def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
+        """Add up this rank's part of all ranks' ``full``.
+
+        Args:
+            full: its parts for the ranks, one behind the other; used up.
+            into: gets the sum, when it is waited for.
+            is_first: whether the sum replaces what is there, and is not added to it.
+        """
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Add up all ranks' ``tensor``, in place; all get the same bits."""
+
+    def close(self) -> None:
+        """Let go of what is needed in the background."""
+
+
+def collectives_of(group: dist.ProcessGroup, device: torch.device, per_node: int | None = None) -> Collectives:
+    """The collectives of ``group`` for buffers on ``device``.
+
+    Args:
+        group: the ranks, node by node.
+        device: where the buffers are.
+        per_node: how many ranks of the group are on each node, if it spans several and each byte is to cross the link
+            between them once per node. For messages only: other backends know their links.
+    """
+    if group._get_backend(device).name() == "gloo":
+        return PointToPoint(group, per_node)
+    return Native(group)
+
+
+@final
+class Native:
+    """Those of the backend, in one hop. Reductions add in an order of its own."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._group = group
+
+    def gather(self, full: Tensor, shard: Tensor) -> Pending:
+        """See :meth:`Collectives.gather`."""
+        # Bytes, because a backend does not know every dtype.
+        work = self._group._allgather_base(full.view(torch.uint8), shard.view(torch.uint8))
+        return Pending(work.wait)
+
+    def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
+        """See :meth:`Collectives.reduce`."""
+        total = into if is_first else torch.empty_like(into)
+        work = self._group._reduce_scatter_base(total, full, dist.ReduceScatterOptions())
+
+        def finish() -> None:
+            work.wait()
+            if not is_first:
+                into.add_(total)
+
+        return Pending(finish)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """See :meth:`Collectives.all_reduce`."""
+        return Pending(self._group.allreduce([tensor]).wait)
+
+    def close(self) -> None:
+        """See :meth:`Collectives.close`."""

@@ -1,0 +1,202 @@
+"""Which elements of which parameter a rank of a shard group keeps.
+
+The parameters of a unit travel and are cut as a whole, so they stand behind each other in flat buffers: one for each
+dtype, those that are trained apart from frozen ones (which need no gradients) and small ones, which stay gathered,
+apart from large ones. A buffer is cut into equal shards, one per rank of the group, wherever the cut falls. So an
+all-gather writes straight into the weights, and what a rank keeps of a parameter is a run of its elements, in the order
+in which they stand in memory: its *piece*, which any elementwise optimizer can work on::
+
+    rank 0                  rank 1                  rank 2
+    |wwwwwwwwwwwwwwwwwwwwwww|wwww.bbbb.vvvvvvvvvvvvv|vvvvvvvvvv.............|     . padding
+
+Parameters and shards begin at multiples of ``BLOCK_BYTES``. Kernels compute whole vectors of elements in another way
+than what is left over, and matrix products may depend on where in a cache line their factors begin. With aligned
+parameters and pieces each element is computed as in a tensor of its own, so the bits are the same.
+
+Sizes, with b elements in a block, n_i elements in parameter i, and d ranks::
+
+    blocks of a buffer  =  d * ceil(sum_i ceil(n_i / b) / d)
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+__all__ = ["BLOCK_BYTES", "Entry", "FlatLayout", "Piece", "Slot", "UnitLayout"]
+
+# Two of the widest vectors (kernels take them in pairs), and a multiple of a cache line.
+BLOCK_BYTES = 128
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A parameter."""
+
+    names: tuple[str, ...]
+    """Its names in the unit; several where it is tied."""
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Without gaps."""
+    dtype: str
+    """As PyTorch calls it: ``float32``."""
+    itemsize: int
+    """Bytes of an element."""
+    requires_grad: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """A parameter's place in a flat buffer."""
+
+    entry: Entry
+    offset: int
+    """In elements."""
+
+    @property
+    def stop(self) -> int:
+        """The end of its elements; behind it there can be padding."""
+        return self.offset + self.entry.numel
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What a rank keeps of a parameter; possibly nothing."""
+
+    start: int
+    """Its first element, in the order in which the parameter's elements stand in memory."""
+    numel: int
+    offset: int
+    """Where it stands in the shard."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FlatLayout:
+    """One flat buffer: parameters of one kind."""
+
+    dtype: str
+    itemsize: int
+    is_trained: bool
+    is_persistent: bool
+    """Whether the buffer stays gathered: its parameters have fewer elements than the persistence threshold."""
+    degree: int
+    """Over how many ranks it is cut."""
+    slots: tuple[Slot, ...]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a shard, padding included."""
+        block = _block(self.itemsize)
+        return block * -(-self.slots[-1].stop // (block * self.degree))
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.degree * self.shard_numel
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard."""
+        return self.itemsize * self.shard_numel
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.itemsize * self.full_numel
+
+    @property
+    def padding(self) -> Sequence[tuple[int, int]]:
+        """Begin and end of the runs of elements that belong to no parameter."""
+        ends = [slot.stop for slot in self.slots]
+        starts = [*(slot.offset for slot in self.slots[1:]), self.full_numel]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+
+    def piece(self, slot: Slot, rank: int) -> Piece:
+        """What ``rank`` of the group keeps of the parameter in ``slot``."""
+        first = rank * self.shard_numel
+        start = min(max(slot.offset, first), slot.stop)
+        stop = max(start, min(slot.stop, first + self.shard_numel))
+        if start == stop:
+            return Piece(start=0, numel=0, offset=0)
+        return Piece(start=start - slot.offset, numel=stop - start, offset=start - first)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class UnitLayout:
+    """The flat buffers of a unit."""
+
+    flats: tuple[FlatLayout, ...]
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry], degree: int, persistence_threshold: int = 0) -> "UnitLayout":
+        """Lay out the parameters of a unit; the same on every rank.
+
+        Args:
+            entries: each parameter once, in an order that is the same on every rank.
+            degree: number of ranks in the shard group.
+            persistence_threshold: parameters with fewer elements stay gathered. Their gradients and what the optimizer
+                keeps for them are cut like all others.
+        """
+
+        def kind(entry: Entry) -> tuple[str, int, bool, bool]:
+            return entry.dtype, entry.itemsize, entry.requires_grad, entry.numel < persistence_threshold
+
+        by_kind = itertools.groupby(sorted(entries, key=kind), key=kind)
+        return cls(
+            flats=tuple(
+                FlatLayout(
+                    dtype=dtype,
+                    itemsize=itemsize,
+                    is_trained=is_trained,
+                    is_persistent=is_persistent,
+                    degree=degree,
+                    slots=_slots(members, _block(itemsize)),
+                )
+                for (dtype, itemsize, is_trained, is_persistent), members in by_kind
+            )
+        )
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the parameters while they are gathered."""
+        return sum(flat.full_bytes for flat in self.flats)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shards: also those of its gradients, and of each state that an optimizer keeps."""
+        return sum(flat.shard_bytes for flat in self.flats)
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of parameters that a rank holds between uses: its shards, and all of what stays gathered."""
+        return sum(flat.full_bytes if flat.is_persistent else flat.shard_bytes for flat in self.flats)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of parameters that a rank holds during a use. A shard stays beside the gathered buffer, whose memory
+        comes and goes as a whole; where it stays gathered the shard is a part of it."""
+        return self.resting_bytes + sum(flat.full_bytes for flat in self.flats if not flat.is_persistent)
+
+
+def _block(itemsize: int) -> int:
+    return max(1, BLOCK_BYTES // itemsize)
+
+
+def _slots(entries: Iterable[Entry], block: int) -> tuple[Slot, ...]:
+    slots = []
+    offset = 0
+    for entry in entries:
+        slots.append(Slot(entry=entry, offset=offset))
+        offset += block * -(-entry.numel // block)
+    return tuple(slots)

@@ -1,0 +1,237 @@
+"""Collectives of flat buffers: every element arrives, and sums are added up in the order that is promised."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy import failure
+from smp_strategy.sharding.collectives import Collectives, Native, collectives_of
+from smp_strategy.sharding.point_to_point import PointToPoint
+from smp_strategy.testing import run_ranks
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+# 70 elements and more are cut into chunks of unequal size.
+SHARDS = [0, 1, 32, 70, 999]
+
+
+def direct() -> Collectives:
+    return collectives_of(dist.group.WORLD, torch.device("cpu"))
+
+
+def two_nodes() -> Collectives:
+    return PointToPoint(dist.group.WORLD, dist.get_world_size() // 2, least_chunk_bytes=64)
+
+
+def native() -> Collectives:
+    return Native(dist.group.WORLD)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """What ``rank`` has; every rank can tell."""
+    random = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(numel, generator=random, dtype=torch.float64).to(dtype)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def gathered_wrongly(make: Callable[[], Collectives]) -> list[str]:
+    collectives, wrong = make(), []
+    dtypes = [*DTYPES, torch.uint8, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn]
+    for dtype in dtypes:
+        for numel in SHARDS:
+            for in_place in (False, True):
+                shards = [values(rank, numel, torch.float32).to(dtype) for rank in range(collectives.size)]
+                full = torch.zeros(numel * collectives.size, dtype=dtype)
+                shard = full.chunk(collectives.size)[collectives.rank] if in_place else torch.zeros(numel, dtype=dtype)
+                shard.copy_(shards[collectives.rank])
+                collectives.gather(full, shard).wait()
+                if bits(full) != b"".join(map(bits, shards)):
+                    wrong.append(f"{dtype} {numel} {in_place=}")
+    collectives.close()
+    return wrong
+
+
+@pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (direct, 3), (two_nodes, 4), (two_nodes, 6), (native, 2)])
+def test_a_gather_brings_every_byte_of_all_shards(make, ranks):
+    assert run_ranks(gathered_wrongly, ranks, make) == [[]] * ranks
+
+
+def in_order_of_ranks(old: Tensor | None, summands: list[Tensor]) -> Tensor:
+    total = summands.pop(0) if old is None else old
+    for summand in summands:
+        total = total + summand
+    return total
+
+
+def by_node(old: Tensor | None, summands: list[Tensor]) -> Tensor:
+    half = len(summands) // 2
+    return in_order_of_ranks(old, [in_order_of_ranks(None, summands[:half]), in_order_of_ranks(None, summands[half:])])
+
+
+def reduced_wrongly(
+    make: Callable[[], Collectives], order: Callable[[Tensor | None, list[Tensor]], Tensor]
+) -> list[str]:
+    collectives, wrong = make(), []
+    for dtype in DTYPES:
+        for numel in SHARDS:
+            for is_first in (False, True):
+                full = [values(rank, numel * collectives.size, dtype) for rank in range(collectives.size)]
+                mine = [part.chunk(collectives.size)[collectives.rank].clone() for part in full]
+                into = values(collectives.rank, numel, dtype, seed=1)
+                expected = order(None if is_first else into.clone(), mine)
+                collectives.reduce(full[collectives.rank], into, is_first=is_first).wait()
+                if bits(into) != bits(expected):
+                    wrong.append(f"{dtype} {numel} {is_first=}")
+    collectives.close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "order"),
+    [
+        (direct, 2, in_order_of_ranks),
+        (direct, 4, in_order_of_ranks),
+        (two_nodes, 4, by_node),
+        (two_nodes, 6, by_node),
+    ],
+)
+def test_a_reduction_adds_in_the_promised_order(make, ranks, order):
+    assert run_ranks(reduced_wrongly, ranks, make, order) == [[]] * ranks
+
+
+def test_the_order_of_additions_can_be_told_from_the_bits():
+    summands = [values(rank, 999, torch.float32) for rank in range(4)]
+    assert bits(in_order_of_ranks(None, list(summands))) != bits(by_node(None, list(summands)))
+    assert bits(in_order_of_ranks(None, list(summands))) != bits(in_order_of_ranks(None, summands[::-1]))
+
+
+def native_sums() -> list[float]:
+    collectives = native()
+    full = torch.arange(4.0) + collectives.rank
+    into = torch.tensor([100.0, 200.0])
+    collectives.reduce(full, into, is_first=False).wait()
+    first = torch.zeros(2)
+    collectives.reduce(full, first, is_first=True).wait()
+    collectives.all_reduce(full).wait()
+    return [*into.tolist(), *first.tolist(), *full.tolist()]
+
+
+def test_a_backend_that_has_its_own_collectives_gives_the_same_sums():
+    sums = [1.0, 3.0, 5.0, 7.0]
+    assert run_ranks(native_sums, 2) == [[101.0, 203.0, *sums[:2], *sums], [105.0, 207.0, *sums[2:], *sums]]
+
+
+def all_reduced_wrongly() -> list[str]:
+    collectives, wrong = direct(), []
+    for dtype in DTYPES:
+        for numel in [2, 5, 64, 999]:
+            found = values(collectives.rank, numel, dtype)
+            collectives.all_reduce(found).wait()
+            summands = [values(rank, numel, dtype) for rank in range(collectives.size)]
+            if bits(found) != bits(in_order_of_ranks(None, summands)):
+                wrong.append(f"{dtype} {numel}")
+    collectives.close()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_an_all_reduce_adds_in_the_order_of_the_ranks_on_all_of_them(ranks):
+    assert run_ranks(all_reduced_wrongly, ranks) == [[]] * ranks
+
+
+def many_at_once(make: Callable[[], Collectives]) -> bool:
+    collectives = make()
+    steps = range(6)
+    fulls = [torch.zeros(70 * collectives.size) for _ in steps]
+    sums = [torch.zeros(70) for _ in steps]
+    gradients = [torch.full((70 * collectives.size,), step + 10.0 * collectives.rank) for step in steps]
+    under_way = []
+    for step in steps:
+        shard = torch.full((70,), step + 10.0 * collectives.rank)
+        under_way.append(collectives.gather(fulls[step], shard))
+        under_way.append(collectives.reduce(gradients[step], sums[step], is_first=True))
+    for pending in reversed(under_way):
+        pending.wait()
+        pending.wait()
+    collectives.close()
+    ranks = torch.arange(float(collectives.size)).repeat_interleave(70) * 10
+    total = sum(10.0 * rank for rank in range(collectives.size))
+    return all(
+        torch.equal(fulls[step], ranks + step)
+        and torch.equal(sums[step], torch.full((70,), total + step * collectives.size))
+        for step in steps
+    )
+
+
+@pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (two_nodes, 4)])
+def test_many_can_be_under_way_and_are_waited_for_in_any_order(make, ranks):
+    assert run_ranks(many_at_once, ranks, make) == [True] * ranks
+
+
+def wait_for_a_neighbour_first() -> float:
+    collectives = two_nodes()
+    full, shard = torch.zeros(280), torch.full((70,), float(collectives.rank))
+    gathering = collectives.gather(full, shard)
+    into = torch.zeros(70)
+    reducing = collectives.reduce(torch.ones(280), into, is_first=True)
+    neighbour = collectives.rank ^ 1
+    word = torch.zeros(1)
+    if collectives.rank % 2:  # the others pass things on to this one, while they wait for its word
+        gathering.wait()
+        reducing.wait()
+        dist.send(word, neighbour)
+    else:
+        dist.recv(word, neighbour)
+        gathering.wait()
+        reducing.wait()
+    collectives.close()
+    return full.sum().item() + into.sum().item()
+
+
+def test_things_are_passed_on_while_a_rank_waits_for_something_else():
+    assert run_ranks(wait_for_a_neighbour_first, 4, timeout=20) == [70.0 * 6 + 280.0] * 4
+
+
+def without_the_others(make: Callable[[], Collectives]) -> str:
+    collectives = make()
+    failure._PATIENCE_SECONDS = 0.1
+    if collectives.rank == 0:
+        return ""
+    try:
+        collectives.gather(torch.zeros(280), torch.zeros(280 // collectives.size)).wait()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+@pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (two_nodes, 4)])
+def test_a_rank_that_stops_is_named_to_those_who_wait_for_it(make, ranks):
+    _, *others = run_ranks(without_the_others, ranks, make)
+    assert "rank 0, the connection failed" in "".join(others)
+    assert all(error.startswith("PeerFailedError") for error in others)
+
+
+def bytes_to_the_other_node(numel: int) -> tuple[int, int]:
+    """That this rank sends for a gather and for a reduction."""
+    collectives = two_nodes()
+    messages = collectives._messages
+    sent: list[tuple[int, int]] = []
+    send = messages.send
+    messages.send = lambda tensor, peer, tag: (sent.append((peer, tensor.nbytes)), send(tensor, peer, tag))[1]
+    collectives.gather(torch.zeros(numel * 4), torch.zeros(numel)).wait()
+    gather = sum(size for peer, size in sent if peer // 2 != collectives.rank // 2)
+    sent.clear()
+    collectives.reduce(torch.zeros(numel * 4), torch.zeros(numel), is_first=True).wait()
+    reduce = sum(size for peer, size in sent if peer // 2 != collectives.rank // 2)
+    collectives.close()
+    return gather, reduce
+
+
+def test_each_byte_crosses_the_link_between_nodes_once_per_node():
+    # A node has half of the 16000 bytes of the buffer: the other one needs no more and no less.
+    assert run_ranks(bytes_to_the_other_node, 4, 1000) == [(4000, 4000)] * 4
