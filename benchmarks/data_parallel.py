@@ -72,9 +72,9 @@ class Ours:
         )
         self.optimizer.zero_grad()
         result.commit(torch.ones(()), reduce=True)
-        self.engine.sharding.begin_update(self.optimizer)
+        self.engine.begin_update(self.optimizer)
         self.optimizer.step()
-        self.engine.sharding.end_update(self.optimizer)
+        self.engine.end_update(self.optimizer)
 
     def state_bytes(self) -> int:
         return bytes_of(self.optimizer)

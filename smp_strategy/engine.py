@@ -332,13 +332,7 @@ class Engine:
             run = self._run("train", job, microbatches)
             if sums is not None:
                 sums.send_rest()
-        weighted = [
-            loss.reshape(()) * loss.new_tensor(weight)
-            for loss, weight in zip(run.losses, weights, strict=True)
-            if loss is not None
-        ]
-        loss = torch.stack(weighted).sum() if weighted else None
-        return TrainStep(run.outputs, sizes, loss, accumulated, factor, self._reduction, sums)
+        return TrainStep(run.outputs, sizes, run.loss(weights), accumulated, factor, self._reduction, sums)
 
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
@@ -417,11 +411,15 @@ class Engine:
 
     # Gradients
 
-    @property
-    def sharding(self) -> StateSharding:
-        """Which replica updates which parameter: to be told before and after each step of an optimizer."""
-        assert self._sharding is not None
-        return self._sharding
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
+        if self._sharding is not None:
+            self._sharding.begin_update(optimizer)
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped: all ranks that hold its parameters get the new values. Collective."""
+        if self._sharding is not None:
+            self._sharding.end_update(optimizer)
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.

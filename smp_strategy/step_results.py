@@ -100,8 +100,7 @@ class TrainStep:
         """Put averages into the place of gradients, where there are some; says of which parameters."""
         if self._averages is None:
             return ()
-        found, was_early = self._averages.finish()
-        self._reduction.overlaps &= not was_early
+        found = self._reduction.finish(self._averages)
         for parameter in self._averages.parameters:
             self._accumulated.gradients.pop(parameter, None)
         self._accumulated.gradients.update(found)

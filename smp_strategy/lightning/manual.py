@@ -123,9 +123,9 @@ class ManualOptimization:
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._reduce(optimizer)
-            self._engine.sharding.begin_update(optimizer)
+            self._engine.begin_update(optimizer)
             result = method(*args, **kwargs)
-            self._engine.sharding.end_update(optimizer)
+            self._engine.end_update(optimizer)
             return result
 
         once = self._once(step, name)

@@ -246,7 +246,7 @@ class SMPHooks(CommunicationHooks):
             plugin = for_all_ranks(
                 plugin,
                 lambda *arguments: self.engine.clip_grad_norm_(*arguments),
-                lambda optimizer: self.engine.sharding.begin_update(_unwrap(optimizer)),
+                lambda optimizer: self.engine.begin_update(_unwrap(optimizer)),
             )
         self._precision_plugin = plugin
 
@@ -319,7 +319,7 @@ class SMPHooks(CommunicationHooks):
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
         with self.engine.views.put_aside():
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
-            self.engine.sharding.end_update(_unwrap(optimizer))
+            self.engine.end_update(_unwrap(optimizer))
             return result
 
     @contextmanager

@@ -28,9 +28,6 @@ class Reduction:
         ownership: which stages hold which parameter.
         mesh: where the stages and replicas are.
         sharding: says which replica updates which parameter.
-
-    Attributes:
-        overlaps: whether averages may be sent off while backward runs. No more once one was sent too early.
     """
 
     def __init__(self, ownership: Ownership, mesh: ProcessMesh, sharding: StateSharding) -> None:
@@ -47,17 +44,26 @@ class Reduction:
         # Those of one unit alone. Gradients of others come from several places.
         self._early = ownership.parameters_of_units(mesh.stage)[::-1]
         self._pending: set[nn.Parameter] = set()
-        self._latest: Sums | None = None
-        self.overlaps = True
+        self._quiet: Collection[nn.Parameter] = ()
+        self._guesses = self._overlaps = True
 
     def start(self) -> Sums | None:
         """Averages for gradients to be sent off while the last backward of a step runs, where that can be done."""
         parameters = [parameter for parameter in self._early if parameter.requires_grad]
-        if self._mesh.dp == 1 or self._pending or not self.overlaps or not parameters:
+        if self._mesh.dp == 1 or self._pending or not self._overlaps or not parameters:
             return None
-        buckets, quiet = self._sharding.buckets(parameters), () if self._latest is None else self._latest.quiet
-        self._latest = Sums(buckets, self._mesh.dp_group, factor=1 / self._mesh.dp, quiet=quiet)
-        return self._latest
+        buckets = self._sharding.buckets(parameters)
+        return Sums(buckets, self._mesh.dp_group, factor=1 / self._mesh.dp, quiet=self._quiet)
+
+    def finish(self, sums: Sums) -> dict[nn.Parameter, Tensor]:
+        """Wait for averages that :meth:`start` has begun. Where some were sent too early, the next ones are not."""
+        found, was_early = sums.finish()
+        if was_early and self._guesses:
+            self._guesses = False
+        elif was_early:
+            self._overlaps = False
+        self._quiet = sums.quiet if self._guesses else ()
+        return found
 
     def begin_backward(self, averaged: Collection[nn.Parameter] = ()) -> None:
         """More gradients will be added, on every rank.

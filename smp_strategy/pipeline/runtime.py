@@ -7,7 +7,7 @@ deadlock. Either way the events of the first microbatch are kept: they are the t
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -113,12 +113,15 @@ class Runtime:
         """
         turns, recorder = self._turns(job, microbatches), Recorder(self._stage.transport)
         try:
-            with watched_entrances(self._active), self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)):
+            with ExitStack() as stack:
+                stack.enter_context(watched_entrances(self._active))
+                stack.enter_context(self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)))
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
                 for position, action in enumerate(actions):
-                    with job.around_last() if position == last else nullcontext():
-                        recorder.note(action, turns.do)
+                    if position == last:
+                        stack.enter_context(job.around_last())
+                    recorder.note(action, turns.do)
                     turns.prepare(actions, position + 1)
                     turns.share_results()
                     if turns.has_left_plan:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
@@ -54,7 +55,7 @@ class Job:
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for; ``None`` where there is no plan."""
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while the last backward action of the step runs; gradients in which it does not add are final by then."""
+    """Entered from the last backward action of the plan on: gradients to which nothing is added in here are final."""
 
 
 @final
@@ -81,6 +82,15 @@ class StepRun:
     """Loss of each microbatch that has one, real and detached on every stage."""
     trace: Trace
     """Events of the first microbatch that has a loss, if any has."""
+
+    def loss(self, weights: Sequence[float]) -> Tensor | None:
+        """The sum of the microbatches' losses times ``weights``, if any has one; a scalar."""
+        weighted = [
+            loss.reshape(()) * loss.new_tensor(weight)
+            for loss, weight in zip(self.losses, weights, strict=True)
+            if loss is not None
+        ]
+        return torch.stack(weighted).sum() if weighted else None
 
 
 @final

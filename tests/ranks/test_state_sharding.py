@@ -76,9 +76,9 @@ def train(engine: Engine, model: Any, optimizer: Optimizer, name: str, steps: ra
         result.commit(torch.ones(()), reduce=True)
         if max_norm is not None:
             norms.append(engine.clip_grad_norm_(model.parameters(), max_norm).item())
-        engine.sharding.begin_update(optimizer)
+        engine.begin_update(optimizer)
         optimizer.step()
-        engine.sharding.end_update(optimizer)
+        engine.end_update(optimizer)
     return norms
 
 
@@ -207,9 +207,9 @@ def odd(replicas: int) -> Any:
     engine.attach(model, [optimizer])
     result = engine.train_step(model.loss, batches[dist.get_rank()], loss_of=lambda loss: loss)
     result.commit(torch.ones(()), reduce=True)
-    engine.sharding.begin_update(optimizer)
+    engine.begin_update(optimizer)
     optimizer.step()
-    engine.sharding.end_update(optimizer)
+    engine.end_update(optimizer)
     found = [torch.equal(before, model.unused.weight), model.unused.weight.grad is None]
     return engine.full_state_dict(), engine.full_optimizer_state(optimizer), found
 
@@ -240,9 +240,9 @@ def resumed(name: str, kind: str, options: dict[str, Any], checkpoint: Any, step
         result = engine.train_step(model.loss, batch, loss_of=lambda loss: loss)
         model.zero_grad()
         result.commit(torch.ones(()), reduce=True)
-        engine.sharding.begin_update(optimizer)
+        engine.begin_update(optimizer)
         optimizer.step()
-        engine.sharding.end_update(optimizer)
+        engine.end_update(optimizer)
     return engine.full_state_dict(), engine.full_optimizer_state(optimizer)
 
 
