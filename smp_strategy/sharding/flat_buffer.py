@@ -88,11 +88,24 @@ class FlatBuffer:
         full = self._full.untyped_storage().nbytes()
         return full if self.layout.is_persistent else full + self.shard.nbytes
 
-    def gather(self) -> None:
-        """Begin to gather the values; does nothing while they are gathered."""
+    @property
+    def memory(self) -> range:
+        """The addresses of the values, while they are gathered."""
+        start = self._full.data_ptr()
+        return range(start, start + self.layout.full_bytes)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return self._collected is not None or any(parameter.grad is not None for parameter in self._parameters)
+
+    def gather(self, *, anew: bool = False) -> None:
+        """Begin to gather the values; does nothing while they are gathered, unless other ranks need it ``anew``."""
         if self._is_gathered or self._arriving is not None:
-            return
-        if not self.layout.is_persistent:
+            if self.layout.is_persistent or not anew:
+                return
+            self.wait()
+        elif not self.layout.is_persistent:
             self._full.untyped_storage().resize_(self.layout.full_bytes)
         self._arriving = self._collectives.gather(self._full, self.shard)
 

@@ -81,11 +81,25 @@ class FlatUnit:
         were dropped."""
         return [is_used for buffer in self._buffers for is_used in buffer.is_used]
 
-    def gather(self) -> None:
-        """Begin to gather the values; does nothing while they are gathered. Collective."""
+    @property
+    def memory(self) -> list[range]:
+        """The addresses of the parameters, while they are gathered."""
+        return [buffer.memory for buffer in self._buffers]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return any(buffer.has_gradients for buffer in self._buffers)
+
+    def gather(self, *, anew: bool = False) -> None:
+        """Begin to gather the values; does nothing while they are gathered. Collective.
+
+        Args:
+            anew: gather all the same what comes and goes, because other ranks may need it.
+        """
         with _untracked():
             for buffer in self._buffers:
-                buffer.gather()
+                buffer.gather(anew=anew)
 
     def wait(self) -> None:
         """Until the values that are being gathered are there, in the parameters."""

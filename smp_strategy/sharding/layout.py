@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 __all__ = ["BLOCK_BYTES", "Entry", "FlatLayout", "Piece", "Slot", "UnitLayout"]
@@ -93,7 +94,7 @@ class FlatLayout:
     """Over how many ranks it is cut."""
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of a shard, padding included."""
         block = _block(self.itemsize)
@@ -171,6 +172,11 @@ class UnitLayout:
     def full_bytes(self) -> int:
         """Bytes of the parameters while they are gathered."""
         return sum(flat.full_bytes for flat in self.flats)
+
+    @property
+    def transient_numel(self) -> int:
+        """Elements, padding included, that are there during uses only."""
+        return sum(flat.full_numel for flat in self.flats if not flat.is_persistent)
 
     @property
     def shard_bytes(self) -> int:

@@ -1,0 +1,74 @@
+"""What backward reads of a unit's weights when nobody has told it to gather them.
+
+Autograd saves views of weights, and their memory comes and goes. Whoever frees it must know when backward will read
+it, and can be mistaken: a unit may leave a result in an attribute, or in an object that nobody can look into. Freed
+memory must never be read. So what a unit saves passes through here: tensors that stand in the memory of its weights are
+handed to autograd in a form that asks for the weights when it is opened.
+
+This stands in for autograd's own check that a saved tensor was not changed in place, which is done for tensors that
+were saved without hooks only. Hooks of the user or of a checkpoint that are set inside the unit are nearer and come
+before these; such ones outside it get all tensors but the weights, as they would have without these.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ["is_in", "weights_guarded"]
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Saved = tuple[Any, int, Literal["weight", "own", "outer"]]
+
+
+def weights_guarded(memory: Sequence[range], needed: Callable[[], None]) -> saved_tensors_hooks:
+    """A context; of what is saved in it, tensors in ``memory`` are read after a call of ``needed``.
+
+    Args:
+        memory: addresses of the weights.
+        needed: sees to it that the weights are there; called before each reading.
+    """
+    outer: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def save(tensor: Tensor) -> _Saved:
+        if is_in(memory, tensor):
+            return tensor, tensor._version, "weight"
+        if outer is not None:
+            return outer[0](tensor), 0, "outer"
+        # A result must not hold the node that holds it.
+        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version, "own"
+
+    def read(saved: _Saved) -> Tensor:
+        content, version, kind = saved
+        if kind == "outer":
+            assert outer is not None
+            return outer[1](content)
+        if kind == "weight":
+            needed()
+        if content._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a tensor of shape {list(content.shape)} is at version {content._version}; expected version {version} "
+                "instead."
+            )
+        return content
+
+    return saved_tensors_hooks(save, read)
+
+
+def is_in(memory: Sequence[range], tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands in ``memory``."""
+    kind = type(tensor)
+    if kind is not Tensor and kind is not nn.Parameter:
+        return False
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # sparse, or of another kind without plain memory
+        return False
+    # For each tensor that is saved, and `any` takes longer.
+    for addresses in memory:  # noqa: SIM110
+        if address in addresses:
+            return True
+    return False

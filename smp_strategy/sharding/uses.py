@@ -1,0 +1,240 @@
+"""When sharded units are gathered, freed and reduced.
+
+A unit's parameters must be there while its function runs, which is called through here, and again while autograd
+computes its gradients, which :mod:`smp_strategy.sharding.backwards` finds out.
+
+A unit is reduced when backward is through with all its calls of a token, a microbatch say. Gradients that come later,
+and those of units of which a call has got no gradient, are reduced at the end of the pass.
+
+**The order** of all this is the same on all ranks of the group, also where they take different paths
+(:mod:`smp_strategy.sharding.common_order`). It is known from the pass before, so units are gathered ahead, as long as
+fewer than ``most_live`` elements are there. What is needed at once is gathered in any case.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.sharding.backwards import Backwards, Call
+from smp_strategy.sharding.collectives import Collectives
+from smp_strategy.sharding.common_order import CommonOrder, Operation
+from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.saved_weights import is_in, weights_guarded
+from smp_strategy.trace.tree import flatten
+
+__all__ = ["UnitUses"]
+
+# Gradients of more units are not kept in memory while they are being reduced.
+MOST_REDUCING = 2
+
+
+@final
+class UnitUses:
+    """See the module docstring. All ranks of the group call :meth:`end_pass` equally often.
+
+    Args:
+        units: by name, in the same order on all ranks.
+        collectives: those of the group.
+        device: where the units are.
+        prefetch: how many units are gathered ahead.
+        most_live: number of elements (padding included, without those of small parameters that stay) up to which units
+            are gathered ahead; ``None``: any.
+        gathers_once: gather all units when a pass begins and keep them until it ends, instead of for each use.
+
+    Attributes:
+        factor: what this rank's gradients are multiplied by when they are reduced.
+        reduces_early: whether gradients are reduced during the pass, and not all of them at its end.
+        reduces: whether gradients are reduced at all, and not left where they are for a later pass.
+        live_numel: number of elements that are gathered now.
+        most_numel: the highest number so far.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, FlatUnit],
+        collectives: Collectives,
+        device: torch.device,
+        *,
+        prefetch: int = 1,
+        most_live: int | None = None,
+        gathers_once: bool = False,
+    ) -> None:
+        self.factor = 1.0
+        self.reduces_early = self.reduces = True
+        self.live_numel = self.most_numel = 0
+        self._names = list(units)
+        self._numbers = {name: number for number, name in enumerate(units)}
+        self._units = list(units.values())
+        self._numels = [unit.layout.transient_numel for unit in self._units]
+        self._check_cap(most_live)
+        self._most_live = most_live
+        self._num_prefetched = prefetch
+        self._gathers_once = gathers_once
+        self._holds_all = False
+        self._is_live = [False] * len(self._units)
+        # How many uses of each unit are under way.
+        self._claims = [0] * len(self._units)
+        self._reducing: deque[FlatUnit] = deque()
+        self._order = CommonOrder(collectives, device, start=self._start, pass_by=self._pass_by)
+        self._backwards = Backwards(
+            claim=self._claim, release=self._release, done=self._reduce_early, keeps_weights=gathers_once
+        )
+
+    def call(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        token: object = None,
+    ) -> Any:
+        """Call ``function`` while the parameters of a unit are there, and see to it that backward finds them.
+
+        Args:
+            name: of the unit; one without parameters need not be known.
+            function: what to call.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            token: equal for calls that one thread makes one after the other: those of a microbatch.
+        """
+        number = self._numbers.get(name)
+        if number is None:
+            return function(*args, **kwargs)
+        self._claim(number)
+        try:
+            memory = self._units[number].memory
+            if not torch.is_grad_enabled():
+                result = function(*args, **kwargs)
+                self._results(name, memory, result)
+                return result
+            made_before = torch._C._autograd._get_sequence_nr()
+            call = self._backwards.begin(number, token)
+            with weights_guarded(memory, partial(self._guard, call)):
+                result = function(*args, **kwargs)
+            self._backwards.watch(call, self._results(name, memory, result), made_before)
+            return result
+        finally:
+            self._release(number)
+
+    def end_pass(self) -> None:
+        """All calls of this pass, and all of its backwards, are through: a microbatch or a step, trained or not.
+
+        Reduces what is left to reduce, on all ranks, and frees everything. Collective.
+        """
+        self._backwards.close()
+        if self.reduces:
+            for number, unit in enumerate(self._units):
+                if unit.has_gradients:
+                    self._order.request(Operation(number, "reduce"))
+        if self._holds_all:
+            self._holds_all = False
+            for number in range(len(self._units)):
+                self._release(number)
+        self._order.end()
+        assert not any(self._claims), "a pass has ended while units are in use"
+        assert not self.live_numel, "a pass has ended and units are gathered"
+
+    # What is under way
+
+    def _claim(self, number: int) -> None:
+        """Let a unit's parameters be there until they are released."""
+        if self._gathers_once and not self._holds_all:
+            self._holds_all = True
+            for every in range(len(self._units)):
+                self._gather(every)
+        if not self._claims[number]:
+            self._gather(number)
+        else:
+            self._claims[number] += 1
+        self._prefetch()
+        self._units[number].wait()
+
+    def _gather(self, number: int) -> None:
+        self._order.request(Operation(number, "gather"))
+        self._claims[number] += 1
+
+    def _release(self, number: int) -> None:
+        self._claims[number] -= 1
+        if not self._claims[number] and not self._order.is_ahead(Operation(number, "gather")):
+            self._free(number)
+            self._prefetch()
+
+    def _prefetch(self) -> None:
+        while self._order.num_ahead < self._num_prefetched:
+            number = self._order.next_gather
+            if number is None or self._is_live[number]:
+                return
+            if self._most_live is not None and self.live_numel + self._numels[number] > self._most_live:
+                return
+            self._order.start_ahead()
+
+    def _reduce_early(self, number: int) -> None:
+        if self.reduces and self.reduces_early and self._units[number].has_gradients:
+            self._order.request(Operation(number, "reduce"))
+            self._prefetch()
+
+    def _guard(self, call: Call) -> None:
+        """A saved weight is about to be read."""
+        if self._claims[call.unit]:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            raise UnsupportedError(
+                f"A weight that `{self._names[call.unit]}` has saved for backward is read outside of a backward, but "
+                "is not there: it is spread over ranks, and gathered for uses. Gather it once per step."
+            )
+        self._backwards.arrive(call)
+
+    def _results(self, name: str, memory: list[range], result: Any) -> list[Tensor]:
+        tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if not self._gathers_once and is_in(memory, tensor):
+                raise UnsupportedError(
+                    f"`{name}` returns one of its weights, or a view of one, of shape {list(tensor.shape)}. Weights "
+                    "are spread over ranks and are there during calls only. Return a clone, or gather them once per "
+                    "step."
+                )
+        return tensors
+
+    # Collectives
+
+    def _start(self, operation: Operation) -> None:
+        number = operation.unit
+        unit = self._units[number]
+        if operation.kind == "gather":
+            unit.gather(anew=True)
+            if not self._is_live[number]:
+                self._is_live[number] = True
+                self.live_numel += self._numels[number]
+                self.most_numel = max(self.most_numel, self.live_numel)
+            return
+        if len(self._reducing) == MOST_REDUCING:
+            self._reducing.popleft().wait_reduced()
+        unit.reduce(self.factor)
+        self._reducing.append(unit)
+
+    def _pass_by(self, operation: Operation) -> None:
+        if operation.kind == "gather":
+            if self._claims[operation.unit]:
+                self._units[operation.unit].wait()
+            else:
+                self._free(operation.unit)
+
+    def _free(self, number: int) -> None:
+        if self._is_live[number]:
+            self._is_live[number] = False
+            self.live_numel -= self._numels[number]
+            self._units[number].free()
+
+    def _check_cap(self, most_live: int | None) -> None:
+        largest = max(self._numels, default=0)
+        if most_live is not None and most_live < largest:
+            name = self._names[self._numels.index(largest)]
+            raise ConfigError(
+                f"At most {most_live} elements may be gathered at a time (`sdp_max_live_parameters`), but the unit "
+                f"`{name}` has {largest}. Allow at least as many, or make the units smaller."
+            )
