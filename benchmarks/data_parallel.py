@@ -33,10 +33,9 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from workloads import GPT, Batch
+from workloads import GPT, Batch, EngineSteps
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
 from smp_strategy.testing import run_ranks
 
 LEARNING_RATE, WARM_UPS = 1e-3, 3
@@ -54,27 +53,12 @@ USUAL = Size(GPT(8192, separates_ends=True, length=256), 9, (1, 2, 4))
 QUICK = Size(GPT(256, separates_ends=True, length=16, width=48), 2, (1, 2))
 
 
-class Ours:
+class Ours(EngineSteps):
     """An engine."""
 
     def __init__(self, workload: GPT, model: nn.Module, batch: Batch, *, shards: bool) -> None:
-        self.model, self._loss, self._batch = model, workload.loss, batch
-        self.optimizer = AdamW(model.parameters(), LEARNING_RATE)
-        self.engine = Engine(SMPConfig(pipeline_parallel_degree=1, shard_optimizer_state=shards))
-        self.engine.attach(model, [self.optimizer])
-
-    def step(self) -> None:
-        result = self.engine.train_step(
-            lambda batch: self._loss(self.model(batch[0]), batch[1]),
-            self._batch,
-            loss_of=lambda loss: loss,
-            reduces=True,
-        )
-        self.optimizer.zero_grad()
-        result.commit(torch.ones(()), reduce=True)
-        self.engine.begin_update(self.optimizer)
-        self.optimizer.step()
-        self.engine.end_update(self.optimizer)
+        config = SMPConfig(pipeline_parallel_degree=1, shard_optimizer_state=shards)
+        super().__init__(workload, model, AdamW(model.parameters(), LEARNING_RATE), batch, config)
 
     def state_bytes(self) -> int:
         return bytes_of(self.optimizer)

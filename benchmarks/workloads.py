@@ -6,8 +6,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-__all__ = ["GPT", "Batch", "Chain"]
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+
+__all__ = ["GPT", "Batch", "Chain", "EngineSteps"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -66,3 +70,26 @@ class GPT(NamedTuple):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class EngineSteps:
+    """Training steps of an engine, on the same batch again and again."""
+
+    def __init__(self, workload: GPT, model: nn.Module, optimizer: Optimizer, batch: Batch, config: SMPConfig) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._loss, self._batch = workload.loss, batch
+        self.engine = Engine(config)
+        self.engine.attach(model, [optimizer])
+
+    def step(self) -> None:
+        result = self.engine.train_step(
+            lambda batch: self._loss(self.model(batch[0]), batch[1]),
+            self._batch,
+            loss_of=lambda loss: loss,
+            reduces=True,
+        )
+        self.optimizer.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        self.engine.begin_update(self.optimizer)
+        self.optimizer.step()
+        self.engine.end_update(self.optimizer)

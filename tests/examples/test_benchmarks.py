@@ -25,6 +25,10 @@ SCRIPTS = {
         ["--quick"],
         {"worst_ratio_vs_torch", "auto_ratio_vs_torch_1f1b", "sleep_efficiency", "worst_over_optimum"},
     ),
+    "sharding.py": (
+        ["--quick"],
+        {"world1_overhead", "preview_one_node_time_vs_fsdp2", "preview_one_node_memory_vs_fsdp2"},
+    ),
     "split_backward.py": (["2"], {"ratio_to_whole", "input_ms", "weight_ms", "whole_ms"}),
 }
 

@@ -1,0 +1,87 @@
+"""How many bytes of tensors are alive at most while something runs?
+
+Allocators do not say whose memory it is, and a profiler misses what other threads free. So every operation is looked
+at, as ``torch.distributed._tools.MemTracker`` does: a storage counts from when it is first seen until it is gone, with
+the size that it has at each operation. What C++ code never shows to an operation, such as copies that gloo makes, does
+not count.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Baseline", "peak_of"]
+
+
+class Baseline:
+    """The tensors that exist by now; those of an experiment come later."""
+
+    def __init__(self) -> None:
+        self._before = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in _tensors()}
+
+    def since(self) -> Iterator[Tensor]:
+        """Those that have come since, and are there."""
+        return (tensor for tensor in _tensors() if tensor.untyped_storage()._cdata not in self._before)
+
+
+def peak_of(run: Callable[[], object], at_rest: Iterator[Tensor]) -> int:
+    """Bytes alive at most.
+
+    Args:
+        run: what is watched, in this thread.
+        at_rest: tensors that exist before, and count.
+    """
+    watch = _Watch(at_rest)
+    with watch:
+        run()
+    return watch.peak
+
+
+class _Watch(TorchDispatchMode):
+    """Sees all operations of this thread."""
+
+    def __init__(self, at_rest: Iterator[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in at_rest:
+            self._see(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it comes again with the tensors inside
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
+                self._see(leaf)
+        self.peak = max(self.peak, self._live())
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = weakref.ref(storage)
+
+    def _live(self) -> int:
+        total = 0
+        for key, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+
+def _tensors() -> Iterator[Tensor]:
+    gc.collect()
+    return (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu")

@@ -1,0 +1,270 @@
+"""Who takes part in benchmarks/sharding.py: the same steps of the same GPT, with parameters, gradients and optimizer
+state spread over ranks in one way or another.
+
+Peers are set up as their users would: a unit for each part of the model, the next one gathered while one computes,
+forward and backward, and the last one kept in between.
+
+DeepSpeed takes part where it can be imported. It wants an environment of its own.
+
+The engine does not shard parameters yet. Until then its parts are driven by hooks here, in the sides that are called
+*previews*: what an engine adds (any module, units used twice, clipping, and so on) costs nothing in them.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from workloads import GPT, Batch, Chain, EngineSteps
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.messages import Pending
+from smp_strategy.sharding.point_to_point import PointToPoint
+
+__all__ = ["PREVIEW", "Make", "Side", "num_nodes", "sides"]
+
+PREVIEW = "preview_"
+
+
+class Side(Protocol):
+    """One way of training."""
+
+    def step(self) -> None:
+        """Forward, backward and the optimizer's step, on the same batch again and again."""
+
+    def weights(self) -> Iterator[Tensor]:
+        """All of them, whole; collective."""
+
+    def close(self) -> None:
+        """Let go of what works in the background."""
+
+
+Make = Callable[[GPT, Chain, Batch], Side]
+
+
+def num_nodes() -> int:
+    """How many there are, as the launcher says."""
+    return dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def sides() -> Mapping[str, Make]:
+    """Those for the ranks that there are; the first is what the weights of the others are compared with."""
+    world = dist.get_world_size()
+    if world == 1:
+        return {"plain": Wrapped, "replicas": partial(Ours, shards=False)}
+    found: dict[str, Make] = {
+        "ddp": Wrapped,
+        "fsdp2_full": FSDP2,
+        "replicas": partial(Ours, shards=False),
+        "state": partial(Ours, shards=True),
+        PREVIEW + "full": partial(Preview, degree=world),
+    }
+    if world >= 4:
+        degree = world // max(num_nodes(), 2)
+        found["hsdp"] = partial(FSDP2, degree=degree)
+        found[PREVIEW + "mics"] = partial(Preview, degree=degree)
+    if num_nodes() > 1:
+        found[PREVIEW + "hier"] = partial(Preview, degree=world, per_node=world // num_nodes())
+    if importlib.util.find_spec("deepspeed"):
+        found["ds_zero3"] = DeepSpeed
+    elif dist.get_rank() == 0:
+        print("ds_zero3 is left out: deepspeed is not installed here.", flush=True)
+    return found
+
+
+def optimizer_of(model: nn.Module) -> Optimizer:
+    """Moments are divided by what is never tiny, so that wrong gradients, and wrongly scaled ones, give other weights,
+    and gradients that are added up in another order do not."""
+    return AdamW(model.parameters(), 1e-3, eps=1e-3, fused=True)
+
+
+class Wrapped:
+    """A plain loop, with DistributedDataParallel where there are several ranks."""
+
+    def __init__(self, workload: GPT, model: Chain, batch: Batch) -> None:
+        self._model, self._loss, self._batch = model, workload.loss, batch
+        self._wrapped: nn.Module = model
+        if dist.get_world_size() > 1:
+            self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self._optimizer = optimizer_of(model)
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._loss(self._wrapped(self._batch[0]), self._batch[1]).backward()
+        self._optimizer.step()
+
+    def weights(self) -> Iterator[Tensor]:
+        yield from self._model.parameters()
+
+    def close(self) -> None:
+        pass
+
+
+class FSDP2:
+    """``fully_shard`` over groups of ``degree`` ranks, by default over all."""
+
+    def __init__(self, workload: GPT, model: Chain, batch: Batch, degree: int | None = None) -> None:
+        self._model, self._loss, self._batch = model, workload.loss, batch
+        mesh = self._mesh(degree)
+        *others, last = parts = list(model.parts)
+        for part in others:
+            fully_shard(part, mesh=mesh)
+        fully_shard(last, mesh=mesh, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh)
+        for part, following in zip(others, parts[1:], strict=True):
+            part.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([part])
+        # Without this, nothing is gathered in the background where there are no streams.
+        model._set_unshard_async_op(True)
+        self._optimizer = optimizer_of(model)
+
+    def _mesh(self, degree: int | None) -> DeviceMesh:
+        world = dist.get_world_size()
+        if degree is None:
+            return init_device_mesh("cpu", (world,))
+        return init_device_mesh("cpu", (world // degree, degree), mesh_dim_names=("replicate", "shard"))
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        self._loss(self._model(self._batch[0]), self._batch[1]).backward()
+        self._optimizer.step()
+
+    def weights(self) -> Iterator[Tensor]:
+        for parameter in self._model.parameters():
+            assert isinstance(parameter, DTensor)
+            yield parameter.full_tensor()
+
+    def close(self) -> None:
+        pass
+
+
+class DeepSpeed:
+    """ZeRO-3 with its defaults, but for clipping, and gradients in buckets of 25 MB instead of 2 GB."""
+
+    def __init__(self, workload: GPT, model: Chain, batch: Batch) -> None:
+        self._model, self._loss, self._batch = model, workload.loss, batch
+        self._deepspeed = importlib.import_module("deepspeed")
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        config = {
+            "train_micro_batch_size_per_gpu": len(batch[0]),
+            "zero_optimization": {"stage": 3, "reduce_bucket_size": 25 * 2**18},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,
+        }
+        self._deepspeed.init_distributed("gloo", verbose=False)
+        self._engine = self._deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+
+    def step(self) -> None:
+        self._engine.backward(self._loss(self._engine(self._batch[0]), self._batch[1]))
+        self._engine.step()
+
+    def weights(self) -> Iterator[Tensor]:
+        for parameter in self._model.parameters():
+            with self._deepspeed.zero.GatheredParameters([parameter]):
+                yield parameter.detach().clone()
+
+    def close(self) -> None:
+        self._engine.destroy()
+
+
+class Ours(EngineSteps):
+    """An engine with replicas."""
+
+    def __init__(self, workload: GPT, model: Chain, batch: Batch, *, shards: bool) -> None:
+        config = SMPConfig(pipeline_parallel_degree=1, shard_optimizer_state=shards)
+        super().__init__(workload, model, optimizer_of(model), batch, config)
+
+    def weights(self) -> Iterator[Tensor]:
+        yield from self.model.parameters()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Preview:
+    """Sharded units over groups of ``degree`` neighbouring ranks, on nodes of ``per_node`` of them."""
+
+    def __init__(self, workload: GPT, model: Chain, batch: Batch, degree: int, per_node: int | None = None) -> None:
+        self._model, self._loss, self._batch = model, workload.loss, batch
+        self._optimizer = optimizer_of(model)
+        world, rank = dist.get_world_size(), dist.get_rank()
+        shards = [dist.new_group(list(range(first, first + degree))) for first in range(0, world, degree)]
+        replicas = [dist.new_group(list(range(first, world, degree))) for first in range(degree)]
+        self._shards = PointToPoint(shards[rank // degree], per_node)
+        self._replicas = PointToPoint(replicas[rank % degree])
+        self._sums: list[Pending] = []
+        self._units = [FlatUnit(part.named_parameters(), self._shards, torch.device("cpu")) for part in model.parts]
+        for number, part in enumerate(model.parts):
+            part.register_forward_pre_hook(partial(self._before_forward, number))
+            part.register_forward_hook(partial(self._after_forward, number))
+
+    def step(self) -> None:
+        self._loss(self._model(self._batch[0]), self._batch[1]).backward()
+        self._after_backward(0, None)
+        self._add_up(0)
+        for pending in self._sums:
+            pending.wait()
+        self._sums.clear()
+        with ExitStack() as stack:
+            for unit in self._units:
+                stack.enter_context(unit.pieces_shown())
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+    def weights(self) -> Iterator[Tensor]:
+        for part, unit in zip(self._model.parts, self._units, strict=True):
+            unit.gather()
+            unit.wait()
+            yield from (parameter.detach().clone() for parameter in part.parameters())
+            unit.free()
+
+    def close(self) -> None:
+        self._shards.close()
+        self._replicas.close()
+
+    def _use(self, number: int, following: int) -> None:
+        self._units[number].gather()
+        if following in range(len(self._units)):
+            self._units[following].gather()
+        self._units[number].wait()
+
+    def _before_forward(self, number: int, _: nn.Module, args: tuple[Tensor]) -> None:
+        self._use(number, number + 1)
+        if args[0].requires_grad:
+            args[0].register_hook(partial(self._after_backward, number))
+
+    def _after_forward(self, number: int, _: nn.Module, __: Any, result: Tensor) -> Tensor:
+        if number < len(self._units) - 1:
+            self._units[number].free()
+        result.register_hook(partial(self._before_backward, number))
+        # Another tensor, for hooks run in the order of registration: the next part is freed before this is gathered.
+        return result.view_as(result)
+
+    def _before_backward(self, number: int, _: Tensor) -> None:
+        self._use(number, number - 1)
+
+    def _after_backward(self, number: int, _: Tensor | None) -> None:
+        self._units[number].free()
+        self._units[number].reduce(1 / dist.get_world_size())
+        # By now that of the part above is through, or nearly so.
+        if number + 1 < len(self._units):
+            self._add_up(number + 1)
+
+    def _add_up(self, number: int) -> None:
+        """Begin to add up a part's gradients over replicas, while others are computed."""
+        shards = self._units[number].gradient_shards
+        if self._replicas.size > 1:
+            self._sums += [self._replicas.all_reduce(shard) for shard in shards]

@@ -1,0 +1,89 @@
+"""The laboratory of two nodes, where this machine lets namespaces be made."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NETLAB = Path(__file__).parents[2] / "benchmarks" / "netlab.sh"
+SAYS_WHO = 'echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, threads $OMP_NUM_THREADS"'
+# Rank 3 is on the other node.
+ASKS_THE_OTHER_NODE = """python3 - <<'END'
+import os, socket
+here = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    with socket.create_server(here) as server:
+        print(server.accept()[0].recv(100).decode())
+elif os.environ["RANK"] == "3":
+    for _ in range(100):
+        try:
+            socket.create_connection(here).send(b"hello from rank 3")
+            break
+        except ConnectionRefusedError:
+            __import__("time").sleep(0.05)
+END
+"""
+
+
+def netlab(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [NETLAB, *options, "bash", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def nodes() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def can_make_namespaces() -> bool:
+    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    return netlab("true").returncode == 0
+
+
+needs_namespaces = pytest.mark.skipif("not can_make_namespaces()", reason="needs root and iproute2")
+
+
+@needs_namespaces
+def test_each_rank_is_told_its_place_and_the_first_is_heard():
+    assert netlab(SAYS_WHO).stdout == "0 of 4, 0 of 2, threads 1\n"
+    assert netlab(f"{SAYS_WHO}; exit $RANK", "--ranks-per-node", "1").stderr.endswith("1 of 2, 0 of 1, threads 1\n")
+
+
+@needs_namespaces
+def test_nodes_reach_each_other():
+    assert netlab(ASKS_THE_OTHER_NODE).stdout == "hello from rank 3\n"
+
+
+@needs_namespaces
+def test_it_ends_with_the_worst_exit_code_and_leaves_nothing_behind():
+    before = nodes()
+    done = netlab("[ $RANK != 2 ] || sleep 100; [ $RANK != 3 ] || echo bad luck; exit $RANK")
+    assert done.returncode == 3
+    assert "rank 3 ended with 3\nbad luck" in done.stderr
+    assert nodes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--speed", "1"], "--speed is no option"),
+        (["--rate"], "--rate needs a value"),
+        ([], "no command is given"),
+        (["--ranks-per-node", "0", "true"], "must be a positive number, but is 0"),
+    ],
+)
+def test_a_mistake_is_named(arguments, said):
+    done = subprocess.run([NETLAB, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_it_says_that_a_tool_is_missing(tmp_path):
+    for tool in ("bash", "id"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    environment = {"PATH": str(tmp_path)}
+    done = subprocess.run([NETLAB, "true"], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 2
+    assert ("iproute2" if os.geteuid() == 0 else "Run it as root") in done.stderr
