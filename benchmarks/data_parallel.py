@@ -21,14 +21,14 @@ times the number of ranks: one is perfect), and the same of ZeroRedundancyOptimi
 import copy
 import json
 import sys
-import time
 import warnings
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from timing import over_ranks, seconds_of
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -111,22 +111,12 @@ def measure(size: Size, shards: bool) -> Row:
     turns = [[0.0, 0.0] for _ in range(size.rounds)]
     for number, times in enumerate(turns):
         for position in (0, 1) if number % 2 else (1, 0):
-            times[position] = seconds(sides[position])
+            times[position] = seconds_of(sides[position].step)
     ours, theirs = zip(*turns, strict=True)
     shares = [share(side.state_bytes()) for side in sides]
     sides[0].engine.close()
     ratio = median(mine / other for mine, other in turns)
     return Row(dist.get_world_size(), shards, median(ours), median(theirs), ratio, *shares)
-
-
-def seconds(side: Any) -> float:
-    """How long a step takes, from the moment in which all ranks begin until the last one ends."""
-    dist.barrier()
-    begin = time.perf_counter()
-    side.step()
-    elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return elapsed.item()
 
 
 def check(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
@@ -147,10 +137,7 @@ def bytes_of(optimizer: Optimizer) -> int:
 
 def share(here: int) -> float:
     """The fullest rank's part of all bytes, times the number of ranks."""
-    most, total = torch.tensor(float(here)), torch.tensor(float(here))
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(total)
-    return most.item() / total.item() * dist.get_world_size()
+    return over_ranks(here, dist.ReduceOp.MAX) / over_ranks(here, dist.ReduceOp.SUM) * dist.get_world_size()
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:

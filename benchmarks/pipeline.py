@@ -41,6 +41,7 @@ from typing import Any, NamedTuple, final
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timing import seconds_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -340,15 +341,10 @@ def measure(setting: Setting, rounds: int) -> Row:
 
 
 def seconds(side: Any) -> float:
-    """How long a step takes, from the moment in which all ranks begin until the last one ends."""
+    """How long a step takes that begins without gradients."""
     for parameter in side.model.parameters():
         parameter.grad = None
-    dist.barrier()
-    begin = time.perf_counter()
-    side.step()
-    elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    return elapsed.item()
+    return seconds_of(side.step)
 
 
 def check(model: Chain, theirs: Theirs) -> None:

@@ -26,7 +26,6 @@ import copy
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +36,7 @@ import torch
 import torch.distributed as dist
 from live_bytes import Baseline, peak_of
 from sharding_sides import PREVIEW, Make, Side, num_nodes, sides
+from timing import over_ranks, seconds_of
 from torch import Tensor
 from workloads import GPT, Batch, Chain
 
@@ -112,11 +112,7 @@ def row(turns: Sequence[tuple[float, float | None]], peak: float) -> Row:
 def turn(side: Side, steps: int) -> tuple[float, float | None]:
     """Seconds of a step until the last rank is through, and bytes that a node sends in it."""
     sent_before = sent_by_this_node()
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        side.step()
-    seconds = over_ranks((time.perf_counter() - begin) / steps, dist.ReduceOp.MAX)
+    seconds = seconds_of(lambda: [side.step() for _ in range(steps)]) / steps
     if sent_before is None:
         return seconds, None
     # All ranks of a node read the same counter.
@@ -129,13 +125,6 @@ def sent_by_this_node() -> int | None:
         return None
     card = os.environ["GLOO_SOCKET_IFNAME"]
     return int(Path(f"/sys/class/net/{card}/statistics/tx_bytes").read_text())
-
-
-def over_ranks(value: float, how: dist.ReduceOp.RedOpType) -> float:
-    """Of all ranks."""
-    tensor = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(tensor, how)
-    return tensor.item()
 
 
 def warmed_up(make: Make, workload: GPT, model: Chain, batch: Batch) -> tuple[Side, float]:

@@ -9,13 +9,14 @@ The functions that take a ``store`` do nothing but that; :func:`blame` decides w
 
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from smp_strategy.errors import PeerFailedError
+from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["blame", "first_failure", "publish"]
+__all__ = ["blame", "connection", "first_failure", "publish"]
 
 _COUNT = "smp_strategy/failures"
 _FIRST = "smp_strategy/first_failure"
@@ -59,6 +60,28 @@ def blame(error: Exception) -> Exception:
             return error
         time.sleep(0.05)
     return PeerFailedError(f"{culprit}\nrank {dist.get_rank()} lost its connection because of that: {error}")
+
+
+@contextmanager
+def connection(rank: int, doing: str) -> Iterator[None]:
+    """Turn a connection to another ``rank`` that breaks in here into the error of the rank that failed.
+
+    Args:
+        rank: the other one's global rank.
+        doing: what is done, for messages: "sending a tensor to".
+    """
+    try:
+        yield
+    except SMPError:
+        raise  # the connection is fine
+    except RuntimeError as error:
+        cause = blame(error)
+        if cause is not error:
+            raise cause from error
+        raise PeerFailedError(
+            f"While {doing} rank {rank}, the connection failed: {error}\n"
+            f"Rank {rank} stopped or is stuck; its own output says why."
+        ) from error
 
 
 def _is_broken_connection(error: Exception) -> bool:

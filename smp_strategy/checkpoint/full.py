@@ -44,12 +44,12 @@ def optimizer_state(
     known: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(known, list(state["state"]))
     # Replica by replica from the last to the first, and stage by stage: global rank 0 is the last and collects.
-    ranks = [_rank(mesh, replica, stage) for replica in reversed(range(mesh.dp)) for stage in range(mesh.pp)]
+    ranks = [mesh.shape.rank_at(replica, stage) for replica in reversed(range(mesh.dp)) for stage in range(mesh.pp)]
     parameters, savers = _parameters(optimizer), {}
     for number in sorted(set().union(*known)):
         stage = ownership.first_holder(parameters[number])
         replica = sharding.owner(parameters[number], stage)
-        savers[str(number)] = ranks.index(_rank(mesh, replica, stage))
+        savers[str(number)] = ranks.index(mesh.shape.rank_at(replica, stage))
     items = {str(number): value for number, value in state["state"].items()}
     collected = collect(items, savers, ranks, None)
     if mesh.rank != 0:
@@ -107,11 +107,6 @@ def load_optimizer_state(
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """The optimizer's parameters in the order of the numbers in its state dict."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _rank(mesh: ProcessMesh, replica: int, stage: int) -> int:
-    """Global rank of a stage of a replica."""
-    return mesh.shape.rank_at(replica, stage)
 
 
 def _gathered(items: list[Any], mesh: ProcessMesh) -> list[list[Any]]:

@@ -62,14 +62,7 @@ class StateSharding:
         drops_gradients: whether a replica has gradients of its own parameters only, once they are averaged.
     """
 
-    def __init__(
-        self,
-        ownership: Ownership,
-        mesh: ProcessMesh,
-        *,
-        is_on: bool,
-        everyone_sees: bool,
-    ) -> None:
+    def __init__(self, ownership: Ownership, mesh: ProcessMesh, *, is_on: bool, everyone_sees: bool) -> None:
         self.is_on = is_on and mesh.dp > 1
         self.drops_gradients = self.is_on and not everyone_sees
         self._ownership = ownership
@@ -89,9 +82,9 @@ class StateSharding:
             self._owners[stage] = owners
             parameters = self._ownership.local_parameters(stage)
             for is_trained in (True, False):  # frozen ones may be trained later
-                alike = [each for each in parameters if each.requires_grad == is_trained]
-                sizes = [each.numel() * each.element_size() for each in alike]
-                owners.update(zip(alike, balanced(sizes, self._mesh.dp), strict=True))
+                members = [each for each in parameters if each.requires_grad == is_trained]
+                sizes = [each.numel() * each.element_size() for each in members]
+                owners.update(zip(members, balanced(sizes, self._mesh.dp), strict=True))
         return self._owners[stage][parameter]
 
     def is_mine(self, parameter: Tensor) -> bool:

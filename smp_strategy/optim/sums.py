@@ -94,7 +94,7 @@ class Sums:
                 handle.remove()
 
     def send_rest(self) -> None:
-        """Backward is over: send off everything else. On every replica, and in every step."""
+        """Backward is over: send off everything else. On every rank, and in every step."""
         self._gradients = {each: each.grad for each in self._bucket_of if each.grad is not None}
         for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket)

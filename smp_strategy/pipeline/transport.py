@@ -6,8 +6,7 @@ message. A receive is posted when it is known and waited for when it is needed.
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
@@ -17,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.errors import PeerFailedError, UnsupportedError
-from smp_strategy.failure import blame
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.failure import connection
 from smp_strategy.pipeline import messages
 from smp_strategy.pipeline.arrivals import Arrival, Listeners
 from smp_strategy.pipeline.watch import Watch
@@ -87,7 +86,7 @@ class Transport:
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
         message = messages.pack(tensor, spec)
-        with _peer(self._ranks[stage], "sending a tensor to"):
+        with connection(self._ranks[stage], "sending a tensor to"):
             # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
             work = self._group.send([message], self._peers[stage], tag)
         self._sent[stage, tag] = (work, message)
@@ -97,7 +96,7 @@ class Transport:
         """Begin to receive a tensor with the metadata ``spec``."""
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
             message = messages.empty(spec)
-        with _peer(self._ranks[stage], "waiting for a tensor from"):
+        with connection(self._ranks[stage], "waiting for a tensor from"):
             work = self._group.recv([message], self._peers[stage], tag)
         timeout = self._timeout
 
@@ -109,14 +108,14 @@ class Transport:
 
     def wait(self, arrival: Arrival[T], key: tuple[int, int]) -> T:
         """Block until the message ``key`` is there."""
-        with _peer(key[0], "waiting for a tensor from"):
+        with connection(key[0], "waiting for a tensor from"):
             return self._watch.wait(arrival, [key], self._log)
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
             work, _ = self._sent.pop((stage, tag))
-            with _peer(self._ranks[stage], "waiting for the arrival of a tensor at"):
+            with connection(self._ranks[stage], "waiting for the arrival of a tensor at"):
                 work.wait(self._timeout)
 
     def flush(self) -> None:
@@ -151,7 +150,7 @@ class Transport:
         mine = torch.tensor([digest])
         found = [torch.full_like(mine, -1) for _ in self._ranks]
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
-        with _peer(others[0], "waiting at the end of a step for"):
+        with connection(others[0], "waiting at the end of a step for"):
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
         assert work is not None
 
@@ -162,7 +161,7 @@ class Transport:
             if is_reached():
                 return
             paths: list[Any] = [None] * len(self._ranks)
-            with _peer(others[0], "waiting at the end of a step for"):
+            with connection(others[0], "waiting at the end of a step for"):
                 self._wait_for(lambda: work.wait(self._timeout))
                 if not is_reached():
                     # A stage that has run something else may still be in its step, and wait for this one.
@@ -201,13 +200,13 @@ class Transport:
                 if value is not None:
                     piece.copy_(value.detach().reshape(-1))
                 results[index] = piece.view(specs[index].size)
-            with _peer(self._ranks[stage], "waiting for the results of"):
+            with connection(self._ranks[stage], "waiting for the results of"):
                 work = dist.broadcast(flat, self._ranks[stage], group=self._group, async_op=True)
             assert work is not None
             works.append(work)
 
         def wait() -> list[Tensor]:
-            with _peer(self._ranks[stage], "waiting for the results of"):
+            with connection(self._ranks[stage], "waiting for the results of"):
                 for work in works:
                     work.wait(self._timeout)
             # Each result owns its memory: a small one must not keep all others alive.
@@ -225,20 +224,3 @@ def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:
         "only some ranks read (`if trainer.is_global_zero: print(loss.item())`) or a branch on the rank is the usual "
         "reason: do it on all ranks, or use `self.log` or `self.print`."
     )
-
-
-@contextmanager
-def _peer(rank: int, doing: str) -> Iterator[None]:
-    """Turn a broken connection into the error of the rank that failed."""
-    try:
-        yield
-    except UnsupportedError:
-        raise  # the connection is fine
-    except RuntimeError as error:
-        cause = blame(error)
-        if cause is not error:
-            raise cause from error
-        raise PeerFailedError(
-            f"While {doing} rank {rank}, the connection failed: {error}\n"
-            f"Rank {rank} stopped or is stuck; its own output says why."
-        ) from error

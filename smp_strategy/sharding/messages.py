@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.errors import PeerFailedError
-from smp_strategy.failure import blame
+from smp_strategy.failure import connection
 
 __all__ = ["Message", "Messages", "Pending", "wait_for"]
 
@@ -24,25 +23,18 @@ _NUM_TAGS = 2**30
 class Message:
     """One that is under way."""
 
-    def __init__(self, work: dist.Work, memory: Tensor, doing: str) -> None:
+    def __init__(self, work: dist.Work, memory: Tensor, rank: int, doing: str) -> None:
         self._work: dist.Work | None = work
         self._memory: Tensor | None = memory  # must live until the message has arrived
+        self._rank = rank
         self._doing = doing
 
     def wait(self) -> None:
         """Until it has arrived; again does nothing."""
         if self._work is None:
             return
-        try:
+        with connection(self._rank, self._doing):
             self._work.wait()
-        except RuntimeError as error:
-            cause = blame(error)
-            if cause is not error:
-                raise cause from error
-            raise PeerFailedError(
-                f"While {self._doing}, the connection failed: {error}\n"
-                "That rank stopped or is stuck; its own output says why."
-            ) from error
         self._work = self._memory = None
 
 
@@ -92,9 +84,9 @@ class Messages:
         """Begin to send ``tensor``, which must not change until it has arrived."""
         # Bytes, because gloo does not know every dtype.
         work = self._group.send([tensor.view(torch.uint8)], peer, tag)
-        return Message(work, tensor, f"sending to rank {self._global_ranks[peer]}")
+        return Message(work, tensor, self._global_ranks[peer], "sending a part to")
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Begin to receive into ``tensor``."""
         work = self._group.recv([tensor.view(torch.uint8)], peer, tag)
-        return Message(work, tensor, f"waiting for rank {self._global_ranks[peer]}")
+        return Message(work, tensor, self._global_ranks[peer], "waiting for a part from")
