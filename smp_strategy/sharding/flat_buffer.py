@@ -167,6 +167,12 @@ class FlatBuffer:
         self.gradients = self._collected = None
         self.is_used = [False] * len(self._parameters)
 
+    def take_gradients(self) -> tuple[Tensor, Pending | None]:
+        """Hand over the gradients, zeros where there are none, and what is left to wait for. It has none then."""
+        shard, self.gradients = self.gradients, None
+        reducing, self._reducing = self._reducing, None
+        return torch.zeros_like(self.shard) if shard is None else shard, reducing
+
     def show_pieces(self, has_gradient: Sequence[bool]) -> None:
         """Let every parameter be this rank's piece of it, and its gradient, where it is to have one, alike."""
         assert all(parameter.grad is None for parameter in self._parameters), "gradients are collected before"
