@@ -64,7 +64,8 @@ def cut_state(
     Args:
         state: of the whole parameter; stays as it is.
         shape: of the parameter.
-        cut: gives the piece of a tensor of this shape.
+        cut: gives the piece of a tensor of this shape, whose memory may be laid out otherwise than the parameter's:
+            some states are copies of gradients.
         per_element: see :func:`kept_per_element`.
 
     Raises:

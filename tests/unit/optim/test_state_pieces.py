@@ -67,7 +67,12 @@ def layout_of(parameter: Tensor, degree: int) -> FlatLayout:
 def cutter(parameter: Tensor, rank: int, degree: int) -> Callable[[Tensor], Tensor]:
     flat = layout_of(parameter, degree)
     piece = flat.piece(flat.slots[1], rank)
-    return lambda tensor: tensor.as_strided((tensor.numel(),), (1,))[piece.start : piece.start + piece.numel]
+
+    def cut(tensor: Tensor) -> Tensor:
+        laid_out = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor).detach()
+        return laid_out.as_strided((tensor.numel(),), (1,))[piece.start : piece.start + piece.numel]
+
+    return cut
 
 
 def put_together(pieces: list[Tensor], parameter: Tensor) -> Tensor:
@@ -112,9 +117,7 @@ def test_ranks_with_pieces_have_what_is_cut_out_of_the_whole_and_it_can_be_put_t
     skeletons, tensors = [], []
     for rank in range(degree):
         cut = cutter(parameter, rank, degree)
-        laid_out = [torch.empty_like(begin).copy_(gradient) for gradient in gradients]
-        of_piece = train(make, cut(begin), [cut(gradient) for gradient in laid_out])
-        piece = state_of(of_piece)
+        piece = state_of(train(make, cut(begin), [cut(gradient) for gradient in gradients]))
         assert same(cut_state(state_of(whole), shape, cut, known), piece)
         skeleton, own = split_state(piece, cut(parameter.detach()).numel(), known)
         tensors.append(own)
