@@ -158,10 +158,17 @@ def test_limits_and_speeds_are_given_on_the_command_line(compose):
     assert (node.memory_limit, node.stage_speeds) == (["16GiB", 1024], [1.0, 2.0])
 
 
-def test_recipes_of_what_is_not_built_compose_and_are_refused_by_the_config(compose):
-    options = OmegaConf.to_container(compose("smp=pp2_sdp2").smp)
+@pytest.mark.parametrize("name", ["sdp2", "sdp4", "mics2x2", "pp2_sdp2"])
+def test_layouts_that_shard_are_options_of_the_config(compose, name):
+    options = OmegaConf.to_container(compose(f"smp={name}").smp)
     del options["_target_"]
-    with pytest.raises(ConfigError, match="`sharded_data_parallel_degree=2` asks for sharded data parallelism"):
+    assert SMPConfig(**options).sharded_data_parallel_degree == (4 if name == "sdp4" else 2)
+
+
+def test_recipes_of_what_is_not_built_compose_and_are_refused_by_the_config(compose):
+    options = OmegaConf.to_container(compose("smp=pp2_tp2").smp)
+    del options["_target_"]
+    with pytest.raises(ConfigError, match="`tensor_parallel_degree=2` asks for tensor parallelism"):
         SMPConfig(**options)
 
 
