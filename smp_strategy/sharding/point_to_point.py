@@ -13,14 +13,15 @@ much, a buffer is reduced in slices, one after the other, in the background.
 """
 
 import itertools
+from collections.abc import Iterable
 from typing import final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.sharding import direct
-from smp_strategy.sharding.messages import Messages, Pending, wait_for
+from smp_strategy.sharding.all_reduces import AllReduces
+from smp_strategy.sharding.messages import Messages, Pending
 from smp_strategy.sharding.relay import Relay
 from smp_strategy.sharding.two_hops import LEAST_CHUNK_BYTES, TwoHops
 
@@ -50,6 +51,7 @@ class PointToPoint:
         self._messages = Messages(group)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._relay = Relay()
+        self._all_reduces = AllReduces(self._messages, self._relay)
         self._two_hops = None
         if per_node is not None and 1 < per_node < self.size:
             assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
@@ -84,22 +86,9 @@ class PointToPoint:
 
         return Pending(self._relay.submit(in_turn).result)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
-        if self.size <= 2:
-            return self._exchange(tensor)
-        parts = tensor.tensor_split(self.size)
-        tag = self._messages.new_tags(2)
-        mine = torch.empty_like(parts[self.rank])
-        reduced = direct.reduce(self._messages, parts, mine, tag, is_first=True)
-
-        def pass_on() -> Pending:
-            reduced.wait()
-            parts[self.rank].copy_(mine)
-            return direct.gather(self._messages, parts, mine, tag + 1)
-
-        passed_on = self._relay.submit(pass_on)
-        return Pending(lambda: passed_on.result().wait())
+        return self._all_reduces.start(tensor, after)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
@@ -110,18 +99,3 @@ class PointToPoint:
         most = max(1, (self._most_reduced or shard.numel() * self.size) // self.size)
         edges = [*range(0, max(1, shard.numel()), most), shard.numel()]
         return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
-
-    def _exchange(self, tensor: Tensor) -> Pending:
-        """An all-reduce of two ranks: as many bytes as in two rounds. Two summands have no order."""
-        tag = self._messages.new_tags()
-        others = [torch.empty_like(tensor) for _ in self._messages.peers]
-        under_way = [self._messages.send(tensor, peer, tag) for peer in self._messages.peers]
-        under_way += [
-            self._messages.receive(other, peer, tag) for other, peer in zip(others, self._messages.peers, strict=True)
-        ]
-
-        def finish() -> None:
-            wait_for(under_way)
-            direct.add_up(tensor, others, is_first=False)
-
-        return Pending(finish)
