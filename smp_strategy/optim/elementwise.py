@@ -48,11 +48,11 @@ def refuse_whole_tensor_optimizers(
 ) -> None:
     """Raise one error for all optimizers that pieces of parameters cannot be given to.
 
-    The same on every rank, for only the metadata of parameters count.
+    Only the metadata of parameters count, so that all ranks come to the same result, wherever values are.
 
     Args:
         optimizers: which will train the model. They, and their schedulers, are left as they are.
-        sharded: the parameters that are cut into pieces, with their names.
+        sharded: the parameters that are cut into pieces, of all stages, with their names.
         degree: over how many ranks they are sharded.
         device: where to try; by default on the CPU.
 
@@ -192,8 +192,8 @@ def _are_close(one: Tensor, other: Tensor, reach: Tensor) -> bool:
 
 def _difference_in_state(whole: Any, shape: Sequence[int], pieces: Sequence[tuple[Any, int]]) -> str | None:
     leaves = pytree.tree_leaves(whole)
-    # Some optimizers keep nothing of what is empty.
-    of_pieces = [(pytree.tree_leaves(kept), numel) for kept, numel in pieces if numel or kept[0]]
+    of_pieces = [(pytree.tree_leaves(kept), numel) for kept, numel in pieces]
+    # Also where a piece is empty: checkpoints are put together by all ranks alike.
     if any(len(others) != len(leaves) for others, _ in of_pieces):
         return "it keeps something else for them than for whole tensors"
     for number, leaf in enumerate(leaves):

@@ -129,3 +129,15 @@ class Lookahead(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.copy_(self.slow[p].lerp_(p, 0.5))
+
+
+class PassesOverEmpty(Lion):
+    """Keeps nothing for what is empty."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and not p.numel():
+                    p.grad = None
+        super().step()

@@ -13,7 +13,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.optim.elementwise import difference_in_pieces, refuse_whole_tensor_optimizers
-from tests.unit.optim.optimizers import DecaysMatrices, GoesByGroup, Lamb, LateShampoo, Lion, Lookahead, WholeBlocks
+from tests.unit.optim.optimizers import (
+    DecaysMatrices,
+    GoesByGroup,
+    Lamb,
+    LateShampoo,
+    Lion,
+    Lookahead,
+    PassesOverEmpty,
+    WholeBlocks,
+)
 
 Make = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
 
@@ -40,6 +49,7 @@ WHOLE: dict[str, tuple[Make, str]] = {
     "Lookahead around LAMB": (lambda p: Lookahead(Lamb(p)), "its steps look at more than one element"),
     "Shampoo that has not begun": (LateShampoo, "it keeps something else"),
     "decay of matrices": (DecaysMatrices, "its steps look at more than one element"),
+    "nothing for what is empty": (PassesOverEmpty, "it keeps something else"),
     "a distance of all elements": (GoesByGroup, "it goes by a number of all elements"),
 }
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")
