@@ -32,10 +32,7 @@ def held(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Held
     )
     found = {}
     for name, parameters in held_of(surroundings).items():
-        total = Held(0)
-        for each in parameters.values():
-            total = total.plus(each)
-        found[name] = total
+        found[name] = Held.sum_of(parameters.values())
     return found
 
 
