@@ -33,7 +33,7 @@ class Held(NamedTuple):
 
     @property
     def passing(self) -> int:
-        """What comes and goes."""
+        """What comes and goes during a step."""
         return self.gathered + self.unreduced
 
     @property

@@ -6,10 +6,10 @@ stage, or several under virtual stages). Minimised is
     J = (1 - a) * step_time / T_ref + a * max over stages of memory / M_ref
 
 with ``a`` the ``memory_weight``. Step time and activations of a candidate come from a simulation of its schedule, which
-somebody else does (:class:`Score`); what a rank of a stage holds of parameters, gradients and optimizer state is counted
-here, a parameter that units of a stage share once. T_ref is the time in which the stages would do the work of all microbatches
-without ever waiting, M_ref what the first stage would hold under 1F1B if all memory was spread evenly: both are
-constants of the problem, so J is 1 where everything is ideal.
+somebody else does (:class:`Score`); what the fullest rank of a stage holds of parameters, gradients and optimizer state
+is counted here, a parameter that units of the stage share once. T_ref is the time in which the stages would do the work
+of all microbatches without ever waiting, M_ref what the first stage would hold under 1F1B if all memory was spread
+evenly: both are constants of the problem, so J is 1 where everything is ideal.
 
 A stage may have a limit of memory. An answer beyond it is none, however fast.
 """

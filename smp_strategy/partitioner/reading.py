@@ -16,16 +16,15 @@ from smp_strategy.trace.work import Work
 __all__ = ["chain_of", "problem_of"]
 
 
-def chain_of(parameters: Mapping[str, Mapping[int, Held]]) -> tuple[Trace, dict[int, Work]]:
+def chain_of(parameter_bytes: Mapping[str, int]) -> tuple[Trace, dict[int, Work]]:
     """A trace where there is none: units one after the other, whose work is proportional to their parameters."""
     events: list[Event] = []
     work: dict[int, Work] = {}
     last: tuple[Value, ...] = ()
-    for position, (name, held) in enumerate(parameters.items()):
+    for position, (name, nbytes) in enumerate(parameter_bytes.items()):
         value = Value(position, 0, requires_grad=True)
         events.append(Event("unit", name, last, (value,)))
-        seconds = float(sum(part.parameter for part in held.values()))
-        work[position] = Work(seconds, seconds, seconds)
+        work[position] = Work(*[float(nbytes)] * 3)
         last = (value,)
     return Trace(events, len(events) - 1 if events else None), work
 

@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn, *, max_units: int = 10) -> Case:
     trace, work = draw(programs(num_units))
     sizes = draw(st.lists(st.integers(0, 50), min_size=12, max_size=12))
     trained = draw(st.lists(st.booleans(), min_size=12, max_size=12))
-    held = [Held(size, size * trains, 2 * size * trains, size // 2) for size, trains in zip(sizes, trained, strict=True)]
+    held = [Held(size, size * trained[key], 2 * size * trained[key], size // 2) for key, size in enumerate(sizes)]
     parameters = {
         f"u{index}": {key: held[key] for key in draw(st.sets(st.integers(0, 11), max_size=3))}
         for index in range(num_units)
