@@ -38,8 +38,8 @@ def page(partition: Partition, plan: Plan | None) -> str:
 
 def _stage_table(partition: Partition) -> str:
     has_passing = any(stage.held.passing for stage in partition.stages)
-    names = ("stage", "units", "work", "states", *["passing"] * has_passing, "activations", "memory", "limit")
-    rows = [row("th", (*names, "sends on"))]
+    columns = ("stage", "units", "work", "states", *["passing"] * has_passing, "activations", "memory", "limit")
+    rows = [row("th", (*columns, "sends on"))]
     for number, stage in enumerate(partition.stages):
         names = abbreviate([unit.name for unit in partition.units if unit.stage == number])
         limit = "" if stage.memory_limit is None else show_bytes(stage.memory_limit)
