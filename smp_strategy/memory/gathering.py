@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from smp_strategy.memory.counting import NothingSpread, Spread, count
+from smp_strategy.memory.counting import Spread, count
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.partitioner.partition import Partition
@@ -32,6 +32,6 @@ def memory_report(
         spread: what is known of parameters that are spread over shard groups; ``None``: there are none.
     """
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, count(module, optimizers, spread or NothingSpread(), mesh))
+    dist.all_gather_object(told, count(module, optimizers, mesh, spread))
     predicted = () if partition is None else tuple(stage.held for stage in partition.stages)
     return MemoryReport(ranks=tuple(told), predicted=predicted, rank=mesh.rank)

@@ -73,7 +73,7 @@ def share_of(layout: UnitLayout, state_bytes: Callable[[Entry, int], int], *, ga
         parameter=layout.resting_bytes,
         gradient=sum(flat.shard_bytes for flat in trained),
         optimizer=max((state_of(rank) for rank in range(trained[0].degree)), default=0) if trained else 0,
-        gathered=_gathered(layout) if gathers_once else 0,
+        gathered=layout.transient_bytes if gathers_once else 0,
         unreduced=_unreduced(layout) if gathers_once else 0,
     )
 
@@ -90,7 +90,7 @@ def most_gathered(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLay
     pairs = [before | after for before, after in pairwise(alone)]
     if most_live is not None:
         pairs = [pair for pair in pairs if sum(layouts[key].transient_numel for key in pair) <= most_live]
-    return max((sum(_gathered(layouts[key]) for key in live) for live in (*alone, *pairs)), default=0)
+    return max((sum(layouts[key].transient_bytes for key in live) for live in (*alone, *pairs)), default=0)
 
 
 def most_unreduced(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLayout], most_reducing: int) -> int:
@@ -113,10 +113,6 @@ def most_unreduced(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLa
         reducing.extend(through)
         begun.difference_update(through)
     return peak
-
-
-def _gathered(layout: UnitLayout) -> int:
-    return layout.gathered_bytes - layout.resting_bytes
 
 
 def _unreduced(layout: UnitLayout) -> int:

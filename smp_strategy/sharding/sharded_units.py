@@ -82,6 +82,16 @@ class ShardedUnits:
         """All that are spread."""
         return list(self._unit_of)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of values that this rank holds now."""
+        return sum(unit.held_bytes for unit in self.units.values())
+
+    @property
+    def most_gathered_bytes(self) -> int:
+        """Bytes of values that were gathered for passes and let go again, at most at a time."""
+        return self._uses.most_bytes
+
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is spread."""
         return parameter in self._unit_of

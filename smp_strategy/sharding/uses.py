@@ -52,6 +52,7 @@ class UnitUses:
         reduces: whether gradients are reduced at all, and not left where they are for a later pass.
         live_numel: number of elements that are gathered now.
         most_numel: the highest number so far.
+        most_bytes: the same in bytes.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class UnitUses:
     ) -> None:
         self.factor = 1.0
         self.reduces_early = self.reduces = True
-        self.live_numel = self.most_numel = 0
+        self.live_numel = self.most_numel = self._live_bytes = self.most_bytes = 0
         self._names = list(units)
         self._numbers = {name: number for number, name in enumerate(units)}
         self._units = list(units.values())
         self._numels = [unit.layout.transient_numel for unit in self._units]
+        self._bytes = [unit.layout.transient_bytes for unit in self._units]
         self._check_cap(most_live)
         self._most_live = most_live
         self._num_prefetched = prefetch
@@ -211,6 +213,8 @@ class UnitUses:
                 self._is_live[number] = True
                 self.live_numel += self._numels[number]
                 self.most_numel = max(self.most_numel, self.live_numel)
+                self._live_bytes += self._bytes[number]
+                self.most_bytes = max(self.most_bytes, self._live_bytes)
             return
         if len(self._reducing) == MOST_REDUCING:
             self._reducing.popleft().wait_reduced()
@@ -228,6 +232,7 @@ class UnitUses:
         if self._is_live[number]:
             self._is_live[number] = False
             self.live_numel -= self._numels[number]
+            self._live_bytes -= self._bytes[number]
             self._units[number].free()
 
     def _check_cap(self, most_live: int | None) -> None:

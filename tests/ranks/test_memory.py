@@ -39,7 +39,7 @@ def reports(name: str, options: dict[str, Any], seen: bool = False) -> tuple[Mem
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    after = memory_report(model, [optimizer], engine.mesh, engine.partition)
+    after = memory_report(model, [optimizer], engine.mesh, engine.partition, engine.share.sharded)
     engine.close()
     return before, after
 
@@ -96,6 +96,26 @@ def test_replicas_whose_gradients_the_user_looks_at_keep_all_of_them():
     options = {"pipeline_parallel_degree": 1, "shard_optimizer_state": True}
     (_, report), _ = run_ranks(reports, 2, "text", options, True)
     assert {each.gradients for each in report.ranks} == {report.predicted[0].gradient}
+
+
+@pytest.mark.parametrize("threshold", [0, 300])
+@pytest.mark.parametrize("name", ["text", "text, tied", "weights in the glue"])
+@pytest.mark.parametrize(("world", "pp", "degree"), [(2, 1, 2), (4, 1, 2), (4, 2, 2)])
+def test_ranks_of_a_shard_group_hold_their_shards_and_the_fullest_what_was_predicted(
+    world, pp, degree, name, threshold
+):
+    options = {"pipeline_parallel_degree": pp, "microbatches": pp, "sharded_data_parallel_degree": degree}
+    options["sdp_param_persistence_threshold"] = threshold
+    (before, report), *_ = run_ranks(reports, world, name, options)
+    assert {each.parameters for each in before.ranks} == {size(made(name)[0])}
+    for stage, held in enumerate(report.predicted):
+        ranks = [each for each in report.ranks if each.stage == stage]
+        assert len(ranks) == world // pp
+        assert {each.parameters for each in ranks} == {held.parameter}
+        assert {each.gathered for each in ranks} == {held.gathered}
+        assert {each.gradients for each in ranks} == {held.gradient}
+        assert max(each.optimizer for each in ranks) == held.optimizer
+        assert (held.gathered > 0) == (name != "weights in the glue"), "whose loss looks at every parameter"
 
 
 def layouts(kind: type[Model], setting: Setting) -> dict[str, UnitLayout]:

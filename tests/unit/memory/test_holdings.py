@@ -17,6 +17,7 @@ from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import choose_units
 from tests.parity.models import MODELS, Text
+from tests.pieces import pieces_shown
 from tests.unit.sharding.world import World
 
 CPU = torch.device("cpu")
@@ -139,9 +140,9 @@ class Ranks:
     def step(self, optimizers: Sequence[optim.Optimizer]) -> None:
         for units in self.units.values():
             for unit, optimizer in zip(units, optimizers, strict=True):
-                with unit.pieces_shown():
+                with pieces_shown(unit):
                     optimizer.step()
-                unit.drop_gradients()
+                unit.begin_gradients()
 
     def state_bytes(self, optimizers: Sequence[optim.Optimizer], group: FlatGroup) -> list[int]:
         return [
