@@ -46,7 +46,6 @@ from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
-from smp_strategy.memory.gathering import memory_report
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.timeline.timeline import Timeline
@@ -275,10 +274,7 @@ class SMPHooks(CommunicationHooks):
 
         Call it on all ranks between steps, in a hook or a callback: after a run the module is whole again.
         """
-        assert self.lightning_module is not None
-        optimizers = [_unwrap(optimizer) for optimizer in self.optimizers]
-        with self.engine.views.put_aside():
-            return memory_report(self.lightning_module, optimizers, self.engine.mesh, self.engine.partition)
+        return self.engine.memory_report()
 
     def save_partition(self, path: str | Path) -> None:
         """Write which unit is on which stage to a file, on global rank 0; `load_partition` reads it.
