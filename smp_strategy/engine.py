@@ -14,7 +14,6 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -323,13 +322,13 @@ class Engine:
         self._prepare("train", step, microbatches[0], loss_of)
         job = self._training_job(step, sizes, loss_of)
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
-        sums = self.share.reduction.start() if reduces and not continues else None
-        job = replace(job, weights=scaled, around_last=sums.watching if sums else nullcontext)
-        with self.share.catching_gradients(continues=continues) as accumulated:
+        with self.share.backward(continues=continues, sums=reduces and not continues) as backward:
+            job = replace(job, weights=scaled, around_last=backward.around_last)
             run = self._run("train", job, microbatches)
-            if sums is not None:
-                sums.send_rest()
-        return TrainStep(run.outputs, sizes, run.loss(weights), accumulated, factor, self.share.reduction, sums)
+        reduction = self.share.reduction
+        return TrainStep(
+            run.outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages
+        )
 
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None

@@ -7,8 +7,9 @@ is not theirs, until the module is whole again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.state_sharding import StateSharding
+from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.collectives import collectives_of
 from smp_strategy.sharding.sharded_units import ShardedUnits
@@ -27,6 +29,17 @@ from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.units import Unit
 
 __all__ = ["Share"]
+
+
+class Backward(NamedTuple):
+    """A pass with backward, on its way."""
+
+    gradients: Accumulated
+    """Those that it has added, when it is over."""
+    averages: Sums | None
+    """Those of them that are on their way to the replicas."""
+    around_last: Callable[[], AbstractContextManager[None]]
+    """To be entered when its last backward action begins."""
 
 
 @final
@@ -85,13 +98,25 @@ class Share:
         return function if self.sharded is None else self.sharded.call(unit, function, token)
 
     @contextmanager
-    def catching_gradients(self, *, continues: bool) -> Iterator[Accumulated]:
-        """A pass with backward; see :func:`accumulating`. Collective."""
+    def backward(self, *, continues: bool, sums: bool) -> Iterator[Backward]:
+        """A pass with backward runs in here. Collective.
+
+        Args:
+            continues: its gradients are probably added to those that are there.
+            sums: begin to average them over the replicas while they are computed.
+        """
+        averages = self.reduction.start() if sums else None
+        contexts = [averages.watching] if averages is not None else []
+        sharded = self.sharded
+        if sharded is not None and sums:
+            contexts.append(sharded.around_last)
         with (
             accumulating(self.parameters, continues=continues) as found,
-            nullcontext() if self.sharded is None else self.sharded.training(),
+            nullcontext() if sharded is None else sharded.training(sums=sums),
         ):
-            yield found
+            yield Backward(found, averages, partial(_all, contexts))
+            if averages is not None:
+                averages.send_rest()
 
     def end_pass(self) -> None:
         """A pass without backward is over. Collective."""
@@ -164,6 +189,14 @@ class Share:
     @property
     def _spread(self) -> Ownership | None:
         return self.ownership if self.whole_on == "none" else None
+
+
+@contextmanager
+def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
 
 
 def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device: torch.device) -> ShardedUnits:

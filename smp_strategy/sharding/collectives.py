@@ -6,13 +6,14 @@ them in place and on a stream of its own (NCCL), they are its own; for gloo they
 (:mod:`smp_strategy.sharding.point_to_point`).
 """
 
+from collections.abc import Iterable
 from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.sharding.messages import Pending
+from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.point_to_point import PointToPoint
 
 __all__ = ["Collectives", "Native", "collectives_of"]
@@ -45,8 +46,13 @@ class Collectives(Protocol):
             is_first: whether the sum replaces what is there, and is not added to it.
         """
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Add up all ranks' ``tensor``, in place; all get the same bits."""
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
+        """Add up all ranks' ``tensor``, in place; all get the same bits.
+
+        Args:
+            tensor: what is added up.
+            after: what must be over before the tensor is ready. Nobody has to wait for it.
+        """
 
     def close(self) -> None:
         """Let go of what is needed in the background."""
@@ -92,8 +98,10 @@ class Native:
 
         return Pending(finish)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
+        # On a stream this only puts it behind.
+        wait_for(after)
         return Pending(self._group.allreduce([tensor]).wait)
 
     def close(self) -> None:

@@ -175,10 +175,11 @@ class FlatBuffer:
         self.is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
 
-    def need_gradients(self) -> None:
-        """Let those that are not there be zero: other ranks may have some."""
-        if self.layout.is_trained and self.gradients is None:
-            self.gradients = torch.zeros_like(self.shard)
+    def take_gradients(self) -> tuple[Tensor, Pending | None]:
+        """Hand over the gradients, zeros where there are none, and what is left to wait for. It has none then."""
+        shard, self.gradients = self.gradients, None
+        reducing, self._reducing = self._reducing, None
+        return torch.zeros_like(self.shard) if shard is None else shard, reducing
 
     def end_gradients(self) -> None:
         """Let the parameters have the gradients of this pass, as pieces."""

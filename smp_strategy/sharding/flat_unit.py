@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
 from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.messages import Pending
 
 __all__ = ["FlatUnit"]
 
@@ -153,12 +154,6 @@ class FlatUnit:
             for buffer in self._buffers:
                 buffer.begin_gradients()
 
-    def need_gradients(self) -> None:
-        """Let gradients that are not there be zero: ranks outside of the group may have some."""
-        with _untracked():
-            for buffer in self._buffers:
-                buffer.need_gradients()
-
     def end_gradients(self) -> None:
         """The pass has ended: let the parameters have its gradients, as pieces."""
         with _untracked():
@@ -236,6 +231,27 @@ class FlatUnit:
         with _untracked():
             for buffer in self._buffers:
                 buffer.dissolve()
+
+    def take_gradients(self) -> tuple[list[Tensor], list[Pending]]:
+        """Hand over this rank's share of the gradients; the unit has none afterwards.
+
+        Returns:
+            The share of each kind of parameters that are trained, zeros where there are none, and what must be over
+            before it is complete.
+        """
+        with _untracked():
+            found = [buffer.take_gradients() for buffer in self._trained]
+        return [shard for shard, _ in found], [reducing for _, reducing in found if reducing is not None]
+
+    def put_gradients(self, shards: Iterable[Tensor]) -> None:
+        """Let the unit have the gradients that were taken, and nothing else."""
+        for buffer, shard in zip(self._trained, shards, strict=True):
+            assert buffer.gradients is None, "gradients have come that nobody has taken"
+            buffer.gradients = shard
+
+    @property
+    def _trained(self) -> list[FlatBuffer]:
+        return [buffer for buffer in self._buffers if buffer.layout.is_trained]
 
 
 @contextmanager

@@ -9,14 +9,15 @@ all additions are done here, in an order that can be told.
 ``(old + (g0 + g1)) + (g2 + g3)``. It is the same in every run, for every dtype and every number of chunks.
 """
 
+from collections.abc import Iterable
 from typing import final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.sharding import direct
-from smp_strategy.sharding.messages import Messages, Pending, wait_for
+from smp_strategy.sharding.all_reduces import AllReduces
+from smp_strategy.sharding.messages import Messages, Pending
 from smp_strategy.sharding.relay import Relay
 from smp_strategy.sharding.two_hops import LEAST_CHUNK_BYTES, TwoHops
 
@@ -39,6 +40,7 @@ class PointToPoint:
         self._messages = Messages(group)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._relay = Relay()
+        self._all_reduces = AllReduces(self._messages, self._relay)
         self._two_hops = None
         if per_node is not None and 1 < per_node < self.size:
             assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
@@ -62,38 +64,10 @@ class PointToPoint:
             return self._two_hops.reduce(parts, into, is_first=is_first)
         return direct.reduce(self._messages, parts, into, self._messages.new_tags(), is_first=is_first)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
-        if self.size <= 2:
-            return self._exchange(tensor)
-        parts = tensor.tensor_split(self.size)
-        tag = self._messages.new_tags(2)
-        mine = torch.empty_like(parts[self.rank])
-        reduced = direct.reduce(self._messages, parts, mine, tag, is_first=True)
-
-        def pass_on() -> Pending:
-            reduced.wait()
-            parts[self.rank].copy_(mine)
-            return direct.gather(self._messages, parts, mine, tag + 1)
-
-        passed_on = self._relay.submit(pass_on)
-        return Pending(lambda: passed_on.result().wait())
+        return self._all_reduces.start(tensor, after)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
-
-    def _exchange(self, tensor: Tensor) -> Pending:
-        """An all-reduce of two ranks: as many bytes as in two rounds. Two summands have no order."""
-        tag = self._messages.new_tags()
-        others = [torch.empty_like(tensor) for _ in self._messages.peers]
-        under_way = [self._messages.send(tensor, peer, tag) for peer in self._messages.peers]
-        under_way += [
-            self._messages.receive(other, peer, tag) for other, peer in zip(others, self._messages.peers, strict=True)
-        ]
-
-        def finish() -> None:
-            wait_for(under_way)
-            direct.add_up(tensor, others, is_first=False)
-
-        return Pending(finish)

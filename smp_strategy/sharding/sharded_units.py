@@ -70,11 +70,12 @@ class ShardedUnits:
         self._unit_of = {each: unit for unit in self.units.values() for each in unit.parameters}
         self._shards = shards
         self._replicas = replicas
-        self._uses = UnitUses(self.units, shards, device, most_live=most_live, gathers_once=once)
+        self._uses = UnitUses(self.units, shards, device, most_live=most_live, gathers_once=once, replicas=replicas)
         self._uses.reduces_early = not once
         self._uses.factor = 1 / shards.size
         self._across = {"+".join(users): found for users, found in across.items()}
-        self._is_summed = True
+        self._is_final = True
+        self._has_sums = False
         self._is_whole = False
 
     @property
@@ -114,14 +115,28 @@ class ShardedUnits:
         return self._uses.call(part, function, args, kwargs, token)
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """A pass with backward: gradients are added to those that the parameters have. Collective."""
+    def training(self, *, sums: bool) -> Iterator[None]:
+        """A pass with backward: gradients are added to those that the parameters have. Collective.
+
+        Args:
+            sums: add them up over the replicas as well, beginning with :meth:`around_last`.
+        """
         for unit in self.units.values():
             unit.begin_gradients()
         yield
+        self._uses.is_last = sums
         self.end_pass()
+        if sums:
+            self._finish_sums()
+        self._has_sums = sums
         for unit in self.units.values():
             unit.end_gradients()
+
+    @contextmanager
+    def around_last(self) -> Iterator[None]:
+        """In here, the last backward of a pass that sums over the replicas runs."""
+        self._uses.is_last = True
+        yield
 
     def end_pass(self) -> None:
         """A pass has ended: nothing stays gathered. Collective."""
@@ -132,11 +147,13 @@ class ShardedUnits:
     def begin_backward(self) -> None:
         """More will be added to the gradients, by each shard group and on each stage."""
         for name, (_, is_first) in self._across.items():
-            if self._is_summed and not is_first:
+            if self._is_final and not is_first:
                 # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
                 for parameter in self.units[name].parameters:
                     parameter.grad = None
-        self._is_summed = False
+        # Where parts were not added up yet, all is averaged once more.
+        self._has_sums = self._has_sums and self._is_final
+        self._is_final = False
 
     def sum_gradients(self, group: dist.ProcessGroup) -> None:
         """Average the gradients over the replicas, if anything was added. Collective.
@@ -145,24 +162,28 @@ class ShardedUnits:
             group: all ranks of this stage, the shard group and its replicas: they tell each other what they have used,
                 and let go of gradients of what none of them has, as one process would have none.
         """
-        if self._is_summed:
+        if self._is_final:
             return
-        self._is_summed = True
+        self._is_final = True
         is_used = self._agree_on_use(group)
-        for unit in self.units.values():
-            unit.begin_gradients()
-            unit.need_gradients()
-        for name, (stages, _) in self._across.items():
-            for shard in self.units[name].gradient_shards:
-                dist.all_reduce(shard, group=stages)
-        self._sum_over_replicas()
-        for unit in self.units.values():
-            unit.end_gradients()
+        if not self._has_sums or self._across:
+            self._sum_between_passes()
         for parameter, here in zip(self._unit_of, is_used, strict=True):
             if not here:
                 parameter.grad = None
             elif isinstance(parameter.grad, PieceGradient):
                 parameter.grad.is_used = True
+
+    def _sum_between_passes(self) -> None:
+        for unit in self.units.values():
+            unit.begin_gradients()
+        if not self._has_sums:
+            self._finish_sums()
+        for name, (stages, _) in self._across.items():
+            for shard in self.units[name].gradient_shards:
+                dist.all_reduce(shard, group=stages)
+        for unit in self.units.values():
+            unit.end_gradients()
 
     def _agree_on_use(self, group: dist.ProcessGroup) -> list[bool]:
         """For each parameter, whether any rank of its stages has used it."""
@@ -175,14 +196,12 @@ class ShardedUnits:
             used.update(zip(parameters, map(bool, flags.tolist()), strict=True))
         return list(used.values())
 
-    def _sum_over_replicas(self) -> None:
-        if self._replicas is None:
-            return
-        shards = [shard for unit in self.units.values() for shard in unit.gradient_shards]
-        for pending in [self._replicas.all_reduce(shard) for shard in shards]:
-            pending.wait()
-        for shard in shards:
-            shard.div_(self._replicas.size)
+    def _finish_sums(self) -> None:
+        self._uses.finish_sums()
+        if self._replicas is not None:
+            for unit in self.units.values():
+                for shard in unit.gradient_shards:
+                    shard.div_(self._replicas.size)
 
     # The optimizer's step, and code of the user
 

@@ -61,6 +61,7 @@ class Sharded:
             prefetch=setting.prefetch,
             most_live=setting.most_live,
             gathers_once=setting.gathers_once,
+            replicas=self.replicas,
         )
         self.most_numel = 0
         self.gathers: list[str] = []
@@ -94,11 +95,7 @@ class Sharded:
     def step(self) -> None:
         """Of the optimizer."""
         units = self.units.values()
-        for unit in units:
-            if not unit.gradient_shards:
-                unit.reduce()  # nobody in this group has used it, but another group may have
-        for pending in [self.replicas.all_reduce(shard) for unit in units for shard in unit.gradient_shards]:
-            pending.wait()
+        self.uses.finish_sums()
         with ExitStack() as stack:
             for unit in units:
                 stack.enter_context(pieces_shown(unit))
@@ -138,6 +135,7 @@ def train_sharded(kind: type[Model], setting: Setting) -> Report:
                 losses.append(sharded.model(batch(1000 + step)).item())
             sharded.uses.end_pass()
         loss = sharded.model(batch(step * setting.ranks + dist.get_rank()))
+        sharded.uses.is_last = True
         (loss / setting.ranks).backward()
         sharded.uses.end_pass()
         assert sharded.live_numel == 0

@@ -15,13 +15,13 @@ from tests.ranks.test_state_sharding import OPTIMIZERS, STEPS, assert_equal, one
 ELEMENTWISE = ["momentum", "loop", "foreach", "fused", "groups"]
 
 
-def rank(name: str, kind: str, options: dict[str, Any], max_norm: float | None = None) -> Any:
+def rank(name: str, kind: str, options: dict[str, Any], max_norm: float | None = None, reduces: bool = False) -> Any:
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = OPTIMIZERS[kind](model.parameters())
     engine = Engine(SMPConfig(sdp_param_persistence_threshold=0, **options))
     engine.attach(model, [optimizer])
-    norms = train(engine, model, optimizer, name, range(STEPS), max_norm)
+    norms = train(engine, model, optimizer, name, range(STEPS), max_norm, reduces)
     kept = sum(
         value.numel()
         for state in optimizer.state.values()
@@ -48,11 +48,12 @@ def test_two_ranks_have_the_weights_and_state_of_one_process(kind):
 LAYOUTS = [(1, 4), (1, 2), (2, 2)]
 
 
+@pytest.mark.parametrize("reduces", [False, True])
 @pytest.mark.parametrize(("pp", "degree"), LAYOUTS)
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", "foreach"), ("gpt2, tied", "momentum"), ("forked", "foreach")])
-def test_four_ranks_have_the_weights_and_state_of_one_process(name, kind, pp, degree):
+def test_four_ranks_have_the_weights_and_state_of_one_process(name, kind, pp, degree, reduces):
     options = {"pipeline_parallel_degree": pp, "microbatches": pp, "sharded_data_parallel_degree": degree}
-    ranks = run_ranks(rank, 4, name, kind, options)
+    ranks = run_ranks(rank, 4, name, kind, options, None, reduces)
     weights, state, _ = one_process(name, OPTIMIZERS[kind], 4 // pp, pp, together=degree)
     tolerance = 1e-6 if pp > 1 and "tied" in name else 0.0  # the stages' parts of the tied gradient are added last
     assert_equal(ranks[0][0], weights, tolerance=tolerance)

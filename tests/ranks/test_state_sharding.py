@@ -76,11 +76,19 @@ def one_process(
     return model.state_dict(), optimizer.state_dict(), norms
 
 
-def train(engine: Engine, model: Any, optimizer: Optimizer, name: str, steps: range, max_norm: float | None) -> list:
+def train(
+    engine: Engine,
+    model: Any,
+    optimizer: Optimizer,
+    name: str,
+    steps: range,
+    max_norm: float | None,
+    reduces: bool = False,
+) -> list:
     norms = []
     for step in steps:
         batch = batch_for(name, step * engine.mesh.dp + engine.mesh.dp_rank, SAMPLES)
-        result = engine.train_step(model.loss, batch, loss_of=lambda loss: loss)
+        result = engine.train_step(model.loss, batch, loss_of=lambda loss: loss, reduces=reduces)
         model.zero_grad()
         result.commit(torch.ones(()), reduce=True)
         if max_norm is not None:
