@@ -75,7 +75,7 @@ def stage_table(partition: Partition) -> Table:
             "" if stage.memory_limit is None else show_bytes(stage.memory_limit),
             show_bytes(sends_on(partition, number)),
         )
-    about_passing = "passing: gathered values of other ranks, and gradients before they are reduced; " * has_passing
+    about_passing = "passing: gathered values, and gradients before they are reduced; " * has_passing
     table.caption = (
         "time: work of a step, and its share of the busiest stage's; states: parameters, gradients and optimizer "
         f"state of the fullest rank; {about_passing}activations: at their peak; sends on: per microbatch"

@@ -16,7 +16,7 @@ class RankMemory:
     parameters: int
     """Values that are there between uses."""
     gathered: int
-    """Values of other ranks that came and went, at most at a time."""
+    """Values of all ranks that came and went, at most at a time."""
     gradients: int
     optimizer: int
     """State of the optimizers."""

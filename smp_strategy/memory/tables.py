@@ -19,7 +19,7 @@ __all__ = ["page", "predicted_amounts", "text"]
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "buffers")
 COLUMNS = ("stage", "rank", *KINDS, "total")
 CAPTION = (
-    "Counted between steps, so without activations; parameters: between uses; gathered: values of other ranks, at most "
+    "Counted between steps, so without activations; parameters: between uses; gathered: values of all ranks, at most "
     "at a time; predicted: for the fullest rank of the stage"
 )
 

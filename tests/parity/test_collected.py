@@ -244,6 +244,144 @@ ATTRIBUTES = {
 }
 
 
+# Attributes
+
+
+class Gate(nn.Module):
+    """Chooses an expert for each sample, and keeps a loss and a statistic of how it chooses."""
+
+    aux_loss: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, 2)
+        self.entropy: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        chances = self.score(x).softmax(-1)
+        self.aux_loss = (chances.mean(0) ** 2).sum()
+        self.entropy = -(chances * chances.log()).sum(-1).mean().detach()
+        return chances
+
+
+class Experts(nn.Module):
+    """A block with two experts, which get the samples that chose them: how many depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = Gate()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        chances = self.gate(h)
+        choice = chances.argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = (choice == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(h[rows]) * chances[rows, number, None])
+        return x + out
+
+
+class Summing(Block):
+    """Adds a loss to its attribute, which the step sets to zero."""
+
+    aux: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.aux = self.aux + mean_square(x)
+        return x
+
+
+class Listing(Block):
+    """Appends losses to a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        self.losses.append(mean_square(x))
+        return x
+
+
+def with_experts(net: Any, x: Tensor) -> Tensor:
+    loss = in_order(net, x)
+    return loss + 0.1 * sum(block.gate.aux_loss for block in net.blocks)
+
+
+def one_by_one(net: Any, x: Tensor) -> Tensor:
+    loss = mean_square(x)
+    for block in net.blocks:
+        x = block(x)
+        loss = loss + 0.1 * block.gate.aux_loss
+    return loss + mean_square(x)
+
+
+def noting_entropy(net: Any, x: Tensor) -> Tensor:
+    loss = in_order(net, x)
+    net.seen.append(torch.stack([block.gate.entropy for block in net.blocks]).sum().item())
+    return loss
+
+
+def after_a_look_at_a_value(net: Any, x: Tensor) -> Tensor:
+    loss = in_order(net, x)
+    net.seen.append(loss.item())
+    return loss + 0.1 * sum(block.gate.aux_loss for block in net.blocks) + net.blocks[0].gate.entropy
+
+
+def looking_at_the_loss(net: Any, x: Tensor) -> Tensor:
+    loss = in_order(net, x)
+    if net.blocks[1].gate.aux_loss > 0.1:
+        loss = loss + net.blocks[1].gate.aux_loss
+    return loss
+
+
+def summing(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        block.aux = 0.0
+    loss = in_order(net, x) + mean_square(net.blocks[1](x))
+    return loss + sum(block.aux for block in net.blocks)
+
+
+def listing(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        block.losses.clear()
+    loss = in_order(net, x)
+    return loss + sum(sum(block.losses) for block in net.blocks)
+
+
+def attentive() -> nn.Module:
+    def step(net: Any, x: Tensor) -> Tensor:
+        loss = in_order(net, x)
+        for block in net.blocks:
+            assert block.mlp.map.shape == x.shape
+        return loss + sum(block.mlp.map.abs().mean() for block in net.blocks)
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        module.map = output
+
+    net = Blocks(step)
+    for block in net.blocks:
+        block.mlp.register_forward_hook(keep)
+    return net
+
+
+ATTRIBUTES = {
+    "loss of a mixture of experts": Case(lambda: Blocks(with_experts, Experts)),
+    "the same, in a loop": Case(lambda: Blocks(one_by_one, Experts)),
+    "statistics without gradient": Case(lambda: Blocks(noting_entropy, Experts)),
+    "after a look at a value": Case(lambda: Blocks(after_a_look_at_a_value, Experts)),
+    "a look at the loss itself": Case(lambda: Blocks(looking_at_the_loss, Experts)),
+    "a sum over calls": Case(lambda: Blocks(summing, Summing), differs=REUSED),
+    "a list of the unit": Case(lambda: Blocks(listing, Listing)),
+    "set by a hook inside": Case(attentive),
+}
+
+
 # Hugging Face
 
 
@@ -298,6 +436,7 @@ def gpt2() -> nn.Module:
 
 
 CASES = {
+    **ATTRIBUTES,
     **ATTRIBUTES,
     **ATTRIBUTES,
     **ATTRIBUTES,
