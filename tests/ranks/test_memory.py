@@ -1,20 +1,24 @@
 """What ranks hold, counted, beside what was predicted."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn, optim
+import torch.distributed as dist
+from torch import Tensor, nn, optim
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.memory.gathering import memory_report
 from smp_strategy.memory.report import MemoryReport
-from smp_strategy.memory.shares import most_gathered
+from smp_strategy.memory.shares import most_gathered, most_unreduced
+from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.layout import UnitLayout
+from smp_strategy.sharding.uses import MOST_REDUCING
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
-from tests.ranks.sharded_models import Model, Skips, UsedTwice
+from tests.ranks.sharded_models import Model, Skips, UsedTwice, batch
 from tests.ranks.sharded_training import Setting, Sharded, train_sharded
 
 STEP_COUNTER = 4
@@ -136,3 +140,42 @@ def test_the_most_that_was_gathered_at_once_was_predicted(kind, most_live):
     known = run_ranks(layouts, 2, kind, setting)[0]
     expected = most_gathered([[name] for name in CALLS[kind]], known, most_live)
     assert [4 * report.most_numel for report in run_ranks(train_sharded, 2, kind, setting)] == [expected] * 2
+
+
+def unreduced_bytes(units: Iterable[FlatUnit]) -> int:
+    """Whole gradients that parameters have, and those in buffers that are being reduced."""
+    found = 0
+    for unit in units:
+        found += sum(each.grad.nbytes for each in unit.parameters if type(each.grad) is Tensor)
+        found += sum(buffer.layout.full_bytes for buffer in unit._buffers if buffer._reducing is not None)
+    return found
+
+
+def seen_unreduced(kind: type[Model]) -> tuple[int, dict[str, UnitLayout]]:
+    """The most at a time in some steps, whenever a gradient has arrived or is about to be reduced."""
+    sharded, peaks = Sharded(kind, Setting(2, 2)), [0]
+
+    def look(*_: object) -> None:
+        peaks[0] = max(peaks[0], unreduced_bytes(sharded.units.values()))
+
+    for parameter in sharded.model.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    for step in range(3):
+        sharded.model(batch(2 * step + dist.get_rank())).backward()
+        sharded.uses.end_pass()
+        sharded.step()
+    sharded.weights()
+    return peaks[0], {name: unit.layout for name, unit in sharded.units.items()}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_no_more_whole_gradients_were_there_than_was_predicted(kind):
+    for seen, known in run_ranks(seen_unreduced, 2, kind):
+        expected = most_unreduced([[name] for name in CALLS[kind]], known, MOST_REDUCING)
+        # What parameters have is not padded yet, of two units at most.
+        padding = max(layout.full_bytes - plain_bytes(layout) for layout in known.values())
+        assert expected - 2 * padding <= seen <= expected
+
+
+def plain_bytes(layout: UnitLayout) -> int:
+    return sum(flat.itemsize * slot.entry.numel for flat in layout.flats for slot in flat.slots)
