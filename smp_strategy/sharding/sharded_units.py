@@ -34,9 +34,9 @@ __all__ = ["ShardedUnits", "Timing"]
 class Timing:
     """When units are gathered and reduced."""
 
-    gathers_once: bool
+    gathers_once: bool = False
     """All of them when a pass begins, and not each for each use."""
-    reduces_early: bool
+    reduces_early: bool = True
     """As soon as gradients are there, once per microbatch, and not when a pass ends."""
     most_live: int | None = None
     """Number of elements up to which units are gathered ahead; ``None``: any."""
@@ -67,7 +67,7 @@ class ShardedUnits:
         replicas: Collectives | None,
         device: torch.device,
         *,
-        timing: Timing,
+        timing: Timing = Timing(),
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
     ) -> None:
@@ -101,6 +101,16 @@ class ShardedUnits:
     def parameters(self) -> list[nn.Parameter]:
         """All that are spread."""
         return list(self._unit_of)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of values that this rank holds now."""
+        return sum(unit.held_bytes for unit in self.units.values())
+
+    @property
+    def most_gathered_bytes(self) -> int:
+        """Bytes of values that were gathered for passes and let go again, at most at a time."""
+        return self._uses.most_bytes
 
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is spread."""
