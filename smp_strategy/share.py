@@ -167,7 +167,7 @@ class Share:
             return
         mesh = self._mesh
         if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0):
-            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0)
+            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
         if where == "all" or mesh.dp_rank == 0:
             keep = where == "all" or mesh.rank == 0
             restore(self._module, self._units, self.ownership, mesh, keep=keep)
