@@ -226,6 +226,7 @@ class Engine:
             transport=self._transport,
             device=self._device,
             with_weights=share.with_weights,
+            reads_refused=share.reads_refused,
         )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
@@ -291,8 +292,7 @@ class Engine:
             copies=self.copies(),
             everyone_sees=self.gradients_are_seen,
         )
-        for optimizer in self._optimizers:
-            self._share.keep_state(optimizer)
+        self._share.take_optimizers(self._optimizers)
         self.manual.begin(self._share.parameters, self._share.reduction)
 
     # Every step

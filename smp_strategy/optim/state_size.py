@@ -5,24 +5,22 @@ parameter. Each dim of the stand-in has a size of its own, so the shape of a sta
 for a parameter of 5 x 7 a moment is 5 x 7, the rows of Adafactor are 5 x 1.
 """
 
-import copy
 import logging
-from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from smp_strategy.optim.twin import take_step, twin_of
 
 __all__ = ["StateSize", "moments", "optimizer_state_bytes", "optimizer_state_sizes"]
 
 _log = logging.getLogger(__name__)
 
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
-# How a step is computed, but not what is kept; the stand-in is on the CPU.
-_HOW = ("capturable", "foreach", "fused")
 MOMENTS_IF_UNKNOWN = 2
 
 
@@ -64,7 +62,7 @@ def optimizer_state_sizes(optimizers: Iterable[Optimizer], in_pieces: Container[
                     continue
                 kind = (1 if id(parameter) in in_pieces else parameter.ndim, parameter.dtype)
                 if kind not in known:
-                    known[kind] = _ask(optimizer, group, *kind)
+                    known[kind] = _ask(optimizer, parameter, kind[0])
                 before = found.get(id(parameter), StateSize(()))
                 found[id(parameter)] = StateSize(before.shapes + known[kind].shapes)
     return found
@@ -80,14 +78,12 @@ def _trained(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from (parameter for parameter in group["params"] if parameter.requires_grad)
 
 
-def _ask(optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch.dtype) -> StateSize:
-    stand_in = nn.Parameter(torch.ones(_SIZES[:ndim], dtype=dtype))
+def _ask(optimizer: Optimizer, parameter: Tensor, ndim: int) -> StateSize:
+    stand_in = nn.Parameter(torch.ones(_SIZES[:ndim], dtype=parameter.dtype))
     stand_in.grad = torch.ones_like(stand_in)
     try:
-        twin = _twin(optimizer, group, stand_in)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-            # Not `twin.step`: schedulers put a method of the original there.
-            type(twin).step(twin)
+        twin = twin_of(optimizer, parameter, stand_in)
+        take_step(twin)
         tensors = [leaf for leaf in twin.state[stand_in].values() if isinstance(leaf, Tensor)]
     except Exception as error:
         _log.debug(
@@ -97,21 +93,8 @@ def _ask(optimizer: Optimizer, group: Mapping[str, Any], ndim: int, dtype: torch
             type(error).__name__,
             error,
         )
-        return moments(ndim, dtype.itemsize)
+        return moments(ndim, parameter.itemsize)
     return StateSize(tuple((tuple(tensor.shape), tensor.element_size()) for tensor in tensors))
-
-
-def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """An optimizer with the same options, for ``parameter`` alone; nothing that it does reaches the original."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    containers = (list, dict, set)
-    for name, value in vars(optimizer).items():
-        if name not in ("step", "param_groups", "state"):
-            vars(twin)[name] = copy.copy(value) if isinstance(value, containers) else value
-    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(twin) if name.endswith("_hooks")}
-    how = {name: False for name in _HOW if name in group}
-    vars(twin).update(hooks, param_groups=[{**group, **how, "params": [parameter]}], state=defaultdict(dict))
-    return twin
 
 
 def _scaled(shape: Sequence[int], real: Sequence[int]) -> int:

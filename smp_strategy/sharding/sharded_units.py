@@ -12,6 +12,7 @@ already, and to which more is added, stay right if they are averaged over the re
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, final
@@ -25,7 +26,20 @@ from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.uses import UnitUses
 
-__all__ = ["ShardedUnits"]
+__all__ = ["ShardedUnits", "Timing"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When units are gathered and reduced."""
+
+    gathers_once: bool
+    """All of them when a pass begins, and not each for each use."""
+    reduces_early: bool
+    """As soon as gradients are there, once per microbatch, and not when a pass ends."""
+    most_live: int | None = None
+    """Number of elements up to which units are gathered ahead; ``None``: any."""
 
 
 @final
@@ -40,8 +54,7 @@ class ShardedUnits:
         across: of the keys of ``parameters``, those with units of other stages, too: the group of the ranks that have
             the same pieces on all of these stages, and whether this stage is the first of them.
         persistence_threshold: parameters with fewer elements stay gathered until the optimizer's step.
-        most_live: number of elements up to which units are gathered ahead; ``None``: any.
-        once: gather everything once per pass, and reduce at its end; otherwise for each use.
+        timing: when units are gathered and reduced.
 
     Attributes:
         units: by name.
@@ -54,10 +67,9 @@ class ShardedUnits:
         replicas: Collectives | None,
         device: torch.device,
         *,
+        timing: Timing,
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
-        most_live: int | None = None,
-        once: bool = False,
     ) -> None:
         self.units = {
             "+".join(users): FlatUnit(members, shards, device, persistence_threshold=persistence_threshold)
@@ -70,8 +82,15 @@ class ShardedUnits:
         self._unit_of = {each: unit for unit in self.units.values() for each in unit.parameters}
         self._shards = shards
         self._replicas = replicas
-        self._uses = UnitUses(self.units, shards, device, most_live=most_live, gathers_once=once, replicas=replicas)
-        self._uses.reduces_early = not once
+        self._uses = UnitUses(
+            self.units,
+            shards,
+            device,
+            most_live=timing.most_live,
+            gathers_once=timing.gathers_once,
+            replicas=replicas,
+        )
+        self._uses.reduces_early = timing.reduces_early
         self._uses.factor = 1 / shards.size
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True

@@ -19,7 +19,7 @@ def rank(name: str, kind: str, options: dict[str, Any], max_norm: float | None =
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    engine = Engine(SMPConfig(sdp_param_persistence_threshold=0, **options))
+    engine = Engine(SMPConfig(**options))
     engine.attach(model, [optimizer])
     norms = train(engine, model, optimizer, name, range(STEPS), max_norm, reduces)
     kept = sum(
@@ -60,3 +60,41 @@ def test_four_ranks_have_the_weights_and_state_of_one_process(name, kind, pp, de
     assert_equal(ranks[0][1], state, tolerance=tolerance)
     for *_, restored in ranks:
         assert_equal(restored, weights, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "text", "skips"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_when_units_are_gathered_does_not_change_a_bit(name, pp):
+    options = {"pipeline_parallel_degree": pp, "microbatches": pp, "sharded_data_parallel_degree": 2}
+    others = [
+        {"sdp_gather": "use"},
+        {"sdp_gather": "step"},
+        {"sdp_gather": "use", "sdp_max_live_parameters": 20_000},
+        {"sdp_param_persistence_threshold": 1000},
+        {"sdp_reduce_bucket_size": 999},
+    ]
+    [expected] = [run_ranks(rank, 2 * pp, name, "foreach", options)[0]]
+    for other in others:
+        if name == "skips" and pp > 1 and "use" in other.values():
+            with pytest.raises(RuntimeError, match="`__bool__` reads a value in a step. With `sdp_gather=use` ranks"):
+                run_ranks(rank, 2 * pp, name, "foreach", {**options, **other})
+            continue
+        found = run_ranks(rank, 2 * pp, name, "foreach", {**options, **other})[0]
+        assert_equal(found[0], expected[0])
+        assert_equal(found[1], expected[1])
+
+
+def test_gradients_are_clipped_by_their_true_norm():
+    options = {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2, "microbatches": 1}
+    weights, _, norms = one_process("gpt2", OPTIMIZERS["momentum"], 2, 1, 0.5)
+    for found in run_ranks(rank, 4, "gpt2", "momentum", options, 0.5):
+        assert found[2] == pytest.approx(norms, rel=1e-6)
+    assert_equal(run_ranks(rank, 4, "gpt2", "momentum", options, 0.5)[0][0], weights, tolerance=1e-6)
+    clipping = {**options, "sdp_gradient_clipping": 0.5}
+    assert_equal(run_ranks(rank, 4, "gpt2", "momentum", clipping)[0][0], weights, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["whole matrices", "factored"])
+def test_an_optimizer_that_needs_whole_parameters_is_refused(kind):
+    with pytest.raises(RuntimeError, match=r"`sharded_data_parallel_degree` \(2\) cuts parameters into pieces, and"):
+        run_ranks(rank, 2, "text", kind, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2})
