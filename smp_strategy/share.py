@@ -190,8 +190,9 @@ class Share:
             ConfigError: some of them cannot update pieces of parameters.
         """
         if self.sharded is not None:
-            names = {parameter: name for name, parameter in self._module.named_parameters()}
-            spread = {parameter: names[parameter] for parameter in self.sharded.parameters}
+            # Of all stages, so that all ranks refuse the same.
+            members = self.ownership.parameters_by_units().values()
+            spread = {parameter: name for group in members for name, parameter in group}
             refuse_whole_tensor_optimizers(optimizers, spread, degree=self._mesh.shape.dp_shard)
         for optimizer in optimizers:
             full.keep_share(optimizer, self._state, self.sharded)

@@ -62,7 +62,7 @@ def optimizer_state_sizes(optimizers: Iterable[Optimizer], in_pieces: Container[
                     continue
                 kind = (1 if id(parameter) in in_pieces else parameter.ndim, parameter.dtype)
                 if kind not in known:
-                    known[kind] = _ask(optimizer, parameter, kind[0])
+                    known[kind] = _ask(optimizer, parameter, *kind)
                 before = found.get(id(parameter), StateSize(()))
                 found[id(parameter)] = StateSize(before.shapes + known[kind].shapes)
     return found
@@ -78,8 +78,8 @@ def _trained(optimizer: Optimizer) -> Iterator[nn.Parameter]:
         yield from (parameter for parameter in group["params"] if parameter.requires_grad)
 
 
-def _ask(optimizer: Optimizer, parameter: Tensor, ndim: int) -> StateSize:
-    stand_in = nn.Parameter(torch.ones(_SIZES[:ndim], dtype=parameter.dtype))
+def _ask(optimizer: Optimizer, parameter: Tensor, ndim: int, dtype: torch.dtype) -> StateSize:
+    stand_in = nn.Parameter(torch.ones(_SIZES[:ndim], dtype=dtype))
     stand_in.grad = torch.ones_like(stand_in)
     try:
         twin = twin_of(optimizer, parameter, stand_in)
@@ -93,7 +93,7 @@ def _ask(optimizer: Optimizer, parameter: Tensor, ndim: int) -> StateSize:
             type(error).__name__,
             error,
         )
-        return moments(ndim, parameter.itemsize)
+        return moments(ndim, dtype.itemsize)
     return StateSize(tuple((tuple(tensor.shape), tensor.element_size()) for tensor in tensors))
 
 

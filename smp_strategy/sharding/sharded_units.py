@@ -34,9 +34,9 @@ __all__ = ["ShardedUnits", "Timing"]
 class Timing:
     """When units are gathered and reduced."""
 
-    gathers_once: bool
+    gathers_once: bool = False
     """All of them when a pass begins, and not each for each use."""
-    reduces_early: bool
+    reduces_early: bool = True
     """As soon as gradients are there, once per microbatch, and not when a pass ends."""
     most_live: int | None = None
     """Number of elements up to which units are gathered ahead; ``None``: any."""
@@ -67,7 +67,7 @@ class ShardedUnits:
         replicas: Collectives | None,
         device: torch.device,
         *,
-        timing: Timing,
+        timing: Timing = Timing(),
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
     ) -> None:
