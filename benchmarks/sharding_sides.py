@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ from workloads import GPT, Batch, Chain, EngineSteps
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.sharding.flat_unit import FlatUnit
-from smp_strategy.sharding.messages import Pending
 from smp_strategy.sharding.point_to_point import PointToPoint
+from smp_strategy.sharding.uses import UnitUses
 
 __all__ = ["PREVIEW", "Make", "Side", "num_nodes", "sides"]
 
@@ -205,27 +205,33 @@ class Preview:
         replicas = [dist.new_group(list(range(first, world, degree))) for first in range(degree)]
         self._shards = PointToPoint(shards[rank // degree], per_node)
         self._replicas = PointToPoint(replicas[rank % degree])
-        self._sums: list[Pending] = []
-        self._units = [FlatUnit(part.named_parameters(), self._shards, torch.device("cpu")) for part in model.parts]
+        device = torch.device("cpu")
+        self._units = {
+            str(number): FlatUnit(part.named_parameters(), self._shards, device)
+            for number, part in enumerate(model.parts)
+        }
+        self._uses = UnitUses(self._units, self._shards, device, replicas=self._replicas)
+        self._uses.factor = 1 / world
         for number, part in enumerate(model.parts):
-            part.register_forward_pre_hook(partial(self._before_forward, number))
-            part.register_forward_hook(partial(self._after_forward, number))
+            part.forward = partial(self._call, str(number), part.forward)  # type: ignore[method-assign]
+
+    def _call(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        result: Tensor = self._uses.call(name, forward, (x,), {})
+        return result
 
     def step(self) -> None:
+        self._uses.is_last = True
         self._loss(self._model(self._batch[0]), self._batch[1]).backward()
-        self._after_backward(0, None)
-        self._add_up(0)
-        for pending in self._sums:
-            pending.wait()
-        self._sums.clear()
+        self._uses.end_pass()
+        self._uses.finish_sums()
         with ExitStack() as stack:
-            for unit in self._units:
+            for unit in self._units.values():
                 stack.enter_context(unit.pieces_shown())
             self._optimizer.step()
             self._optimizer.zero_grad()
 
     def weights(self) -> Iterator[Tensor]:
-        for part, unit in zip(self._model.parts, self._units, strict=True):
+        for part, unit in zip(self._model.parts, self._units.values(), strict=True):
             unit.gather()
             unit.wait()
             yield from (parameter.detach().clone() for parameter in part.parameters())
@@ -234,37 +240,3 @@ class Preview:
     def close(self) -> None:
         self._shards.close()
         self._replicas.close()
-
-    def _use(self, number: int, following: int) -> None:
-        self._units[number].gather()
-        if following in range(len(self._units)):
-            self._units[following].gather()
-        self._units[number].wait()
-
-    def _before_forward(self, number: int, _: nn.Module, args: tuple[Tensor]) -> None:
-        self._use(number, number + 1)
-        if args[0].requires_grad:
-            args[0].register_hook(partial(self._after_backward, number))
-
-    def _after_forward(self, number: int, _: nn.Module, __: Any, result: Tensor) -> Tensor:
-        if number < len(self._units) - 1:
-            self._units[number].free()
-        result.register_hook(partial(self._before_backward, number))
-        # Another tensor, for hooks run in the order of registration: the next part is freed before this is gathered.
-        return result.view_as(result)
-
-    def _before_backward(self, number: int, _: Tensor) -> None:
-        self._use(number, number - 1)
-
-    def _after_backward(self, number: int, _: Tensor | None) -> None:
-        self._units[number].free()
-        self._units[number].reduce(1 / dist.get_world_size())
-        # By now that of the part above is through, or nearly so.
-        if number + 1 < len(self._units):
-            self._add_up(number + 1)
-
-    def _add_up(self, number: int) -> None:
-        """Begin to add up a part's gradients over replicas, while others are computed."""
-        shards = self._units[number].gradient_shards
-        if self._replicas.size > 1:
-            self._sums += [self._replicas.all_reduce(shard) for shard in shards]
