@@ -6,7 +6,7 @@ module, so that a file written under one layout is read under any other, or by p
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,35 +17,50 @@ from smp_strategy.checkpoint.gather import collect
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership
+from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["load_optimizer_state", "load_state_dict", "optimizer_state", "state_dict"]
+__all__ = ["keep_share", "load_state_dict", "optimizer_state", "state_dict"]
 
 
-def state_dict(module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh) -> dict[str, Any]:
+def state_dict(
+    module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh, sharded: ShardedUnits | None = None
+) -> dict[str, Any]:
     """The whole state dict on global rank 0, ``{}`` elsewhere; collective."""
     if ownership is None:
         return module.state_dict() if mesh.rank == 0 else {}
+    whole: dict[Any, Tensor] = {}
+    for values in sharded.values() if sharded is not None and mesh.replicate_rank == 0 else ():
+        if mesh.shard_rank == 0:
+            whole.update(values)
     with in_plain_sight():
-        items = module.state_dict()
+        found = module.state_dict(keep_vars=True)
+        items = {name: whole.get(v, v.detach()) if isinstance(v, Tensor) else v for name, v in found.items()}
     known = _gathered(list(items), mesh)
     savers = {name: ownership.saver(name) for name in _merged(known)}
     return _collect(items, {name: saver for name, saver in savers.items() if name in known[saver]}, mesh)
 
 
 def optimizer_state(
-    optimizer: Optimizer, ownership: Ownership | None, mesh: ProcessMesh, sharding: StateSharding | None
+    optimizer: Optimizer,
+    ownership: Ownership,
+    mesh: ProcessMesh,
+    sharding: StateSharding,
+    sharded: ShardedUnits | None = None,
 ) -> dict[str, Any]:
     """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     state = optimizer.state_dict()
-    if ownership is None:
-        return state if mesh.rank == 0 else {}
-    assert sharding is not None
+    parameters = _parameters(optimizer)
+    if sharded is not None:
+        whole = _whole_state({parameters[number]: kept for number, kept in state["state"].items()}, sharded)
+        state["state"] = {
+            number: {**kept, **whole.get(parameters[number], {})} for number, kept in state["state"].items()
+        }
     known: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(known, list(state["state"]))
     # Replica by replica from the last to the first, and stage by stage: global rank 0 is the last and collects.
     ranks = [mesh.shape.rank_at(replica, stage) for replica in reversed(range(mesh.dp)) for stage in range(mesh.pp)]
-    parameters, savers = _parameters(optimizer), {}
+    savers = {}
     for number in sorted(set().union(*known)):
         stage = ownership.first_holder(parameters[number])
         replica = sharding.owner(parameters[number], stage)
@@ -58,7 +73,13 @@ def optimizer_state(
 
 
 def load_state_dict(
-    module: nn.Module, state: dict[str, Any], ownership: Ownership | None, mesh: ProcessMesh, *, strict: bool
+    module: nn.Module,
+    state: dict[str, Any],
+    ownership: Ownership | None,
+    mesh: ProcessMesh,
+    sharded: ShardedUnits | None = None,
+    *,
+    strict: bool,
 ) -> None:
     """Load this rank's share of a whole state dict.
 
@@ -69,7 +90,7 @@ def load_state_dict(
         module.load_state_dict(state, strict=strict)
         return
     with in_plain_sight():
-        own = module.state_dict()
+        own = module.state_dict(keep_vars=True)
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
@@ -84,24 +105,46 @@ def load_state_dict(
     mine = OrderedDict((name, value) for name, value in state.items() if ownership.is_held(name, mesh.stage))
     if hasattr(state, "_metadata"):  # the versions of the modules that wrote it
         mine._metadata = state._metadata  # type: ignore[attr-defined]
+    if sharded is not None:
+        spread = {name: tensor for name, tensor in own.items() if name in mine and sharded.has(tensor)}
+        sharded.fill({tensor: mine.pop(name) for name, tensor in spread.items()})
     with in_plain_sight():
         module.load_state_dict(mine, strict=False)
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, state: dict[str, Any], updates: Callable[[nn.Parameter], bool] | None
-) -> None:
-    """Load this rank's share of a whole optimizer state dict.
+def keep_share(optimizer: Optimizer, sharding: StateSharding, sharded: ShardedUnits | None = None) -> None:
+    """Of whole optimizer state keep what this rank needs for the updates that it makes.
 
     Args:
-        optimizer: gets it.
-        state: all of it.
-        updates: whether this rank updates a parameter; ``None``: it updates all.
+        optimizer: has it.
+        sharding: says what this rank updates.
+        sharded: of which parameters it updates a piece.
     """
-    if updates is not None:
-        mine = {number for number, parameter in enumerate(_parameters(optimizer)) if updates(parameter)}
-        state = {**state, "state": {number: value for number, value in state["state"].items() if number in mine}}
-    optimizer.load_state_dict(state)
+    for parameter in _parameters(optimizer):
+        if parameter not in optimizer.state:
+            continue
+        if not sharding.is_mine(parameter):
+            del optimizer.state[parameter]
+        elif sharded is not None and sharded.has(parameter):
+            kept = optimizer.state[parameter]
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
+                    kept[key] = sharded.piece_of(parameter, value)
+
+
+def _whole_state(states: Mapping[nn.Parameter, Mapping[str, Any]], sharded: ShardedUnits) -> dict[nn.Parameter, Any]:
+    """What ranks have pieces of in the ``states`` of parameters, put together. Collective."""
+    found: dict[nn.Parameter, dict[str, Tensor]] = {}
+    pieces: dict[tuple[str, str], dict[nn.Parameter, Tensor]] = {}
+    for parameter, state in states.items():
+        for key, value in state.items() if sharded.has(parameter) else ():
+            if isinstance(value, Tensor) and value.ndim:
+                pieces.setdefault((key, str(value.dtype)), {})[parameter] = value
+    for (key, _), values in sorted(pieces.items()):
+        for whole in sharded.whole_of(values):
+            for parameter, tensor in whole.items():
+                found.setdefault(parameter, {})[key] = tensor
+    return found
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

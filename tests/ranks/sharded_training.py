@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.sharding.uses import UnitUses
+from tests.pieces import pieces_shown
 from tests.ranks.sharded_models import Model, batch, made
 
 STEPS = 5
@@ -97,7 +98,7 @@ class Sharded:
         self.uses.finish_sums()
         with ExitStack() as stack:
             for unit in units:
-                stack.enter_context(unit.pieces_shown())
+                stack.enter_context(pieces_shown(unit))
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -198,7 +199,7 @@ def gradients_of(kind: type[Model], work: Callable[[Sharded], Any], setting: Set
     sharded = Sharded(kind, setting)
     seen = work(sharded)
     for name, module in sharded.model.units.items():
-        with sharded.units[name].pieces_shown():
+        with pieces_shown(sharded.units[name]):
             for parameter in module.parameters():
                 if parameter.grad is None:
                     parameter.data.zero_()

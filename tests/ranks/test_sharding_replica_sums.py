@@ -68,7 +68,7 @@ def train_on(paths: Paths, num_passes: int, says_last: bool) -> Callable[[Sharde
         seen, steps = watch_sums(sharded), []
         for _ in range(3):
             for unit in sharded.units.values():
-                unit.drop_gradients()
+                unit.begin_gradients()
             for turn in range(num_passes):
                 loss = paths(sharded.model, batch(4 * turn + dist.get_rank()), dist.get_rank())
                 sharded.uses.is_last = says_last and turn == num_passes - 1
@@ -159,7 +159,7 @@ class Twice(NamedTuple):
         seen, steps = watch_sums(sharded), []
         for step in range(4):
             for unit in sharded.units.values():
-                unit.drop_gradients()
+                unit.begin_gradients()
             losses = []
             for turn in range(2 if dist.get_rank() in self.ranks and step >= self.first_step else 1):
                 sharded.token = turn

@@ -235,7 +235,6 @@ def test_two_precisions_contradict_each_other():
 @pytest.mark.parametrize(
     "options",
     [
-        {"sharded_data_parallel_degree": 2},
         {"tensor_parallel_degree": 2},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
