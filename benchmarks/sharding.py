@@ -18,8 +18,7 @@ weights of all sides are compared.
 The last line is JSON. Two nodes: ``A_vs_B``, how many times as fast as B a side A is, and
 ``slow_link_bytes_over_bound``, bytes per node and step over 1.5 times those of all parameters: half of them for each of
 two gathers and one reduction. One node: ``one_node_time_vs_fsdp2`` and ``one_node_memory_vs_fsdp2``, ours over theirs
-at the worst number of ranks, and ``world1_overhead``, what an engine costs where it has nothing to do. Figures of parts
-of ours that no engine drives yet are called ``preview_``.
+at the worst number of ranks, and ``world1_overhead``, what an engine costs where it has nothing to do.
 """
 
 import copy
@@ -35,7 +34,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from live_bytes import Baseline, peak_of
-from sharding_sides import PREVIEW, Make, Side, num_nodes, sides
+from sharding_sides import Make, Side, num_nodes, sides
 from timing import over_ranks, seconds_of
 from torch import Tensor
 from workloads import GPT, Batch, Chain
@@ -171,7 +170,7 @@ def speed_ups(rows: Rows) -> dict[str, float]:
     return {
         f"{name}_vs_{peer}": ratio(rows[peer], rows[name])
         for name in rows
-        for peer in SPEED_UPS.get(name.removeprefix(PREVIEW), ())
+        for peer in SPEED_UPS.get(name, ())
         if peer in rows
     }
 
@@ -179,20 +178,20 @@ def speed_ups(rows: Rows) -> dict[str, float]:
 def figures_of_two_nodes(rows: Rows, parameter_bytes: int) -> dict[str, float]:
     """The last line in the laboratory."""
     found = speed_ups(rows)
-    sent = rows[PREVIEW + "hier"].sent
+    sent = rows["hier"].sent
     assert sent is not None
-    found[PREVIEW + "slow_link_bytes_over_bound"] = sent / (1.5 * parameter_bytes)
+    found["slow_link_bytes_over_bound"] = sent / (1.5 * parameter_bytes)
     return found
 
 
 def figures_of_one_node(by_ranks: Mapping[int, Rows]) -> dict[str, float]:
     """The last line of local ranks."""
     several = [rows for ranks, rows in by_ranks.items() if ranks > 1]
-    pairs = [(rows[PREVIEW + "full"], rows["fsdp2_full"]) for rows in several]
+    pairs = [(rows["full"], rows["fsdp2_full"]) for rows in several]
     found = {
         "world1_overhead": ratio(by_ranks[1]["replicas"], by_ranks[1]["plain"]) - 1,
-        PREVIEW + "one_node_time_vs_fsdp2": max(ratio(ours, theirs) for ours, theirs in pairs),
-        PREVIEW + "one_node_memory_vs_fsdp2": max(ours.peak / theirs.peak for ours, theirs in pairs),
+        "one_node_time_vs_fsdp2": max(ratio(ours, theirs) for ours, theirs in pairs),
+        "one_node_memory_vs_fsdp2": max(ours.peak / theirs.peak for ours, theirs in pairs),
     }
     for ranks, rows in by_ranks.items():
         found |= {f"{name}_{ranks}_ranks": value for name, value in speed_ups(rows).items()}

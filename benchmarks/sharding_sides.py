@@ -5,9 +5,6 @@ Peers are set up as their users would: a unit for each part of the model, the ne
 forward and backward, and the last one kept in between.
 
 DeepSpeed takes part where it can be imported. It wants an environment of its own.
-
-The engine does not shard parameters yet. Until then its parts are driven by hooks here, in the sides that are called
-*previews*: what an engine adds (any module, units used twice, clipping, and so on) costs nothing in them.
 """
 
 import importlib
@@ -15,11 +12,9 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,13 +25,8 @@ from torch.optim import AdamW, Optimizer
 from workloads import GPT, Batch, Chain, EngineSteps
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.sharding.flat_unit import FlatUnit
-from smp_strategy.sharding.point_to_point import PointToPoint
-from smp_strategy.sharding.uses import UnitUses
 
-__all__ = ["PREVIEW", "Make", "Side", "num_nodes", "sides"]
-
-PREVIEW = "preview_"
+__all__ = ["Make", "Side", "num_nodes", "sides"]
 
 
 class Side(Protocol):
@@ -64,20 +54,20 @@ def sides() -> Mapping[str, Make]:
     """Those for the ranks that there are; the first is what the weights of the others are compared with."""
     world = dist.get_world_size()
     if world == 1:
-        return {"plain": Wrapped, "replicas": partial(Ours, shards=False)}
+        return {"plain": Wrapped, "replicas": Ours}
     found: dict[str, Make] = {
         "ddp": Wrapped,
         "fsdp2_full": FSDP2,
-        "replicas": partial(Ours, shards=False),
-        "state": partial(Ours, shards=True),
-        PREVIEW + "full": partial(Preview, degree=world),
+        "replicas": Ours,
+        "state": partial(Ours, shard_optimizer_state=True),
+        "full": sharded(world),
     }
     if world >= 4:
         degree = world // max(num_nodes(), 2)
         found["hsdp"] = partial(FSDP2, degree=degree)
-        found[PREVIEW + "mics"] = partial(Preview, degree=degree)
+        found["mics"] = sharded(degree)
     if num_nodes() > 1:
-        found[PREVIEW + "hier"] = partial(Preview, degree=world, per_node=world // num_nodes())
+        found["hier"] = sharded(world, in_two_hops=True)
     if importlib.util.find_spec("deepspeed"):
         found["ds_zero3"] = DeepSpeed
     elif dist.get_rank() == 0:
@@ -181,62 +171,23 @@ class DeepSpeed:
 
 
 class Ours(EngineSteps):
-    """An engine with replicas."""
+    """An engine with the given options."""
 
-    def __init__(self, workload: GPT, model: Chain, batch: Batch, *, shards: bool) -> None:
-        config = SMPConfig(pipeline_parallel_degree=1, shard_optimizer_state=shards)
+    def __init__(self, workload: GPT, model: Chain, batch: Batch, **options: Any) -> None:
+        # Everything is spread, as the peers do it. What stays gathered by default is more than a model of this size.
+        config = SMPConfig(pipeline_parallel_degree=1, sdp_param_persistence_threshold=0, **options)
         super().__init__(workload, model, optimizer_of(model), batch, config)
 
     def weights(self) -> Iterator[Tensor]:
-        yield from self.model.parameters()
+        found: list[Tensor] = self.engine.run_hook(
+            lambda: [parameter.detach().clone() for parameter in self.model.parameters()]
+        )
+        yield from found
 
     def close(self) -> None:
         self.engine.close()
 
 
-class Preview:
-    """Sharded units over groups of ``degree`` neighbouring ranks, on nodes of ``per_node`` of them."""
-
-    def __init__(self, workload: GPT, model: Chain, batch: Batch, degree: int, per_node: int | None = None) -> None:
-        self._model, self._loss, self._batch = model, workload.loss, batch
-        self._optimizer = optimizer_of(model)
-        world, rank = dist.get_world_size(), dist.get_rank()
-        shards = [dist.new_group(list(range(first, first + degree))) for first in range(0, world, degree)]
-        replicas = [dist.new_group(list(range(first, world, degree))) for first in range(degree)]
-        self._shards = PointToPoint(shards[rank // degree], per_node)
-        self._replicas = PointToPoint(replicas[rank % degree])
-        device = torch.device("cpu")
-        self._units = {
-            str(number): FlatUnit(part.named_parameters(), self._shards, device)
-            for number, part in enumerate(model.parts)
-        }
-        self._uses = UnitUses(self._units, self._shards, device, replicas=self._replicas)
-        self._uses.factor = 1 / world
-        for number, part in enumerate(model.parts):
-            part.forward = partial(self._call, str(number), part.forward)  # type: ignore[method-assign]
-
-    def _call(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        result: Tensor = self._uses.call(name, forward, (x,), {})
-        return result
-
-    def step(self) -> None:
-        self._uses.is_last = True
-        self._loss(self._model(self._batch[0]), self._batch[1]).backward()
-        self._uses.end_pass()
-        self._uses.finish_sums()
-        with ExitStack() as stack:
-            for unit in self._units.values():
-                stack.enter_context(unit.pieces_shown())
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-
-    def weights(self) -> Iterator[Tensor]:
-        for part, unit in zip(self._model.parts, self._units.values(), strict=True):
-            unit.gather()
-            unit.wait()
-            yield from (parameter.detach().clone() for parameter in part.parameters())
-            unit.free()
-
-    def close(self) -> None:
-        self._shards.close()
-        self._replicas.close()
+def sharded(degree: int, *, in_two_hops: bool = False) -> Make:
+    """An engine that spreads parameters over ``degree`` neighbouring ranks."""
+    return partial(Ours, sharded_data_parallel_degree=degree, sdp_hierarchical_allgather=in_two_hops)
