@@ -5,23 +5,20 @@ parameter. Each dim of the stand-in has a size of its own, so the shape of a sta
 for a parameter of 5 x 7 a moment is 5 x 7, the rows of Adafactor are 5 x 1.
 """
 
-import copy
 import logging
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from smp_strategy.optim.twin import take_step, twin_of
 
 __all__ = ["optimizer_state_bytes"]
 
 _log = logging.getLogger(__name__)
 
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
-# How a step is computed, but not what is kept; the stand-in is on the CPU.
-_HOW = ("capturable", "foreach", "fused")
 MOMENTS_IF_UNKNOWN = 2
 
 StateShapes = list[tuple[tuple[int, ...], int]]
@@ -42,7 +39,7 @@ def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> dict[int, int]:
                     continue
                 kind = (parameter.ndim, parameter.dtype)
                 if kind not in known:
-                    known[kind] = _ask(optimizer, group, parameter)
+                    known[kind] = _ask(optimizer, parameter)
                 shapes = known[kind]
                 size = MOMENTS_IF_UNKNOWN * parameter.nbytes
                 if shapes is not None:
@@ -51,14 +48,12 @@ def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> dict[int, int]:
     return found
 
 
-def _ask(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> StateShapes | None:
+def _ask(optimizer: Optimizer, parameter: Tensor) -> StateShapes | None:
     stand_in = nn.Parameter(torch.ones(_SIZES[: parameter.ndim], dtype=parameter.dtype))
     stand_in.grad = torch.ones_like(stand_in)
     try:
-        twin = _twin(optimizer, group, stand_in)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-            # Not `twin.step`: schedulers put a method of the original there.
-            type(twin).step(twin)
+        twin = twin_of(optimizer, parameter, stand_in)
+        take_step(twin)
         tensors = [leaf for leaf in twin.state[stand_in].values() if isinstance(leaf, Tensor)]
     except Exception as error:
         _log.debug(
@@ -70,19 +65,6 @@ def _ask(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> S
         )
         return None
     return [(tuple(tensor.shape), tensor.element_size()) for tensor in tensors]
-
-
-def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """An optimizer with the same options, for ``parameter`` alone; nothing that it does reaches the original."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    containers = (list, dict, set)
-    for name, value in vars(optimizer).items():
-        if name not in ("step", "param_groups", "state"):
-            vars(twin)[name] = copy.copy(value) if isinstance(value, containers) else value
-    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(twin) if name.endswith("_hooks")}
-    how = {name: False for name in _HOW if name in group}
-    vars(twin).update(hooks, param_groups=[{**group, **how, "params": [parameter]}], state=defaultdict(dict))
-    return twin
 
 
 def _scaled(shape: tuple[int, ...], real: tuple[int, ...]) -> int:

@@ -58,7 +58,13 @@ class Collectives(Protocol):
         """Let go of what is needed in the background."""
 
 
-def collectives_of(group: dist.ProcessGroup, device: torch.device, per_node: int | None = None) -> Collectives:
+def collectives_of(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    per_node: int | None = None,
+    *,
+    most_reduced: int | None = None,
+) -> Collectives:
     """The collectives of ``group`` for buffers on ``device``.
 
     Args:
@@ -66,9 +72,11 @@ def collectives_of(group: dist.ProcessGroup, device: torch.device, per_node: int
         device: where the buffers are.
         per_node: how many ranks of the group are on each node, if it spans several and each byte is to cross the link
             between them once per node. For messages only: other backends know their links.
+        most_reduced: most elements of a buffer that are reduced at once. For messages only: other backends need no
+            memory of that size in between.
     """
     if group._get_backend(device).name() == "gloo":
-        return PointToPoint(group, per_node)
+        return PointToPoint(group, per_node, most_reduced=most_reduced)
     return Native(group)
 
 

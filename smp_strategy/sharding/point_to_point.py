@@ -7,8 +7,12 @@ all additions are done here, in an order that can be told.
 **Order of additions.** What was there before comes first, then the ranks in their order: with 4 ranks
 ``(((old + g0) + g1) + g2) + g3``. Where a group spans nodes, the sums of the nodes in the order of the nodes:
 ``(old + (g0 + g1)) + (g2 + g3)``. It is the same in every run, for every dtype and every number of chunks.
+
+**Memory.** Summands arrive beside what they are added to: about as many elements as the buffer has. Where that is too
+much, a buffer is reduced in slices, one after the other, in the background.
 """
 
+import itertools
 from collections.abc import Iterable
 from typing import final
 
@@ -31,12 +35,19 @@ class PointToPoint:
     Args:
         group: the ranks, node by node.
         per_node: how many of them are on each node; ``None``: all on one.
+        most_reduced: buffers with more elements are reduced in slices; ``None``: none are.
         least_chunk_bytes: into how small chunks a shard is cut where there are two hops.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, per_node: int | None = None, *, least_chunk_bytes: int = LEAST_CHUNK_BYTES
+        self,
+        group: dist.ProcessGroup,
+        per_node: int | None = None,
+        *,
+        most_reduced: int | None = None,
+        least_chunk_bytes: int = LEAST_CHUNK_BYTES,
     ) -> None:
+        self._most_reduced = most_reduced
         self._messages = Messages(group)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._relay = Relay()
@@ -59,10 +70,21 @@ class PointToPoint:
 
     def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
         """See :meth:`Collectives.reduce`."""
-        parts = full.chunk(self.size)
+        parts, runs = full.chunk(self.size), self._runs(into)
         if self._two_hops is not None:
+            if len(runs) > 1:
+                return self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first)
             return self._two_hops.reduce(parts, into, is_first=is_first)
-        return direct.reduce(self._messages, parts, into, self._messages.new_tags(), is_first=is_first)
+        tag = self._messages.new_tags(len(runs))
+        if len(runs) == 1:
+            return direct.reduce(self._messages, parts, into, tag, is_first=is_first)
+
+        def in_turn() -> None:
+            for number, run in enumerate(runs):
+                of_run = [part[run] for part in parts]
+                direct.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
+
+        return Pending(self._relay.submit(in_turn).result)
 
     def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
@@ -71,3 +93,9 @@ class PointToPoint:
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
+
+    def _runs(self, shard: Tensor) -> list[slice]:
+        """A shard in as many runs as its buffer has slices."""
+        most = max(1, (self._most_reduced or shard.numel() * self.size) // self.size)
+        edges = [*range(0, max(1, shard.numel()), most), shard.numel()]
+        return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
