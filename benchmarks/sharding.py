@@ -25,6 +25,7 @@ import copy
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +43,10 @@ from workloads import GPT, Batch, Chain
 from smp_strategy.testing import run_ranks
 
 WARM_UPS = 2
+QUIET_SECONDS = 0.1
 SPEED_UPS = {
     "mics": ("fsdp2_full", "hsdp", "ds_zero3"),
+    "mics_dealt": ("fsdp2_full", "hsdp", "ds_zero3"),
     "hier": ("fsdp2_full", "ds_zero3"),
     "full": ("fsdp2_full", "ds_zero3"),
     "hsdp": ("fsdp2_full",),
@@ -110,12 +113,24 @@ def row(turns: Sequence[tuple[float, float | None]], peak: float) -> Row:
 
 def turn(side: Side, steps: int) -> tuple[float, float | None]:
     """Seconds of a step until the last rank is through, and bytes that a node sends in it."""
+    side.step()  # what it leaves for the next step to finish is under way when time begins, as it is when time ends
     sent_before = sent_by_this_node()
     seconds = seconds_of(lambda: [side.step() for _ in range(steps)]) / steps
     if sent_before is None:
         return seconds, None
+    sent = sent_by_this_node() - sent_before
+    wait_until_quiet()
     # All ranks of a node read the same counter.
-    return seconds, over_ranks(sent_by_this_node() - sent_before, dist.ReduceOp.SUM) / dist.get_world_size() / steps
+    return seconds, over_ranks(sent, dist.ReduceOp.SUM) / dist.get_world_size() / steps
+
+
+def wait_until_quiet() -> None:
+    """Until nothing crosses the slow link that the next side would have to wait for."""
+    sent = None
+    while sent != sent_by_this_node():
+        sent = sent_by_this_node()
+        time.sleep(QUIET_SECONDS)
+    dist.barrier()
 
 
 def sent_by_this_node() -> int | None:

@@ -66,6 +66,7 @@ def sides() -> Mapping[str, Make]:
         degree = world // max(num_nodes(), 2)
         found["hsdp"] = partial(FSDP2, degree=degree)
         found["mics"] = sharded(degree)
+        found["mics_dealt"] = sharded(degree, deals_out=True)
     if num_nodes() > 1:
         found["hier"] = sharded(world, in_two_hops=True)
     if importlib.util.find_spec("deepspeed"):
@@ -174,8 +175,7 @@ class Ours(EngineSteps):
     """An engine with the given options."""
 
     def __init__(self, workload: GPT, model: Chain, batch: Batch, **options: Any) -> None:
-        # Everything is spread, as the peers do it. What stays gathered by default is more than a model of this size.
-        config = SMPConfig(pipeline_parallel_degree=1, sdp_param_persistence_threshold=0, **options)
+        config = SMPConfig(pipeline_parallel_degree=1, **options)
         super().__init__(workload, model, optimizer_of(model), batch, config)
 
     def weights(self) -> Iterator[Tensor]:
@@ -188,6 +188,11 @@ class Ours(EngineSteps):
         self.engine.close()
 
 
-def sharded(degree: int, *, in_two_hops: bool = False) -> Make:
+def sharded(degree: int, *, in_two_hops: bool = False, deals_out: bool = False) -> Make:
     """An engine that spreads parameters over ``degree`` neighbouring ranks."""
-    return partial(Ours, sharded_data_parallel_degree=degree, sdp_hierarchical_allgather=in_two_hops)
+    return partial(
+        Ours,
+        sharded_data_parallel_degree=degree,
+        sdp_hierarchical_allgather=in_two_hops,
+        shard_optimizer_state=deals_out,
+    )
