@@ -147,9 +147,6 @@ class SMPConfig(
 
 # Options whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {
-    "sdp_reduce_bucket_size": "sharded data parallelism",
-    "sdp_gather": "a choice of when to gather",
-    "sdp_gradient_clipping": "sharded data parallelism",
     "delayed_parameter_initialization": "delayed parameter initialization",
     "tensor_parallel_degree": "tensor parallelism",
     "prescaled_batch": "tensor parallelism",

@@ -33,6 +33,8 @@ from smp_strategy.explain.explanation import Explanation
 from smp_strategy.hook_view import Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.manual import ManualSteps
+from smp_strategy.memory.gathering import memory_report
+from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
@@ -224,6 +226,7 @@ class Engine:
             transport=self._transport,
             device=self._device,
             with_weights=share.with_weights,
+            reads_refused=share.reads_refused,
         )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
@@ -289,8 +292,7 @@ class Engine:
             copies=self.copies(),
             everyone_sees=self.gradients_are_seen,
         )
-        for optimizer in self._optimizers:
-            self._share.keep_state(optimizer)
+        self._share.take_optimizers(self._optimizers)
         self.manual.begin(self._share.parameters, self._share.reduction)
 
     # Every step
@@ -383,12 +385,18 @@ class Engine:
         Raises:
             SMPError: no training step has run after a timetable yet, or a step runs just now.
         """
-        runtime = self._calls.runtime
-        if runtime is not None and runtime.is_in_step and not self.views.is_open:
-            raise SMPError("A timeline is asked for inside of a step. Ask after it: in a hook, or in a callback.")
+        self._calls.refuse_inside_of_step("A timeline")
         recorded = None if self._timetables is None else self._timetables.recorded
         with self.views.put_aside():
             return gather(recorded, self.mesh, self._timeout)
+
+    def memory_report(self) -> MemoryReport:
+        """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""
+        self._calls.refuse_inside_of_step("A memory report")
+        assert self._module is not None
+        spread = self.share.sharded if self.is_spread else None
+        with self.views.put_aside():
+            return memory_report(self._module, self._optimizers, self.mesh, self.partition, spread)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]

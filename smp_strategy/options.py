@@ -243,7 +243,8 @@ class ShardingOptions:
     sdp_gather: Gather = "auto"
     """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
     keep them until the optimizer's step, for less communication and more memory. ``auto``: ``step`` with a pipeline,
-    where a unit is used once per microbatch, else ``use``."""
+    where a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
+    (``.item()``, ``if loss > 1``), which could lead replicas to different units."""
     sdp_gradient_clipping: float | None = None
     """Global gradient norm to clip to before each step of an optimizer. SageMaker's default is 1.0, always on. Here
     ``None``: off, because front doors clip themselves (in Lightning ``gradient_clip_val``, by the same true norm)."""

@@ -19,12 +19,13 @@ from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.collectives import collectives_of
-from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
 from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.units import Unit
 
@@ -79,6 +80,7 @@ class Share:
         self._module = module
         self._units = units
         self._mesh = mesh
+        self._config = config
         ownership.release(mesh.stage, copies)
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
         self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
@@ -93,6 +95,17 @@ class Share:
         return self.ownership.local_parameters(self._mesh.stage)
 
     # Passes over the model
+
+    @property
+    def reads_refused(self) -> str:
+        """Why steps must not read values; empty: they may."""
+        if self.sharded is None or self._mesh.pp == 1 or _gathers_once(self._config, self._mesh):
+            return ""
+        return (
+            "With `sdp_gather=use` ranks of a shard group wait for each other at each use of a unit, and with several "
+            "stages for their stages as well: they would block each other for ever if a value led them to different "
+            "units. Leave `sdp_gather` out, which gathers once per step, or do not read values."
+        )
 
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
         """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
@@ -128,6 +141,8 @@ class Share:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
+        if (max_norm := self._config.sdp_gradient_clipping) is not None:
+            self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
         self._state.begin_update(optimizer)
         if self.sharded is not None:
             self.sharded.show_pieces()
@@ -138,7 +153,7 @@ class Share:
         if self.sharded is not None:
             self.sharded.hide_pieces()
 
-    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> Tensor:
+    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See :meth:`smp_strategy.engine.Engine.clip_grad_norm_`."""
         norm = self.reduction.norm(parameters, norm_type)
         local = [parameter for parameter in parameters if parameter.grad is not None]
@@ -169,9 +184,19 @@ class Share:
         ownership = None if is_whole_here else self.ownership
         full.load_state_dict(self._module, state, ownership, self._mesh, self.sharded, strict=strict)
 
-    def keep_state(self, optimizer: Optimizer) -> None:
-        """Of state that ``optimizer`` has for whole parameters, keep this rank's share."""
-        full.keep_share(optimizer, self._state, self.sharded)
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Of state that ``optimizers`` have for whole parameters, keep this rank's share.
+
+        Raises:
+            ConfigError: some of them cannot update pieces of parameters.
+        """
+        if self.sharded is not None:
+            # Of all stages, so that all ranks refuse the same.
+            members = self.ownership.parameters_by_units().values()
+            spread = {parameter: name for group in members for name, parameter in group}
+            refuse_whole_tensor_optimizers(optimizers, spread, degree=self._mesh.shape.dp_shard)
+        for optimizer in optimizers:
+            full.keep_share(optimizer, self._state, self.sharded)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`smp_strategy.engine.Engine.full_optimizer_state`."""
@@ -180,7 +205,7 @@ class Share:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's share of a whole optimizer state dict."""
         optimizer.load_state_dict(state)
-        self.keep_state(optimizer)
+        full.keep_share(optimizer, self._state, self.sharded)
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -216,12 +241,19 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device:
     has_replicas = mesh.dp > mesh.shape.dp_shard
     return ShardedUnits(
         parameters,
-        collectives_of(mesh.shard_group, device, hops),
+        collectives_of(mesh.shard_group, device, hops, most_reduced=config.sdp_reduce_bucket_size),
         collectives_of(mesh.replicate_group, device) if has_replicas else None,
         device,
         across=across,
         persistence_threshold=config.sdp_param_persistence_threshold,
-        most_live=config.sdp_max_live_parameters,
-        once=mesh.pp > 1,
+        timing=Timing(
+            gathers_once=_gathers_once(config, mesh),
+            reduces_early=mesh.pp == 1,
+            most_live=config.sdp_max_live_parameters,
+        ),
         deals_out=has_replicas and config.shard_optimizer_state,
     )
+
+
+def _gathers_once(config: SMPConfig, mesh: ProcessMesh) -> bool:
+    return config.sdp_gather == "step" or (config.sdp_gather == "auto" and mesh.pp > 1)

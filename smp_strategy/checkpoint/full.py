@@ -7,14 +7,17 @@ module, so that a file written under one layout is read under any other, or by p
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.gather import collect
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.state_pieces import cut_state, join_state, kept_per_element, split_state
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.sharded_units import ShardedUnits
@@ -53,7 +56,7 @@ def optimizer_state(
     state = optimizer.state_dict()
     parameters = _parameters(optimizer)
     if sharded is not None:
-        whole = _whole_state({parameters[number]: kept for number, kept in state["state"].items()}, sharded)
+        whole = _whole_state(optimizer, {parameters[number]: kept for number, kept in state["state"].items()}, sharded)
         state["state"] = {
             number: {**kept, **whole.get(parameters[number], {})} for number, kept in state["state"].items()
         }
@@ -128,24 +131,41 @@ def keep_share(optimizer: Optimizer, sharding: StateSharding, sharded: ShardedUn
             del optimizer.state[parameter]
         elif sharded is not None and sharded.has(parameter):
             kept = optimizer.state[parameter]
-            for key, value in kept.items():
-                if isinstance(value, Tensor) and value.ndim and value.shape == parameter.shape:
-                    kept[key] = sharded.piece_of(parameter, value)
+            if _is_cut(kept, parameter, _piece_numel(parameter, sharded)):
+                continue
+            known = kept_per_element(optimizer, parameter) if parameter.numel() == 1 else {}
+            kept.update(cut_state(kept, parameter.shape, partial(sharded.piece_of, parameter), known))
 
 
-def _whole_state(states: Mapping[nn.Parameter, Mapping[str, Any]], sharded: ShardedUnits) -> dict[nn.Parameter, Any]:
-    """What ranks have pieces of in the ``states`` of parameters, put together. Collective."""
-    found: dict[nn.Parameter, dict[str, Tensor]] = {}
-    pieces: dict[tuple[str, str], dict[nn.Parameter, Tensor]] = {}
+def _whole_state(
+    optimizer: Optimizer, states: Mapping[nn.Parameter, Mapping[str, Any]], sharded: ShardedUnits
+) -> dict[nn.Parameter, Any]:
+    """The ``states`` of parameters of which ranks have pieces, put together. Collective."""
+    alike: dict[nn.Parameter, Any] = {}
+    pieces: dict[tuple[int, str], dict[nn.Parameter, Tensor]] = {}
     for parameter, state in states.items():
-        for key, value in state.items() if sharded.has(parameter) else ():
-            if isinstance(value, Tensor) and value.ndim:
-                pieces.setdefault((key, str(value.dtype)), {})[parameter] = value
-    for (key, _), values in sorted(pieces.items()):
+        if sharded.has(parameter):
+            numel = _piece_numel(parameter, sharded)
+            known = kept_per_element(optimizer, parameter) if numel == 1 else {}
+            alike[parameter], tensors = split_state(state, numel, known)
+            for number, tensor in enumerate(tensors):
+                pieces.setdefault((number, str(tensor.dtype)), {})[parameter] = tensor
+    found: dict[nn.Parameter, dict[int, Tensor]] = {parameter: {} for parameter in alike}
+    for (number, _), values in sorted(pieces.items()):
         for whole in sharded.whole_of(values):
             for parameter, tensor in whole.items():
-                found.setdefault(parameter, {})[key] = tensor
-    return found
+                found[parameter][number] = tensor
+    return {each: join_state(alike[each], list(tensors.values())) for each, tensors in found.items() if tensors}
+
+
+def _is_cut(state: Mapping[str, Any], parameter: nn.Parameter, numel: int) -> bool:
+    """Whether ``state`` is that for a piece of ``numel`` elements already: an earlier run has left it."""
+    shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim}
+    return shapes == {(numel,)} != {tuple(parameter.shape)}
+
+
+def _piece_numel(parameter: nn.Parameter, sharded: ShardedUnits) -> int:
+    return sharded.piece_of(parameter, torch.empty(parameter.shape, device="meta")).numel()
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -57,7 +57,7 @@ def global_norm(
             norms[0, index] = torch.linalg.vector_norm(gradient, norm_type)
     if pieces_on is not None and pieces:
         of_ranks = norms.new_empty(dist.get_world_size(pieces_on), len(parameters))
-        dist.all_gather_into_tensor(of_ranks, norms[:1], group=pieces_on)
+        dist.all_gather(list(of_ranks), norms[0], group=pieces_on)
         norms[0, pieces] = torch.linalg.vector_norm(of_ranks[:, pieces], norm_type, dim=0)
     for group in groups:
         dist.all_reduce(norms, group=group)

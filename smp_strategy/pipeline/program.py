@@ -95,6 +95,8 @@ class Context:
     """Random streams for calls that draw numbers."""
     with_weights: WithWeights
     """Called with each unit that runs on this stage, and the microbatch."""
+    reads_refused: str
+    """Why Python code must not see values; empty: it may."""
     leftovers: Leftovers | None
     """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
 
@@ -139,6 +141,7 @@ class Program:
         self._share = context.share
         self._streams = context.streams
         self._with_weights = context.with_weights
+        self._reads_refused = context.reads_refused
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         self._kept = Kept()
         # Containers in objects that a dry run lends to units, with what was in them.
@@ -237,6 +240,8 @@ class Program:
         self._refuse_inside_unit(name)
         if not self.computes_here:
             raise ValueNeededError(name)
+        if self._reads_refused:
+            raise UnsupportedError(f"`{name}` reads a value in a step. {self._reads_refused}")
         leaves, structure = flatten_call(args, kwargs)
         placed, _ = self._open(leaves)
         self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)

@@ -42,6 +42,8 @@ class Stage:
     """Where the units run."""
     with_weights: WithWeights = weights_are_there
     """Called with each unit that runs on this stage."""
+    reads_refused: str = ""
+    """Why Python code must not see values in steps; empty: it may."""
     latest: Latest = field(default_factory=Latest)
     """The record that new programs begin by following."""
     leftovers: Leftovers | None = None
@@ -69,6 +71,7 @@ class Stage:
             share=self.make_known,
             streams=self.streams,
             with_weights=self.with_weights,
+            reads_refused=self.reads_refused,
             leftovers=self.leftovers,
         )
         return Program(

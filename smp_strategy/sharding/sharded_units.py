@@ -19,6 +19,7 @@ reduced, which is done in the shard group. Gradients are summed in every pass of
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, final
@@ -32,7 +33,20 @@ from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.uses import UnitUses
 
-__all__ = ["ShardedUnits"]
+__all__ = ["ShardedUnits", "Timing"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When units are gathered and reduced."""
+
+    gathers_once: bool = False
+    """All of them when a pass begins, and not each for each use."""
+    reduces_early: bool = True
+    """As soon as gradients are there, once per microbatch, and not when a pass ends."""
+    most_live: int | None = None
+    """Number of elements up to which units are gathered ahead; ``None``: any."""
 
 
 @final
@@ -47,8 +61,7 @@ class ShardedUnits:
         across: of the keys of ``parameters``, those with units of other stages, too: the group of the ranks that have
             the same pieces on all of these stages, and whether this stage is the first of them.
         persistence_threshold: parameters with fewer elements stay gathered until the optimizer's step.
-        most_live: number of elements up to which units are gathered ahead; ``None``: any.
-        once: gather everything once per pass, and reduce at its end; otherwise for each use.
+        timing: when units are gathered and reduced.
         deals_out: let each of the replicas update a part of its shards and pass it on.
 
     Attributes:
@@ -63,10 +76,9 @@ class ShardedUnits:
         replicas: Collectives | None,
         device: torch.device,
         *,
+        timing: Timing = Timing(),
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
-        most_live: int | None = None,
-        once: bool = False,
         deals_out: bool = False,
     ) -> None:
         assert replicas is not None or not deals_out
@@ -89,12 +101,12 @@ class ShardedUnits:
             self.units,
             shards,
             device,
-            most_live=most_live,
-            gathers_once=once,
+            most_live=timing.most_live,
+            gathers_once=timing.gathers_once,
             replicas=replicas,
             deals_out=deals_out,
         )
-        self._uses.reduces_early = not once
+        self._uses.reduces_early = timing.reduces_early
         self._uses.factor = 1 / (shards.size * (1 if owners is None else owners.size))
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
@@ -105,6 +117,16 @@ class ShardedUnits:
     def parameters(self) -> list[nn.Parameter]:
         """All that are spread."""
         return list(self._unit_of)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of values that this rank holds now."""
+        return sum(unit.held_bytes for unit in self.units.values())
+
+    @property
+    def most_gathered_bytes(self) -> int:
+        """Bytes of values that were gathered for passes and let go again, at most at a time."""
+        return self._uses.most_bytes
 
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is spread."""

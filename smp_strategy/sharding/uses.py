@@ -58,6 +58,7 @@ class UnitUses:
             probably final, and added up over the replicas. Until the end of the pass.
         live_numel: number of elements that are gathered now.
         most_numel: the highest number so far.
+        most_bytes: the same in bytes.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class UnitUses:
         self.factor = 1.0
         self.is_last = False
         self.reduces_early = self.reduces = True
-        self.live_numel = self.most_numel = 0
+        self.live_numel = self.most_numel = self._live_bytes = self.most_bytes = 0
         self._names = list(units)
         self._numbers = {name: number for number, name in enumerate(units)}
         self._units = list(units.values())
         self._numels = [unit.layout.transient_numel for unit in self._units]
+        self._bytes = [unit.layout.transient_bytes for unit in self._units]
         self._check_cap(most_live)
         self._most_live = most_live
         self._num_prefetched = prefetch
@@ -241,6 +243,8 @@ class UnitUses:
                 self._is_live[number] = True
                 self.live_numel += self._numels[number]
                 self.most_numel = max(self.most_numel, self.live_numel)
+                self._live_bytes += self._bytes[number]
+                self.most_bytes = max(self.most_bytes, self._live_bytes)
             return
         if len(self._reducing) == MOST_REDUCING:
             self._wait_reduced(self._reducing.popleft())
@@ -266,6 +270,7 @@ class UnitUses:
         if self._is_live[number]:
             self._is_live[number] = False
             self.live_numel -= self._numels[number]
+            self._live_bytes -= self._bytes[number]
             self._units[number].free()
 
     def _check_cap(self, most_live: int | None) -> None:

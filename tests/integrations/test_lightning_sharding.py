@@ -5,7 +5,7 @@ import torch
 from lightning_toy import on_ranks, quiet
 from test_lightning_state_sharding import CASES, SMP, assert_close, averaged, fit
 
-SHARDED = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
+SHARDED = {"sharded_data_parallel_degree": 2}
 FULL = {"pipeline_parallel_degree": 1, **SHARDED}
 LAYOUTS = {
     "2 shards": (2, FULL),
