@@ -42,6 +42,8 @@ class Spreading:
     """Whether units are gathered for a whole step, and not for each use."""
     state_shards: int = 1
     """Ranks over which the state of the optimizers is dealt out, whole parameters to each."""
+    num_owners: int = 1
+    """Replicas of a shard group among which the state for each shard is dealt out."""
 
     @classmethod
     def of(cls, config: SMPConfig, shape: MeshShape) -> "Spreading":
@@ -52,6 +54,7 @@ class Spreading:
             most_live=config.sdp_max_live_parameters,
             gathers_once=shape.pp > 1,
             state_shards=shape.dp if config.shard_optimizer_state and shape.dp_shard == 1 else 1,
+            num_owners=shape.dp // shape.dp_shard if config.shard_optimizer_state and shape.dp_shard > 1 else 1,
         )
 
 
@@ -112,7 +115,10 @@ def _spread(
     groups = flat_groups(members)
     layouts = {
         group.number: UnitLayout.of(
-            [_entry(*named[number]) for number in group.parameters], spreading.degree, spreading.persistence_threshold
+            [_entry(*named[number]) for number in group.parameters],
+            spreading.degree,
+            spreading.persistence_threshold,
+            spreading.num_owners,
         )
         for group in groups
     }

@@ -14,11 +14,11 @@ gradients       of the unit in backward, and of those that   of all units
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeVar, final
 
 from smp_strategy.partitioner.costs import Held
-from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.layout import Entry, FlatLayout, UnitLayout
 
 __all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of"]
 
@@ -66,16 +66,21 @@ def share_of(layout: UnitLayout, state_bytes: Callable[[Entry, int], int], *, ga
     """
     trained = [flat for flat in layout.flats if flat.is_trained]
 
-    def state_of(rank: int) -> int:
-        return sum(state_bytes(slot.entry, flat.piece(slot, rank).numel) for flat in trained for slot in flat.slots)
+    def state_of(rank: int, owner: int) -> int:
+        pieces = [(slot.entry, flat.own_piece(slot, rank, owner)) for flat in trained for slot in flat.slots]
+        return sum(state_bytes(entry, piece.numel) for entry, piece in pieces)
 
     return Held(
         parameter=layout.resting_bytes,
         gradient=sum(flat.shard_bytes for flat in trained),
-        optimizer=max((state_of(rank) for rank in range(trained[0].degree)), default=0) if trained else 0,
+        optimizer=max(state_of(*place) for place in product(*_places(trained[0]))) if trained else 0,
         gathered=layout.transient_bytes if gathers_once else 0,
         unreduced=_unreduced(layout) if gathers_once else 0,
     )
+
+
+def _places(flat: FlatLayout) -> tuple[range, range]:
+    return range(flat.degree), range(flat.num_owners)
 
 
 def most_gathered(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLayout], most_live: int | None) -> int:
