@@ -23,11 +23,16 @@ def render_layout(shape: MeshShape, partition: Partition, *, shards_state: bool 
     sharding = []
     if shards_state and shape.dp == 1:
         sharding = ["`shard_optimizer_state` changes nothing: there is one replica only."]
-    elif shards_state:
+    elif shards_state and shape.dp_shard == 1:
         sharding = [f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each."]
     if shape.dp_shard > 1:
         sharding.append(
             f"Each unit is spread over {shape.dp_shard} ranks, with its gradients and the state of its optimizer."
+        )
+    if shards_state and 1 < shape.dp_shard < shape.dp:
+        sharding.append(
+            f"The {shape.dp // shape.dp_shard} replicas of a shard group deal the state for its shards out, and pass "
+            "on what they have updated."
         )
     for line in (shape.draw(), *summary(partition), *sharding):
         console.print(line, highlight=False)

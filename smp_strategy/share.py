@@ -82,7 +82,8 @@ class Share:
         self._mesh = mesh
         self._config = config
         ownership.release(mesh.stage, copies)
-        self._state = StateSharding(ownership, mesh, is_on=config.shard_optimizer_state, everyone_sees=everyone_sees)
+        deals_out = config.shard_optimizer_state and mesh.shard_group is None
+        self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
         self.sharded = _sharded(ownership, mesh, config, device) if mesh.shard_group is not None else None
         self.reduction = Reduction(ownership, mesh, self._state, self.sharded)
         is_spread = mesh.pp > 1 or self.sharded is not None
@@ -166,7 +167,7 @@ class Share:
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
-        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0):
+        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
             self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
         if where == "all" or mesh.dp_rank == 0:
             keep = where == "all" or mesh.rank == 0
@@ -237,10 +238,11 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device:
             parameters[users] = members
         if group is not None:
             across[users] = (group, mesh.stage == min(stages))
+    has_replicas = mesh.dp > mesh.shape.dp_shard
     return ShardedUnits(
         parameters,
         collectives_of(mesh.shard_group, device, hops, most_reduced=config.sdp_reduce_bucket_size),
-        collectives_of(mesh.replicate_group, device) if mesh.dp > mesh.shape.dp_shard else None,
+        collectives_of(mesh.replicate_group, device) if has_replicas else None,
         device,
         across=across,
         persistence_threshold=config.sdp_param_persistence_threshold,
@@ -249,4 +251,5 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device:
             reduces_early=mesh.pp == 1,
             most_live=config.sdp_max_live_parameters,
         ),
+        deals_out=has_replicas and config.shard_optimizer_state,
     )
