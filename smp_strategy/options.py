@@ -41,9 +41,10 @@ class PipelineOptions:
     """How a batch flows through the stages."""
 
     pipeline_parallel_degree: int | None = None
-    """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units."""
+    """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units, and 1 where
+    parameters or optimizer state are sharded (SageMaker's default)."""
     microbatches: int | None = None
-    """Microbatches per step. ``None``: 1 where a degree is given, 4 per stage where none is given anywhere."""
+    """Microbatches per step. ``None``: 1 where a degree is given or there is one stage, else 4 per stage."""
     active_microbatches: int | None = None
     """Most microbatches in flight on a rank at once; it caps activation memory. ``None``: what the schedule needs
     (``interleaved``: number of stages + 2)."""
