@@ -242,7 +242,7 @@ class ShardingOptions:
     """Gather between nodes first, then inside each node."""
     sdp_gather: Gather = "auto"
     """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
-    keep them until the optimizer's step, for less communication and more memory. ``auto``: ``step`` with a pipeline,
+    keep them until the batch is through, for less communication and more memory. ``auto``: ``step`` with a pipeline,
     where a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
     (``.item()``, ``if loss > 1``), which could lead replicas to different units."""
     sdp_gradient_clipping: float | None = None
