@@ -41,8 +41,8 @@ class PipelineOptions:
     """How a batch flows through the stages."""
 
     pipeline_parallel_degree: int | None = None
-    """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units, and 1 where
-    parameters or optimizer state are sharded (SageMaker's default)."""
+    """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units, but 1
+    (SageMaker's default) where parameters or optimizer state are sharded."""
     microbatches: int | None = None
     """Microbatches per step. ``None``: 1 where a degree is given or there is one stage, else 4 per stage."""
     active_microbatches: int | None = None
