@@ -268,7 +268,7 @@ class Engine:
         self._timetables = Timetables(self.config, self.partition, self.costs, self._report)
         if found.trace is not None and found.trace.loss is not None:
             self._timetables.learn(kind, found.trace)
-        layout = render_layout(self.mesh.shape, self.partition, shards_state=self.config.shard_optimizer_state)
+        layout = render_layout(self.mesh.shape, self.partition, self.config)
         notes = self.costs.render()
         self._report(f"{notes}\n{layout}" if notes else layout)
 
