@@ -153,7 +153,6 @@ _NOT_BUILT = {
     "sdp_max_live_parameters": "sharded data parallelism",
     "sdp_hierarchical_allgather": "sharded data parallelism",
     "sdp_gradient_clipping": "sharded data parallelism",
-    "delayed_parameter_initialization": "delayed parameter initialization",
     "tensor_parallel_degree": "tensor parallelism",
     "prescaled_batch": "tensor parallelism",
     "activation_checkpointing": "activation checkpointing",

@@ -30,6 +30,7 @@ from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.decision import decide
+from smp_strategy.delayed import DelayedModule
 from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.explain.explanation import Explanation
@@ -124,9 +125,7 @@ class Engine:
         self.gradients_are_seen = False
         self.costs = Costs.modelled(self._device)
         self._timetables: Timetables | None = None
-        self._seed = 0
-        self._num_steps = 0
-        self._num_evaluations = 0
+        self._seed = self._num_steps = self._num_evaluations = 0
         self._kinds: set[str] = set()
 
     # Setting up
@@ -167,9 +166,10 @@ class Engine:
             self._units = choose_placed_units(self.config, module, shape.pp)
             self._given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
-            self._seed = start_alike(module)
+            self._seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
+            self._delayed = DelayedModule(module, self._seed, self._device)
         else:
-            start_alike(module)
+            start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         self._calls.intercept(self._units)
 
     def serves(self, module: nn.Module) -> bool:
@@ -216,6 +216,7 @@ class Engine:
     def _spread(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Let go of what belongs to other stages, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
+        self._delayed.prepare(self._units, self._optimizers)
         if self.partition is None:
             self._decide(kind, step, microbatch, loss_of)
         assert self.partition is not None
@@ -287,6 +288,7 @@ class Engine:
     def _release(self) -> None:
         assert self._ownership is not None
         mesh, ownership = self.mesh, self._ownership
+        self._delayed.settle(lambda tensor: mesh.stage in ownership.holders(tensor), self.copies())
         ownership.release(mesh.stage, self.copies())
         self._whole_on = "none" if mesh.pp > 1 else "all"
         is_on, everyone_sees = self.config.shard_optimizer_state, self.gradients_are_seen
@@ -294,6 +296,7 @@ class Engine:
         for optimizer in self._optimizers:
             for parameter in [parameter for parameter in optimizer.state if not self._sharding.is_mine(parameter)]:
                 del optimizer.state[parameter]
+        self._delayed.load_late_states(self.load_optimizer_state)
         self._reduction = Reduction(ownership, mesh, self._sharding)
         self.manual.begin(ownership.local_parameters(mesh.stage), self._reduction)
 
@@ -354,8 +357,7 @@ class Engine:
         self._prepare(kind, step, microbatches[0])
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
-        run = self._run(kind, Job(step=step, seed=seed), microbatches)
-        return EvalStep(run.outputs, sizes)
+        return EvalStep(self._run(kind, Job(step=step, seed=seed), microbatches).outputs, sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
         """A step that runs its backward and its optimizers itself, through :attr:`manual`.
@@ -391,9 +393,8 @@ class Engine:
         runtime = self._calls.runtime
         if runtime is not None and runtime.is_in_step and not self.views.is_open:
             raise SMPError("A timeline is asked for inside of a step. Ask after it: in a hook, or in a callback.")
-        recorded = None if self._timetables is None else self._timetables.recorded
         with self.views.put_aside():
-            return gather(recorded, self.mesh, self._timeout)
+            return gather(None if self._timetables is None else self._timetables.recorded, self.mesh, self._timeout)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
@@ -462,6 +463,7 @@ class Engine:
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._module is not None
+        self._delayed.refuse_saving()
         return full.state_dict(self._module, self._ownership if self._whole_on == "none" else None, self.mesh)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -478,6 +480,7 @@ class Engine:
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
+        state = self._delayed.postponed(optimizer, state)
         full.load_optimizer_state(optimizer, state, None if self._sharding is None else self._sharding.is_mine)
 
     def state_dict(self) -> dict[str, int]:

@@ -235,7 +235,8 @@ class ShardingOptions:
     sdp_gradient_clipping: float = 1.0
     """Global gradient norm that sharded data parallelism clips to."""
     delayed_parameter_initialization: bool = False
-    """Build the model on the meta device; every rank materialises its own share."""
+    """Give values to a model on the meta device, on every rank to its own share only, in the first step; Lightning's
+    `configure_model` then builds on that device. A model that has values keeps them."""
 
     def _problems(self) -> list[str]:
         return _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size")
