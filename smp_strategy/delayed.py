@@ -14,7 +14,8 @@ its layers are built): tensors count changes in place also where they have no me
 changed more often than a rehearsal on the meta device changes them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -23,7 +24,6 @@ from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.initial_values import Initialisers, places_of
-from smp_strategy.trace.attributes import attributes_restored
 from smp_strategy.units import Unit
 
 __all__ = ["DelayedModule"]
@@ -46,7 +46,7 @@ class DelayedModule:
         self._root = root
         self._seed = seed
         self._device = device
-        self._names = {tensor: place.name for tensor, place in places_of(root).items() if tensor.is_meta}
+        self._names = {tensor: places[0].name for tensor, places in places_of(root).items() if tensor.is_meta}
         self._pending = dict(self._names)
         self._loaded: dict[Tensor, Tensor] = {}
         self._late_states: dict[Optimizer, Any] = {}
@@ -72,8 +72,9 @@ class DelayedModule:
         """
         if not self._pending:
             return
-        self._initialisers = Initialisers(self._root, self._seed, self._device)
-        problems = [*self._rehearse(), *_meta_attributes(self._root), *self._meta_states(optimizers)]
+        with _ordinary():
+            self._initialisers = Initialisers(self._root, self._seed, self._device)
+            problems = [*self._rehearse(), *_meta_attributes(self._root), *_meta_states(optimizers)]
         if problems:
             raise UnsupportedError(
                 "The module is on the meta device, where tensors have no values, and cannot leave it:\n"
@@ -93,14 +94,14 @@ class DelayedModule:
         if not wanted:
             return
         assert self._initialisers is not None, "prepare comes first"
-        with torch.inference_mode(False), torch.no_grad():
+        with _ordinary():
             for tensor in wanted:
                 _leave_meta(tensor, _unset(tensor, self._device))
             fresh = [tensor for tensor in wanted if tensor not in self._loaded]
-            unchanged = set(fresh) - self._initialisers.run(fresh)
+            self._initialisers.run(fresh)
             for tensor in set(wanted).intersection(self._loaded):
                 tensor.copy_(self._loaded.pop(tensor))
-        partial = [self._names[tensor] for tensor in fresh if tensor in unchanged or _has_nan(tensor)]
+        partial = [self._names[tensor] for tensor in fresh if _has_nan(tensor)]
         if partial:
             raise UnsupportedError(f"Initialisers leave a part of {_listed(partial)} without values. {_REMEDY}")
         self._forget(wanted)
@@ -121,15 +122,14 @@ class DelayedModule:
         for module in copies:
             for name, tensor in _named_tensors(module).items():
                 if tensor.is_meta:
-                    original = named[name]
-                    is_here = is_held(original)
-                    _leave_meta(tensor, original.detach().clone() if is_here else _without_memory(tensor, self._device))
+                    self._copy(named[name], tensor, is_here=is_held(named[name]))
 
     def pass_over(self, tensors: Iterable[Tensor]) -> None:
         """Let ``tensors`` leave the meta device without memory: their values are on other ranks."""
         passed = [tensor for tensor in dict.fromkeys(tensors) if tensor in self._pending]
-        for tensor in passed:
-            _leave_meta(tensor, _without_memory(tensor, self._device))
+        with _ordinary():
+            for tensor in passed:
+                _leave_meta(tensor, _without_memory(tensor, self._device))
         self._forget(passed)
 
     def postponed(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -161,16 +161,13 @@ class DelayedModule:
         """Run all initialisers on the meta device, and tell what is wrong with them."""
         assert self._initialisers is not None
         fresh = [tensor for tensor in self._pending if tensor not in self._loaded]
-        counted = {tensor: tensor._version for tensor in fresh}
-        with attributes_restored(self._root.modules()):
-            changed = self._initialisers.run(fresh)
+        changed = self._initialisers.rehearse()
         found = []
         without = [self._names[tensor] for tensor in fresh if tensor not in changed]
         if without:
             found.append(f"No initialiser gives values to {_listed(without)}. {_REMEDY}")
-        repeated = {tensor: tensor._version - counted[tensor] for tensor in changed}
         # What is done to `tensor.data` is not counted, here or before.
-        more = [tensor for tensor in fresh if 0 < repeated.get(tensor, 0) < counted[tensor]]
+        more = [tensor for tensor in fresh if 0 < changed.get(tensor, 0) < tensor._version]
         if more:
             found.append(
                 f"{_listed([self._names[tensor] for tensor in more])} was changed on the meta device by more than its "
@@ -180,19 +177,9 @@ class DelayedModule:
             )
         return found
 
-    def _meta_states(self, optimizers: Sequence[Optimizer]) -> list[str]:
-        """Optimizers that have made state already, which would have to be made anew."""
-        return [
-            f"The optimizer {type(optimizer).__name__} makes state when it is built, here for parameters without "
-            "values. Use an optimizer that makes its state in its first step (Adam, SGD ...), or build the parameters "
-            'on a real device: `with torch.device("cpu"): ...`.'
-            for optimizer in optimizers
-            if any(
-                isinstance(value, Tensor) and value.is_meta
-                for parameter, state in optimizer.state.items()
-                for value in state.values()
-            )
-        ]
+    def _copy(self, original: Tensor, tensor: Tensor, *, is_here: bool) -> None:
+        with _ordinary():
+            _leave_meta(tensor, original.detach().clone() if is_here else _without_memory(tensor, self._device))
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -248,6 +235,28 @@ def _meta_attributes(root: nn.Module) -> list[str]:
         f"{_listed(names)} is neither a parameter nor a buffer, so no initialiser fills it. Build it on a real device: "
         '`with torch.device("cpu"): ...`.'
     ]
+
+
+def _meta_states(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Optimizers that have made state already, which would have to be made anew."""
+    return [
+        f"The optimizer {type(optimizer).__name__} makes state when it is built, here for parameters without values. "
+        "Use an optimizer that makes its state in its first step (Adam, SGD ...), or build the parameters on a real "
+        'device: `with torch.device("cpu"): ...`.'
+        for optimizer in optimizers
+        if any(
+            isinstance(value, Tensor) and value.is_meta
+            for state in optimizer.state.values()
+            for value in state.values()
+        )
+    ]
+
+
+@contextmanager
+def _ordinary() -> Iterator[None]:
+    """What is made in here is an ordinary tensor, also where the first step is one of evaluation."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _leave_meta(tensor: Tensor, values: Tensor) -> None:

@@ -7,39 +7,40 @@ returned. In the order in which constructors would have done it, inner modules f
 2. ``_init_weights(module)`` of the nearest enclosing model that has such a method (those of Hugging Face, and many
    others), for every module. It also fills computed buffers of such models: rotary tables, position numbers.
 
-Which tensors get their values together differs from layout to layout, but their values must not:
+Which tensors get their values together differs from layout to layout, but their values must not. So each module's own
+tensors are filled by themselves: all initialisers that may reach them, its own and those of the modules around it (a
+container that scales the weights of its blocks), run with a random stream that begins at the run's seed and the
+module's name, and meanwhile all other tensors are on the meta device, where nothing can happen to them. A tied tensor
+belongs to the module that is registered first.
 
-* An initialiser may reach beyond its own module (a container that scales the weights of its blocks). It runs for
-  every part again, and all tensors that do not belong to the part are on the meta device meanwhile: what is done to
-  them is lost.
-* Every draw of random numbers has a seed of its own, made of the run's seed, the qualified name of the module whose
-  initialiser draws, and the number of the draw. Draws for tensors on the meta device count as well.
-
-So nothing depends on what else is initialised, on which rank, and in which order. While initialisers run, each
-operation is looked at to learn what it changes: what no initialiser has touched has no value.
+That all tensors will be filled is known before any has memory: in a rehearsal everything is on the meta device, and
+each operation is looked at to learn what it changes.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.rng import begin_at, derive_seed, seeded
+from smp_strategy.trace.attributes import attributes_restored
 
 __all__ = ["Initialisers", "Place", "places_of"]
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
-    """Where a tensor is registered first; it may have other names as well."""
+    """Where a tensor is registered."""
 
     owner: str
     """Qualified name of the module."""
@@ -53,14 +54,14 @@ class Place:
         return f"{self.owner}.{self.key}" if self.owner else self.key
 
 
-def places_of(root: nn.Module) -> dict[Tensor, Place]:
-    """Every parameter and buffer of ``root``, each once, in order of registration."""
-    found: dict[Tensor, Place] = {}
+def places_of(root: nn.Module) -> dict[Tensor, list[Place]]:
+    """Every parameter and buffer of ``root`` in order of registration, with all the places of tied ones."""
+    found: dict[Tensor, list[Place]] = {}
     for owner, module in root.named_modules():
         for tensors in _registered(module):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    found.setdefault(tensor, Place(owner, tensors, key))
+                    found.setdefault(tensor, []).append(Place(owner, tensors, key))
     return found
 
 
@@ -73,6 +74,8 @@ def _registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 class _Entry:
     name: str
     module: nn.Module
+    reset: Callable[[], Any] | None
+    """Its own initialiser."""
     model: nn.Module | None
     """The nearest one around it that initialises modules."""
 
@@ -89,90 +92,125 @@ class Initialisers:
 
     def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
         self._modules = list(root.modules())
-        self._entries = list(_inner_first("", root, None, set()))
+        self._entries = {entry.name: entry for entry in _inner_first("", root, None, set())}
         self._seed = seed
         self._device = device
         self._places = places_of(root)
+        # Where a tensor stands when it is filled: of several places the first that is known to be.
+        self._filled_at = {tensor: places[0] for tensor, places in self._places.items()}
         self._stand_ins = {tensor: _on_meta(tensor) for tensor in self._places}
 
-    def run(self, tensors: Iterable[Tensor]) -> set[Tensor]:
-        """Let initialisers fill ``tensors``, and nothing else of the module.
-
-        Args:
-            tensors: parameters and buffers; on those that are on the meta device it is only tried.
+    def rehearse(self) -> dict[Tensor, int]:
+        """Let all initialisers run on the meta device.
 
         Returns:
-            Those that they have changed.
+            The tensors on that device that they change, and how often their version counters say so.
 
         Raises:
             UnsupportedError: an initialiser fails.
         """
-        meant = {tensor: self._places[tensor] for tensor in tensors}
-        around = {name for place in meant.values() for name in _with_all_around(place.owner)}
-        entries = [entry for entry in self._entries if entry.name in around]
-        draws = _Draws(self._seed, self._device)
-        with torch.inference_mode(False), torch.no_grad(), seeded(0, self._device), self._alone(meant), draws:
-            for entry in entries:
-                reset = _own_initialiser(entry.module)
-                if reset is not None:
-                    draws.begin(f"{entry.name}:own")
-                    _call(entry, reset)
-            for entry in entries:
-                if entry.model is not None:
-                    draws.begin(f"{entry.name}:model")
-                    _call(entry, getattr(entry.model, _OF_MODELS), entry.module)
-            replaced = {tensor for tensor, place in meant.items() if _taken_over(tensor, place)}
-        return replaced | {tensor for tensor in meant if draws.has_changed(tensor)}
+        changes = _Changes()
+        found: dict[Tensor, int] = {}
+        with self._shapes_only(), attributes_restored(self._modules):
+            stand_ins = {place: _on_meta(t) for t, places in self._places.items() if t.is_meta for place in places}
+            for place, stand_in in stand_ins.items():
+                place.tensors[place.key] = stand_in
+            with changes, _AskedForMeta(changes):
+                self._initialise(self._entries.values())
+            for tensor, places in self._places.items():
+                filled = [each for each in places if each in stand_ins and changes.include(stand_ins[each], each)]
+                if filled:
+                    self._filled_at[tensor] = filled[0]
+                    found[tensor] = sum(stand_ins[place]._version for place in places)
+        return found
+
+    def run(self, tensors: Iterable[Tensor]) -> None:
+        """Let initialisers fill ``tensors``, and nothing else of the module.
+
+        Raises:
+            UnsupportedError: an initialiser fails.
+        """
+        by_owner: dict[str, list[Tensor]] = {}
+        for tensor in tensors:
+            by_owner.setdefault(self._filled_at[tensor].owner, []).append(tensor)
+        with self._shapes_only():
+            for owner, own in by_owner.items():
+                self._fill(owner, {tensor: self._filled_at[tensor] for tensor in own})
+
+    def _fill(self, owner: str, own: dict[Tensor, Place]) -> None:
+        for tensor, place in own.items():
+            place.tensors[place.key] = tensor
+        begin_at(derive_seed(self._seed, *owner.encode()), self._device)
+        self._initialise([self._entries[name] for name in _with_all_around(owner)])
+        for tensor, place in own.items():
+            _take_over(tensor, place)
+            place.tensors[place.key] = self._stand_ins[tensor]
+
+    def _initialise(self, entries: Collection[_Entry]) -> None:
+        for entry in entries:
+            if entry.reset is not None:
+                _call(entry, entry.reset)
+        for entry in entries:
+            if entry.model is not None:
+                _call(entry, getattr(entry.model, _OF_MODELS), entry.module)
 
     @contextmanager
-    def _alone(self, meant: dict[Tensor, Place]) -> Iterator[None]:
-        """In here the module has ``meant``, each in its first place, and of everything else the shape only."""
-        others: list[tuple[dict[str, Any], str, Tensor]] = []
-        for module in self._modules:
-            for tensors in _registered(module):
-                for key, tensor in tensors.items():
-                    if tensor is not None and not _is_meant(meant.get(tensor), tensor, tensors, key):
-                        others.append((tensors, key, tensor))
-        for tensors, key, tensor in others:
-            tensors[key] = self._stand_ins[tensor] if tensor in self._stand_ins else _on_meta(tensor)
+    def _shapes_only(self) -> Iterator[None]:
+        """In here the module has no values, but shapes, and what is drawn is not missing elsewhere."""
+        tensors_of = [tensors for module in self._modules for tensors in _registered(module)]
+        before = [(tensors, dict(tensors)) for tensors in tensors_of]
+        for tensors, known in before:
+            tensors.update({key: self._stand_in(tensor) for key, tensor in known.items() if tensor is not None})
         try:
-            yield
+            with torch.no_grad(), seeded(0, self._device):
+                yield
         finally:
-            for tensors, key, tensor in others:
-                tensors[key] = tensor
+            for tensors, known in before:
+                tensors.update(known)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        return self._stand_ins[tensor] if tensor in self._stand_ins else _on_meta(tensor)
 
 
 @final
-class _Draws(TorchDispatchMode):
-    """Seeds every draw of random numbers, and notes which memory operations change."""
+class _Changes(TorchDispatchMode):
+    """Notes which memory operations change."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run_seed = seed
-        self._device = device
-        self._stream = b""
-        self._number = 0
         self._changed: set[int] = set()
 
-    def begin(self, stream: str) -> None:
-        """What is drawn from now on belongs to ``stream``."""
-        self._stream, self._number = stream.encode(), 0
-        begin_at(derive_seed(self._run_seed, *self._stream), self._device)
+    def include(self, tensor: Tensor, place: Place) -> bool:
+        """Whether an operation has changed it, or a view of it, or something else stands in its place now."""
+        return tensor.untyped_storage()._cdata in self._changed or place.tensors.get(place.key) is not tensor
 
-    def has_changed(self, tensor: Tensor) -> bool:
-        """Whether an operation has changed it, or a view of it."""
-        return tensor.untyped_storage()._cdata in self._changed
+    def note(self, tensor: Tensor) -> None:
+        """It is changed."""
+        self._changed.add(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._number += 1
-            begin_at(derive_seed(self._run_seed, *self._stream, self._number), self._device)
         for number, name in _changed_arguments(func):
             changed = args[number] if number < len(args) else kwargs.get(name)
-            tensors = [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, Tensor)]
-            self._changed.update(tensor.untyped_storage()._cdata for tensor in tensors)
+            for leaf in pytree.tree_leaves(changed):
+                if isinstance(leaf, Tensor):
+                    self.note(leaf)
         return func(*args, **kwargs)
+
+
+@final
+class _AskedForMeta(TorchFunctionMode):
+    """Some of PyTorch's initialisers (``trunc_normal_``, ``orthogonal_`` ...) return at once where they are asked to
+    fill a tensor on the meta device. They ask it first whether it is on that device, which is noted as a change."""
+
+    def __init__(self, changes: _Changes) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+            self._changes.note(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _changed_arguments(func: Any) -> Iterator[tuple[int, str]]:
@@ -184,6 +222,7 @@ def _changed_arguments(func: Any) -> Iterator[tuple[int, str]]:
 
 _OWN = ("reset_parameters", "_reset_parameters")
 _OF_MODELS = "_init_weights"
+_IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _inner_first(name: str, module: nn.Module, model: nn.Module | None, seen: set[nn.Module]) -> Iterator[_Entry]:
@@ -198,7 +237,7 @@ def _inner_first(name: str, module: nn.Module, model: nn.Module | None, seen: se
     for child_name, child in module.named_children():
         if child_name not in adapters:
             yield from _inner_first(f"{name}.{child_name}" if name else child_name, child, model, seen)
-    yield _Entry(name, module, model)
+    yield _Entry(name, module, _own_initialiser(module), model)
 
 
 def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
@@ -218,11 +257,6 @@ def _num_needed(method: Any) -> int | None:
     return sum(each.default is inspect.Parameter.empty and each.kind not in variadic for each in parameters)
 
 
-def _is_meant(place: Place | None, tensor: Tensor, tensors: dict[str, Any], key: str) -> bool:
-    """Whether what stands there is for initialisers: a tied tensor in its first place only, when it is in earnest."""
-    return place is not None and (tensor.is_meta or (place.tensors is tensors and place.key == key))
-
-
 def _call(entry: _Entry, method: Callable[..., Any], *args: Any) -> None:
     try:
         method(*args)
@@ -235,20 +269,18 @@ def _call(entry: _Entry, method: Callable[..., Any], *args: Any) -> None:
         ) from error
 
 
-def _taken_over(tensor: Tensor, place: Place) -> bool:
-    """Whether an initialiser has registered a new tensor instead of filling ``tensor``, which then gets its values."""
+def _take_over(tensor: Tensor, place: Place) -> None:
+    """Where an initialiser has registered a new tensor instead of filling ``tensor``, that gets its values."""
     new = place.tensors.get(place.key)
     if new is tensor:
-        return False
+        return
     if new is None or new.shape != tensor.shape:
         raise UnsupportedError(
             f"An initialiser has replaced `{place.name}`, of shape {list(tensor.shape)}, by something else. With "
             "`delayed_parameter_initialization` shapes must be those of the constructor."
         )
-    place.tensors[place.key] = tensor
-    if not tensor.is_meta and not new.is_meta:
+    if not new.is_meta:
         tensor.copy_(new)
-    return not new.is_meta or tensor.is_meta
 
 
 def _with_all_around(name: str) -> Iterator[str]:
