@@ -161,19 +161,25 @@ class DelayedModule:
         """Run all initialisers on the meta device, and tell what is wrong with them."""
         assert self._initialisers is not None
         fresh = [tensor for tensor in self._pending if tensor not in self._loaded]
-        changed = self._initialisers.rehearse()
+        rehearsal = self._initialisers.rehearse()
         found = []
-        without = [self._names[tensor] for tensor in fresh if tensor not in changed]
+        without = [self._names[tensor] for tensor in fresh if tensor not in rehearsal.filled]
         if without:
             found.append(f"No initialiser gives values to {_listed(without)}. {_REMEDY}")
         # What is done to `tensor.data` is not counted, here or before.
-        more = [tensor for tensor in fresh if 0 < changed.get(tensor, 0) < tensor._version]
+        more = [tensor for tensor in fresh if 0 < rehearsal.filled.get(tensor, 0) < tensor._version]
         if more:
             found.append(
                 f"{_listed([self._names[tensor] for tensor in more])} was changed on the meta device by more than its "
                 "initialisers: by a constructor, a hook or a state dict, which would be lost. Do it in "
                 "`reset_parameters()` of the module that does it (a container, too), or build that part on a real "
                 'device: `with torch.device("cpu"): ...`.'
+            )
+        if rehearsal.passed_over:
+            found.append(
+                f"{_listed(rehearsal.passed_over)} was not made on the meta device like the rest of its model, which "
+                "has initialised nothing there. Give it values in place (by `torch.nn.init` or `load_state_dict`, say), "
+                "or build the model on a real device."
             )
         return found
 
@@ -261,12 +267,12 @@ def _ordinary() -> Iterator[None]:
 
 def _leave_meta(tensor: Tensor, values: Tensor) -> None:
     """Let ``tensor`` be ``values``, with the identity, class, attributes and hooks that it has."""
-    if isinstance(tensor, nn.Parameter):
-        values = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
-    vars(values).update(vars(tensor))
+    values.requires_grad_(tensor.requires_grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(values, hooks, getattr(tensor, hooks))
-    torch.utils.swap_tensors(tensor, values)
+    # What `torch.utils.swap_tensors` does in the end. It refuses tensors with weak references, which recurrent layers
+    # keep; here these shall go on standing for the same object.
+    torch._C._swap_tensor_impl(tensor, values)
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:

@@ -34,7 +34,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.rng import begin_at, derive_seed, seeded
 from smp_strategy.trace.attributes import attributes_restored
 
-__all__ = ["Initialisers", "Place", "places_of"]
+__all__ = ["Initialisers", "Place", "Rehearsal", "places_of"]
 
 
 @final
@@ -99,57 +99,83 @@ class Initialisers:
         # Where a tensor stands when it is filled: of several places the first that is known to be.
         self._filled_at = {tensor: places[0] for tensor, places in self._places.items()}
         self._stand_ins = {tensor: _on_meta(tensor) for tensor in self._places}
+        self._filled_by: dict[str, list[Tensor]] = {}
 
-    def rehearse(self) -> dict[Tensor, int]:
+    def rehearse(self) -> "Rehearsal":
         """Let all initialisers run on the meta device.
 
-        Returns:
-            The tensors on that device that they change, and how often their version counters say so.
-
         Raises:
             UnsupportedError: an initialiser fails.
         """
-        changes = _Changes()
-        found: dict[Tensor, int] = {}
+        own, by_models = _Changes(), _Changes()
+        filled: dict[Tensor, int] = {}
         with self._shapes_only(), attributes_restored(self._modules):
-            stand_ins = {place: _on_meta(t) for t, places in self._places.items() if t.is_meta for place in places}
+            # One for each place, which shows where a tied tensor is filled.
+            stand_ins = {place: _on_meta(tensor) for tensor, places in self._places.items() for place in places}
             for place, stand_in in stand_ins.items():
                 place.tensors[place.key] = stand_in
-            with changes, _AskedForMeta(changes):
-                self._initialise(self._entries.values())
+            with own, _AskedForMeta(own):
+                self._reset(self._entries.values())
+            with by_models, _AskedForMeta(by_models):
+                self._let_models_initialise(self._entries.values())
             for tensor, places in self._places.items():
-                filled = [each for each in places if each in stand_ins and changes.include(stand_ins[each], each)]
-                if filled:
-                    self._filled_at[tensor] = filled[0]
-                    found[tensor] = sum(stand_ins[place]._version for place in places)
-        return found
+                found = [place for place in places if any(c.include(stand_ins[place], place) for c in (own, by_models))]
+                if found and tensor.is_meta:
+                    self._filled_at[tensor] = found[0]
+                    self._filled_by.setdefault(found[0].owner, []).append(tensor)
+                    filled[tensor] = sum(stand_ins[place]._version for place in places)
+            touched = {place for place, stand_in in stand_ins.items() if by_models.include(stand_in, place)}
+        return Rehearsal(filled, self._passed_over(touched))
 
-    def run(self, tensors: Iterable[Tensor]) -> None:
-        """Let initialisers fill ``tensors``, and nothing else of the module.
+    def _passed_over(self, touched: set[Place]) -> list[str]:
+        """Parameters that are not on the meta device, though Hugging Face has taken them for it."""
+        delayed = {
+            self._entries[places[0].owner].model
+            for tensor, places in self._places.items()
+            if tensor.is_meta and places[0] in touched and isinstance(tensor, nn.Parameter)
+        }
+        return [
+            place.name
+            for tensor, (place, *_) in self._places.items()
+            if place in touched and isinstance(tensor, nn.Parameter) and not tensor.is_meta and not tensor._version
+            if not hasattr(tensor, "_is_hf_initialized")
+            if (model := self._entries[place.owner].model) in delayed and hasattr(model, "initialize_weights")
+        ]
+
+    def run(self, tensors: Collection[Tensor]) -> None:
+        """Let initialisers fill ``tensors``, and nothing else of the module; after :meth:`rehearse`.
 
         Raises:
             UnsupportedError: an initialiser fails.
         """
-        by_owner: dict[str, list[Tensor]] = {}
-        for tensor in tensors:
-            by_owner.setdefault(self._filled_at[tensor].owner, []).append(tensor)
+        meant = set(tensors)
         with self._shapes_only():
-            for owner, own in by_owner.items():
-                self._fill(owner, {tensor: self._filled_at[tensor] for tensor in own})
+            for owner in dict.fromkeys(self._filled_at[tensor].owner for tensor in tensors):
+                self._fill(owner, meant)
 
-    def _fill(self, owner: str, own: dict[Tensor, Place]) -> None:
+    def _fill(self, owner: str, meant: set[Tensor]) -> None:
+        """Fill what ``owner`` has of ``meant``; the rest is filled elsewhere, but draws from the same stream."""
+        own = {
+            tensor if tensor in meant else torch.empty_like(self._stand_ins[tensor], device=self._device): place
+            for tensor, place in ((tensor, self._filled_at[tensor]) for tensor in self._filled_by[owner])
+        }
+        before = {place: place.tensors[place.key] for place in own.values()}
         for tensor, place in own.items():
             place.tensors[place.key] = tensor
         begin_at(derive_seed(self._seed, *owner.encode()), self._device)
-        self._initialise([self._entries[name] for name in _with_all_around(owner)])
+        around = [self._entries[name] for name in _with_all_around(owner)]
+        self._reset(around)
+        self._let_models_initialise(around)
         for tensor, place in own.items():
             _take_over(tensor, place)
-            place.tensors[place.key] = self._stand_ins[tensor]
+            place.tensors[place.key] = before[place]
 
-    def _initialise(self, entries: Collection[_Entry]) -> None:
+    def _reset(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
             if entry.reset is not None:
                 _call(entry, entry.reset)
+
+    def _let_models_initialise(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:
             if entry.model is not None:
                 _call(entry, getattr(entry.model, _OF_MODELS), entry.module)
@@ -170,6 +196,18 @@ class Initialisers:
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         return self._stand_ins[tensor] if tensor in self._stand_ins else _on_meta(tensor)
+
+
+@final
+@dataclass(frozen=True)
+class Rehearsal:
+    """What initialisers do."""
+
+    filled: dict[Tensor, int]
+    """The tensors on the meta device that they fill, and how often by their version counters."""
+    passed_over: list[str]
+    """Names of parameters that were made on a real device by a constructor that does not ask where (``torch.Tensor(n)``
+    does not), of a Hugging Face model on the meta device, where such models initialise nothing."""
 
 
 @final

@@ -111,7 +111,7 @@ def message_of(folder, options, overrides):
 
 def test_without_the_option_a_module_on_the_meta_device_is_refused(tmp_path):
     for message in on_ranks(message_of, 2, tmp_path, smp(2, delayed_parameter_initialization=False), {}):
-        assert "`net.0.weight` is on the meta device and has no values. Set `delayed_parameter_initialization" in message
+        assert "`net.0.weight` is on the meta device and has no values. Set `delayed_parameter" in message
 
 
 def save_early(self):

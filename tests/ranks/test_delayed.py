@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
@@ -309,3 +310,60 @@ def test_no_rank_ever_has_more_than_its_share_and_one_unit(pp, monkeypatch):
     for most, share, unit, total in run_ranks(bytes_while_materialising, pp, monkeypatch):
         assert 0.5 * share < most <= share + unit
         assert share < 0.75 * total
+
+
+def build_differently() -> str:
+    model = LabelledText() if dist.get_rank() == 0 else on_meta(LabelledText)
+    try:
+        engine_for(model)
+    except SMPError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_ranks_that_do_not_build_alike_are_refused_everywhere():
+    for message in run_ranks(build_differently, 2):
+        assert (
+            "Ranks have different tensors on the meta device: `position`, for example; by rank, so many: [0" in message
+        )
+
+
+def attach_without_the_option() -> str:
+    try:
+        engine_for(on_meta(LabelledText) if dist.get_rank() else LabelledText(), is_on=False)
+    except ConfigError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_module_on_the_meta_device_needs_the_option():
+    for message in run_ranks(attach_without_the_option, 2):
+        assert "`position` is on the meta device and has no values. Set `delayed_parameter_initialization" in message
+
+
+def train_what_has_values(is_on: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = LabelledText()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = engine_for(model, optimizer, is_on=is_on)
+    train(engine, model, optimizer)
+    return engine.full_state_dict()
+
+
+def test_a_module_that_has_values_keeps_them():
+    assert_same(run_ranks(train_what_has_values, 2, True)[0], run_ranks(train_what_has_values, 2, False)[0])
+
+
+def step_that_looks() -> str:
+    model = on_meta(LabelledText)
+    engine = engine_for(model)
+    try:
+        engine.train_step(lambda each: model.loss(each) * float(model.loss(each)), batch(0), loss_of=loss_of)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_a_step_that_looks_at_values_is_not_planned_without_any():
+    for message in run_ranks(step_that_looks, 2):
+        assert "the module is on the meta device and has none" in message
