@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.initial_values import Initialisers, places_of
+from smp_strategy.meta_tensors import has_unset, leave_meta, unset, without_memory
 from smp_strategy.units import Unit
 
 __all__ = ["DelayedModule"]
@@ -46,7 +47,7 @@ class DelayedModule:
         self._root = root
         self._seed = seed
         self._device = device
-        self._names = {tensor: places[0].name for tensor, places in places_of(root).items() if tensor.is_meta}
+        self._names = _on_meta(root)
         self._pending = dict(self._names)
         self._loaded: dict[Tensor, Tensor] = {}
         self._late_states: dict[Optimizer, Any] = {}
@@ -70,6 +71,10 @@ class DelayedModule:
         Raises:
             UnsupportedError: some would have none, or not those that the constructor gave them.
         """
+        # Hooks may have replaced some since.
+        self._names = _on_meta(self._root)
+        self._pending.clear()
+        self._pending.update(self._names)
         if not self._pending:
             return
         with _ordinary():
@@ -96,12 +101,12 @@ class DelayedModule:
         assert self._initialisers is not None, "prepare comes first"
         with _ordinary():
             for tensor in wanted:
-                _leave_meta(tensor, _unset(tensor, self._device))
+                leave_meta(tensor, unset(tensor, self._device))
             fresh = [tensor for tensor in wanted if tensor not in self._loaded]
             self._initialisers.run(fresh)
             for tensor in set(wanted).intersection(self._loaded):
                 tensor.copy_(self._loaded.pop(tensor))
-        partial = [self._names[tensor] for tensor in fresh if _has_nan(tensor)]
+        partial = [self._names[tensor] for tensor in fresh if has_unset(tensor)]
         if partial:
             raise UnsupportedError(f"Initialisers leave a part of {_listed(partial)} without values. {_REMEDY}")
         self._forget(wanted)
@@ -113,11 +118,10 @@ class DelayedModule:
             is_held: whether this rank holds a tensor of the module.
             copies: modules with the same names (averages of weights, say), which get the same values.
         """
-        if not self._pending and not self._names:
-            return
-        held = [tensor for tensor in self._pending if is_held(tensor)]
-        self.materialise(held)
+        self.materialise([tensor for tensor in self._pending if is_held(tensor)])
         self.pass_over(list(self._pending))
+        if not self._names:
+            return
         named = _named_tensors(self._root)
         for module in copies:
             for name, tensor in _named_tensors(module).items():
@@ -129,7 +133,7 @@ class DelayedModule:
         passed = [tensor for tensor in dict.fromkeys(tensors) if tensor in self._pending]
         with _ordinary():
             for tensor in passed:
-                _leave_meta(tensor, _without_memory(tensor, self._device))
+                leave_meta(tensor, without_memory(tensor, self._device))
         self._forget(passed)
 
     def postponed(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -178,14 +182,14 @@ class DelayedModule:
         if rehearsal.passed_over:
             found.append(
                 f"{_listed(rehearsal.passed_over)} was not made on the meta device like the rest of its model, which "
-                "has initialised nothing there. Give it values in place (by `torch.nn.init` or `load_state_dict`, say), "
-                "or build the model on a real device."
+                "has initialised nothing there. Give it values in place (by `torch.nn.init`, say), or build the model "
+                "on a real device."
             )
         return found
 
     def _copy(self, original: Tensor, tensor: Tensor, *, is_here: bool) -> None:
         with _ordinary():
-            _leave_meta(tensor, original.detach().clone() if is_here else _without_memory(tensor, self._device))
+            leave_meta(tensor, original.detach().clone() if is_here else without_memory(tensor, self._device))
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -212,11 +216,15 @@ def _remember_loads(root: nn.Module, pending: dict[Tensor, str], loaded: dict[Te
             value = state.get(prefix + key)
             if tensor in pending and isinstance(value, Tensor) and value.shape == tensor.shape:
                 loaded[tensor] = value.detach()
-                # What torch goes on with has no values, so it has no reason to warn that they are not copied.
-                state[prefix + key] = torch.empty_like(value, device="meta")
+                # What torch goes on with: nothing to copy, or the same tensor to assign.
+                state[prefix + key] = tensor
 
     owners = [module for module in root.modules() if any(tensor in pending for tensor in _own_tensors(module))]
     return [module.register_load_state_dict_pre_hook(remember) for module in owners]
+
+
+def _on_meta(root: nn.Module) -> dict[Tensor, str]:
+    return {tensor: places[0].name for tensor, places in places_of(root).items() if tensor.is_meta}
 
 
 def _own_tensors(module: nn.Module) -> list[Tensor]:
@@ -263,37 +271,6 @@ def _ordinary() -> Iterator[None]:
     """What is made in here is an ordinary tensor, also where the first step is one of evaluation."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _leave_meta(tensor: Tensor, values: Tensor) -> None:
-    """Let ``tensor`` be ``values``, with the identity, class, attributes and hooks that it has."""
-    values.requires_grad_(tensor.requires_grad)
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        setattr(values, hooks, getattr(tensor, hooks))
-    # What `torch.utils.swap_tensors` does in the end. It refuses tensors with weak references, which recurrent layers
-    # keep; here these shall go on standing for the same object.
-    torch._C._swap_tensor_impl(tensor, values)
-
-
-def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for ``tensor`` in which it can be seen what has not been filled."""
-    values = torch.empty_like(tensor, device=device, requires_grad=False)
-    return values.fill_(torch.nan) if _can_be_nan(values) else values.zero_()
-
-
-def _without_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    values = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-    values.untyped_storage().resize_(0)
-    return values
-
-
-def _can_be_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.element_size() > 1
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    # `amin` passes NaN on and needs no memory.
-    return _can_be_nan(tensor) and tensor.numel() > 0 and bool(tensor.detach().amin().isnan())
 
 
 def _listed(names: Sequence[str]) -> str:

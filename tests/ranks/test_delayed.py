@@ -354,16 +354,33 @@ def test_a_module_that_has_values_keeps_them():
     assert_same(run_ranks(train_what_has_values, 2, True)[0], run_ranks(train_what_has_values, 2, False)[0])
 
 
-def step_that_looks() -> str:
+def values_on_replicas() -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        model = LabelledText(tied=True)
+    engine = engine_for(model, pp=2)
+    engine.eval_step(model.loss, batch(0))
+    engine.restore_everywhere()
+    return tensors_of(model)
+
+
+def test_replicas_have_the_same_values_whatever_their_seeds():
+    first, *others = run_ranks(values_on_replicas, 4)
+    for each in others:
+        assert_same(each, first)
+
+
+def step_that_looks(skip_tracing: bool) -> str:
     model = on_meta(LabelledText)
-    engine = engine_for(model)
+    engine = engine_for(model, skip_tracing=skip_tracing)
     try:
-        engine.train_step(lambda each: model.loss(each) * float(model.loss(each)), batch(0), loss_of=loss_of)
+        engine.train_step(lambda each: model.loss(each) * model.loss(each).detach().item(), batch(0), loss_of=loss_of)
     except UnsupportedError as error:
         return str(error)
     return "not refused"
 
 
 def test_a_step_that_looks_at_values_is_not_planned_without_any():
-    for message in run_ranks(step_that_looks, 2):
+    for message in run_ranks(step_that_looks, 2, False):
         assert "the module is on the meta device and has none" in message
+    assert run_ranks(step_that_looks, 2, True) == ["not refused"] * 2

@@ -184,16 +184,30 @@ def test_what_is_filled_under_inference_can_be_trained():
     assert model.weight.grad is not None
 
 
-def test_loaded_values_win_and_need_no_initialiser():
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_values_win_and_need_no_initialiser(assign):
     model = built(lambda: nn.Sequential(nn.Linear(3, 3), Bare()))
     delayed = DelayedModule(model, 1, CPU)
+    before = list(model.parameters())
     values = {"0.weight": torch.full((3, 3), 2.0), "1.scale": torch.full((3,), 3.0)}
-    model.load_state_dict(values, strict=False)
+    model.load_state_dict(values, strict=False, assign=assign)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     delayed.prepare(choose_units(model))
     delayed.settle(lambda tensor: True)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
     assert not model[0].bias.isnan().any()
     assert not any(module._load_state_dict_pre_hooks for module in model.modules())
+
+
+def test_what_is_replaced_before_there_are_values_is_taken_as_it_is_then():
+    model = built(lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)))
+    delayed = DelayedModule(model, 1, CPU)
+    model[0].running_mean = torch.full((3,), 5.0)
+    model[1] = built(lambda: nn.Linear(3, 3))
+    delayed.prepare(choose_units(model))
+    delayed.settle(lambda tensor: True)
+    assert model[0].running_mean.tolist() == [5.0] * 3
+    assert not model[1].weight.isnan().any()
 
 
 def test_a_state_dict_that_does_not_fit_is_an_error_as_ever():
