@@ -220,7 +220,9 @@ class Preview:
         self._sums.clear()
         with ExitStack() as stack:
             for unit in self._units:
-                stack.enter_context(unit.pieces_shown())
+                unit.end_gradients()
+                unit.show_pieces()
+                stack.callback(unit.hide_pieces)
             self._optimizer.step()
             self._optimizer.zero_grad()
 

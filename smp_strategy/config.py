@@ -147,12 +147,6 @@ class SMPConfig(
 
 # Options whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {
-    "sharded_data_parallel_degree": "sharded data parallelism",
-    "sdp_reduce_bucket_size": "sharded data parallelism",
-    "sdp_param_persistence_threshold": "sharded data parallelism",
-    "sdp_max_live_parameters": "sharded data parallelism",
-    "sdp_hierarchical_allgather": "sharded data parallelism",
-    "sdp_gradient_clipping": "sharded data parallelism",
     "tensor_parallel_degree": "tensor parallelism",
     "prescaled_batch": "tensor parallelism",
     "activation_checkpointing": "activation checkpointing",

@@ -1,21 +1,19 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp_strategy.agreement import agree_on
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, find_costs
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.memory.holdings import Spreading, holdings_of
 from smp_strategy.mesh_shape import MeshShape
-from smp_strategy.optim.state_size import MOMENTS_IF_UNKNOWN, optimizer_state_bytes
-from smp_strategy.partitioner.costs import Held
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.partitioner.reading import chain_of
 from smp_strategy.pipeline.turns import Step
@@ -50,7 +48,7 @@ def decide(
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
     costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
-    program = program_of(config, surroundings, found.trace, costs, shape)
+    program = program_of(config, surroundings, found, costs, shape)
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
@@ -63,48 +61,32 @@ def decide(
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names)), costs
 
 
-def held_of(surroundings: Surroundings, state_shards: int = 1) -> dict[str, dict[int, Held]]:
-    """What the parameters of each unit take while they are trained, by unit in order of registration.
-
-    Without any optimizer it is not known what will train them, and two moments are assumed.
+def program_of(config: SMPConfig, surroundings: Surroundings, found: DryRun, costs: Costs, shape: MeshShape) -> Program:
+    """What is to be planned; without a trace the units are taken for a chain in order of registration.
 
     Args:
+        config: all options.
         surroundings: the module and its optimizers.
-        state_shards: replicas over which the state of the optimizers is dealt out, so evenly that a rank has about
-            that part of it.
+        found: by a dry run.
+        costs: of the calls in it.
+        shape: how many ranks share what a stage holds, and how many stages there are.
     """
-    # Numbers that are the same on every rank tell which units share a parameter.
-    numbers = {id(parameter): number for number, parameter in enumerate(surroundings.module.parameters())}
-    state = optimizer_state_bytes(surroundings.optimizers)
-
-    def held(parameter: nn.Parameter) -> Held:
-        if not parameter.requires_grad:
-            return Held(parameter.nbytes)
-        unknown = 0 if surroundings.optimizers else MOMENTS_IF_UNKNOWN * parameter.nbytes
-        kept = state.get(id(parameter), unknown)
-        return Held(parameter.nbytes, parameter.nbytes, math.ceil(kept / state_shards))
-
-    return {
-        unit.name: {numbers[id(parameter)]: held(parameter) for parameter in unit.module.parameters()}
-        for unit in surroundings.units
-    }
-
-
-def program_of(
-    config: SMPConfig, surroundings: Surroundings, trace: Trace | None, costs: Costs, shape: MeshShape
-) -> Program:
-    """What is to be planned; without a ``trace`` the units are taken for a chain in order of registration."""
-    parameters = held_of(surroundings, shape.dp if config.shard_optimizer_state else 1)
+    spreading = Spreading.of(config, shape)
+    calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]
+    holdings = holdings_of(surroundings, spreading, used_by_glue=found.used_by_glue, calls=calls)
     limits: Sequence[int | None] = config.memory_limits(shape.pp) or (memory_of(surroundings.device),) * shape.pp
-    if trace is None:
-        events, work = chain_of(parameters)
+    if found.trace is None:
+        events, work = chain_of({name: held.parameter for name, held in holdings.whole.items()})
     else:
-        events = costs.with_bytes(_as_training(trace))
+        events = costs.with_bytes(_as_training(found.trace))
         work = costs.work(events.events)
     return Program(
         trace=events,
         work=work,
-        parameters=parameters,
+        parameters=holdings.by_unit,
+        everywhere=holdings.everywhere,
+        whole=holdings.whole,
+        state_shards=spreading.state_shards,
         link=costs.machine.link,
         split_overhead=costs.split_overhead,
         memory_limits=tuple(limits),

@@ -14,7 +14,7 @@ its layers are built): tensors count changes in place also where they have no me
 changed more often than a rehearsal on the meta device changes them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -41,12 +41,15 @@ class DelayedModule:
         root: the whole module.
         seed: of the values, the same on all ranks.
         device: where they are made.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
         self._root = root
         self._seed = seed
-        self._device = device
+        self.device = device
         self._names = _on_meta(root)
         self._pending = dict(self._names)
         self._loaded: dict[Tensor, Tensor] = {}
@@ -78,7 +81,7 @@ class DelayedModule:
         if not self._pending:
             return
         with _ordinary():
-            self._initialisers = Initialisers(self._root, self._seed, self._device)
+            self._initialisers = Initialisers(self._root, self._seed, self.device)
             problems = [*self._rehearse(), *_meta_attributes(self._root), *_meta_states(optimizers)]
         if problems:
             raise UnsupportedError(
@@ -101,7 +104,7 @@ class DelayedModule:
         assert self._initialisers is not None, "prepare comes first"
         with _ordinary():
             for tensor in wanted:
-                leave_meta(tensor, unset(tensor, self._device))
+                leave_meta(tensor, unset(tensor, self.device))
             fresh = [tensor for tensor in wanted if tensor not in self._loaded]
             self._initialisers.run(fresh)
             for tensor in set(wanted).intersection(self._loaded):
@@ -111,29 +114,37 @@ class DelayedModule:
             raise UnsupportedError(f"Initialisers leave a part of {_listed(partial)} without values. {_REMEDY}")
         self._forget(wanted)
 
-    def settle(self, is_held: Callable[[Tensor], bool], copies: Iterable[nn.Module] = ()) -> None:
-        """Give values to all that this rank holds; the rest leaves the meta device without any.
+    def settle(
+        self,
+        is_held: Callable[[Tensor], bool],
+        *,
+        later: Collection[Tensor] = (),
+        copies: Iterable[nn.Module] = (),
+    ) -> None:
+        """Give values to what this rank holds; what it does not hold leaves the meta device without any.
 
         Args:
             is_held: whether this rank holds a tensor of the module.
+            later: what the caller will give to :meth:`materialise`, part by part.
             copies: modules with the same names (averages of weights, say), which get the same values.
         """
-        self.materialise([tensor for tensor in self._pending if is_held(tensor)])
-        self.pass_over(list(self._pending))
-        if not self._names:
+        if not self._pending:
             return
+        delayed = [(name, each) for copy in copies for name, each in _named_tensors(copy).items() if each.is_meta]
+        # Where there are copies, whose values are whole, nothing is gained by parts.
+        later = () if delayed else later
+        self.pass_over([tensor for tensor in self._pending if not is_held(tensor)])
+        self.materialise([tensor for tensor in self._pending if tensor not in later])
         named = _named_tensors(self._root)
-        for module in copies:
-            for name, tensor in _named_tensors(module).items():
-                if tensor.is_meta:
-                    self._copy(named[name], tensor, is_here=is_held(named[name]))
+        for name, tensor in delayed:
+            self._copy(named[name], tensor, is_here=is_held(named[name]))
 
     def pass_over(self, tensors: Iterable[Tensor]) -> None:
         """Let ``tensors`` leave the meta device without memory: their values are on other ranks."""
         passed = [tensor for tensor in dict.fromkeys(tensors) if tensor in self._pending]
         with _ordinary():
             for tensor in passed:
-                leave_meta(tensor, without_memory(tensor, self._device))
+                leave_meta(tensor, without_memory(tensor, self.device))
         self._forget(passed)
 
     def postponed(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +200,7 @@ class DelayedModule:
 
     def _copy(self, original: Tensor, tensor: Tensor, *, is_here: bool) -> None:
         with _ordinary():
-            leave_meta(tensor, original.detach().clone() if is_here else without_memory(tensor, self._device))
+            leave_meta(tensor, original.detach().clone() if is_here else without_memory(tensor, self.device))
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

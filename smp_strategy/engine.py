@@ -14,7 +14,6 @@ first, then ``zero_grad``, then ``backward``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -25,21 +24,19 @@ from torch.optim import Optimizer
 
 from smp_strategy.agreement import start_alike
 from smp_strategy.beforehand import choose_placed_units, place_beforehand
-from smp_strategy.checkpoint import full
-from smp_strategy.checkpoint.restore import restore
-from smp_strategy.config import RestoreModule, SMPConfig
+from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.decision import decide
 from smp_strategy.delayed import DelayedModule
 from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.explain.explanation import Explanation
-from smp_strategy.hook_view import HookView, Views
+from smp_strategy.hook_view import Views
 from smp_strategy.interception import UnitCalls
 from smp_strategy.manual import ManualSteps
+from smp_strategy.memory.gathering import memory_report
+from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.optim.reduction import Reduction
-from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.microbatch import split
@@ -52,7 +49,8 @@ from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.placement import placed_modules
 from smp_strategy.report import render_layout
 from smp_strategy.shape import choose_shape
-from smp_strategy.step_results import EvalStep, TrainStep, accumulating
+from smp_strategy.share import Share
+from smp_strategy.step_results import EvalStep, TrainStep
 from smp_strategy.timeline.gathering import gather
 from smp_strategy.timeline.timeline import Timeline
 from smp_strategy.timetables import Timetables
@@ -113,12 +111,8 @@ class Engine:
         self._keep_shared: Sequence[nn.Module] = ()
         self._calls = UnitCalls()
         self.manual = ManualSteps(self._calls)
-        self._ownership: Ownership | None = None
-        self._reduction: Reduction | None = None
-        self._sharding: StateSharding | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
-        # Where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread over stages.
-        self._whole_on: RestoreModule = "all"
+        self._share: Share | None = None
         self._transport: Transport | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
@@ -136,6 +130,13 @@ class Engine:
         if self._mesh is None:
             raise SMPError("The process mesh does not exist before a module is attached to the engine.")
         return self._mesh
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds of the module; exists from the first step on."""
+        if self._share is None:
+            raise SMPError("The module is spread over the ranks in the first step, which has not run yet.")
+        return self._share
 
     def attach(
         self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
@@ -189,27 +190,18 @@ class Engine:
             failed: the other ranks may not come here; the module stays as it is.
         """
         self._calls.give_back()
-        if not failed:
-            self._restore(self.config.restore_module)
+        if not failed and self._share is not None:
+            self._share.restore(self.config.restore_module)
 
     @property
     def is_spread(self) -> bool:
         """Whether ranks lack values of the module."""
-        return self._whole_on != "all"
+        return self._share is not None and self._share.whole_on != "all"
 
     def restore_everywhere(self) -> None:
         """Give every rank the whole module, whatever the options say. Collective."""
-        self._restore("all")
-
-    def _restore(self, where: RestoreModule) -> None:
-        if not self.is_spread or where == "none":
-            return
-        assert self._module is not None
-        assert self._ownership is not None
-        if where == "all" or self.mesh.dp_rank == 0:
-            keep = where == "all" or self.mesh.rank == 0
-            restore(self._module, self._units, self._ownership, self.mesh, keep=keep)
-        self._whole_on = where
+        if self._share is not None:
+            self._share.restore("all")
 
     # The first step
 
@@ -221,12 +213,11 @@ class Engine:
             self._decide(kind, step, microbatch, loss_of)
         assert self.partition is not None
         stage_of = self.partition.stage_of
-        # Anew each time: buffers may have been replaced in the meantime.
-        self._ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
-        self._release()
+        share = self._take_share(stage_of)
         self._transport = None
         if self.mesh.pp > 1:
             self._transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
+        self.views.begin(list(self._module.parameters()), share.ownership, self.mesh, self._transport, share.sharded)
         stage = Stage(
             number=self.mesh.stage,
             stage_of=stage_of,
@@ -234,6 +225,8 @@ class Engine:
             oracle=self._oracle,
             transport=self._transport,
             device=self._device,
+            with_weights=share.with_weights,
+            reads_refused=share.reads_refused,
         )
         self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
         if self.config.compile:
@@ -285,20 +278,23 @@ class Engine:
         inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, self._keep_shared))
         return [module for module in self._module.modules() if id(module) not in inside], units
 
-    def _release(self) -> None:
-        assert self._ownership is not None
-        mesh, ownership = self.mesh, self._ownership
-        self._delayed.settle(lambda tensor: mesh.stage in ownership.holders(tensor), self.copies())
-        ownership.release(mesh.stage, self.copies())
-        self._whole_on = "none" if mesh.pp > 1 else "all"
-        is_on, everyone_sees = self.config.shard_optimizer_state, self.gradients_are_seen
-        self._sharding = StateSharding(ownership, mesh, is_on=is_on, everyone_sees=everyone_sees)
-        for optimizer in self._optimizers:
-            for parameter in [parameter for parameter in optimizer.state if not self._sharding.is_mine(parameter)]:
-                del optimizer.state[parameter]
-        self._delayed.load_late_states(self.load_optimizer_state)
-        self._reduction = Reduction(ownership, mesh, self._sharding)
-        self.manual.begin(ownership.local_parameters(mesh.stage), self._reduction)
+    def _take_share(self, stage_of: Mapping[str, int]) -> Share:
+        assert self._module is not None
+        # Anew each time: buffers may have been replaced in the meantime.
+        ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
+        self._share = Share(
+            self._module,
+            self._units,
+            ownership,
+            self.mesh,
+            self.config,
+            self._delayed,
+            copies=self.copies(),
+            everyone_sees=self.gradients_are_seen,
+        )
+        self._share.take_optimizers(self._optimizers)
+        self.manual.begin(self._share.parameters, self._share.reduction)
+        return self._share
 
     # Every step
 
@@ -325,17 +321,15 @@ class Engine:
         """
         microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
         self._prepare("train", step, microbatches[0], loss_of)
-        assert self._ownership is not None
-        assert self._reduction is not None
         job = self._training_job(step, sizes, loss_of)
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
-        sums = self._reduction.start() if reduces and not continues else None
-        job = replace(job, weights=scaled, around_last=sums.watching if sums else nullcontext)
-        with accumulating(self._ownership.local_parameters(self.mesh.stage), continues=continues) as accumulated:
+        with self.share.backward(continues=continues, sums=reduces and not continues) as backward:
+            job = replace(job, weights=scaled, around_last=backward.around_last)
             run = self._run("train", job, microbatches)
-            if sums is not None:
-                sums.send_rest()
-        return TrainStep(run.outputs, sizes, run.loss(weights), accumulated, factor, self._reduction, sums)
+        reduction = self.share.reduction
+        return TrainStep(
+            run.outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages
+        )
 
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
@@ -357,7 +351,9 @@ class Engine:
         self._prepare(kind, step, microbatches[0])
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
-        return EvalStep(self._run(kind, Job(step=step, seed=seed), microbatches).outputs, sizes)
+        run = self._run(kind, Job(step=step, seed=seed), microbatches)
+        self.share.end_pass()
+        return EvalStep(run.outputs, sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
         """A step that runs its backward and its optimizers itself, through :attr:`manual`.
@@ -390,11 +386,17 @@ class Engine:
         Raises:
             SMPError: no training step has run after a timetable yet, or a step runs just now.
         """
-        runtime = self._calls.runtime
-        if runtime is not None and runtime.is_in_step and not self.views.is_open:
-            raise SMPError("A timeline is asked for inside of a step. Ask after it: in a hook, or in a callback.")
+        self._calls.refuse_inside_of_step("A timeline")
         with self.views.put_aside():
             return gather(None if self._timetables is None else self._timetables.recorded, self.mesh, self._timeout)
+
+    def memory_report(self) -> MemoryReport:
+        """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""
+        self._calls.refuse_inside_of_step("A memory report")
+        assert self._module is not None
+        spread = self.share.sharded if self.is_spread else None
+        with self.views.put_aside():
+            return memory_report(self._module, self._optimizers, self.mesh, self.partition, spread)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
@@ -414,13 +416,13 @@ class Engine:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
-        if self._sharding is not None:
-            self._sharding.begin_update(optimizer)
+        if self._share is not None:
+            self._share.begin_update(optimizer)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """``optimizer`` has stepped: all ranks that hold its parameters get the new values. Collective."""
-        if self._sharding is not None:
-            self._sharding.end_update(optimizer)
+        if self._share is not None:
+            self._share.end_update(optimizer)
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
@@ -430,31 +432,21 @@ class Engine:
             max_norm: the largest norm that is left alone.
             norm_type: order of the norm.
         """
-        assert self._reduction is not None
-        parameters = list(parameters)
         with self.views.put_aside():
-            norm = self._reduction.norm(parameters, norm_type)
-            local = [parameter for parameter in parameters if parameter.grad is not None]
-            torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
-        return norm
+            return self.share.clip_grad_norm_(list(parameters), max_norm, norm_type)
 
     def run_hook(self, hook: Callable[[], Any]) -> Any:
-        """Run the user's ``hook`` with weights and gradients of all stages in sight; collective over a replica.
+        """Run the user's ``hook`` with all weights and gradients in sight; collective over the ranks that have them.
 
         Returns:
             What ``hook`` returns, with real tensors on every rank.
         """
-        if self._calls.runtime is None or self.mesh.pp == 1 or self.views.is_open:
+        if self._calls.runtime is None or not self.is_spread or self.views.is_open:
             return hook()
-        assert self._module is not None
-        assert self._ownership is not None
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
-        parameters = list(self._module.parameters())
-        assert self._transport is not None
-        view = HookView(parameters, self._ownership, self.mesh, self._transport, self.views.foresight, seed=seed)
         self._calls.in_hook = True
         try:
-            return self.views.run(hook, view, self._calls.runtime, seed=seed)
+            return self.views.run(hook, self._calls.runtime, seed=seed)
         finally:
             self._calls.in_hook = False
 
@@ -464,24 +456,30 @@ class Engine:
         """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._module is not None
         self._delayed.refuse_saving()
-        return full.state_dict(self._module, self._ownership if self._whole_on == "none" else None, self.mesh)
+        if self._share is not None:
+            return self._share.full_state_dict()
+        return self._module.state_dict() if self.mesh.rank == 0 else {}
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        return full.optimizer_state(optimizer, self._ownership, self.mesh, self._sharding)
+        if self._share is None:
+            return optimizer.state_dict() if self.mesh.rank == 0 else {}
+        return self._share.full_optimizer_state(optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
-        assert self._module is not None
-        is_whole_here = self._whole_on == "all" or (self._whole_on == "rank_zero" and self.mesh.rank == 0)
-        full.load_state_dict(
-            self._module, state_dict, None if is_whole_here else self._ownership, self.mesh, strict=strict
-        )
+        if self._share is None:
+            assert self._module is not None
+            self._module.load_state_dict(state_dict, strict=strict)
+        else:
+            self._share.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
-        state = self._delayed.postponed(optimizer, state)
-        full.load_optimizer_state(optimizer, state, None if self._sharding is None else self._sharding.is_mine)
+        if self._share is None:
+            optimizer.load_state_dict(self._delayed.postponed(optimizer, state))
+        else:
+            self._share.load_optimizer_state(optimizer, state)
 
     def state_dict(self) -> dict[str, int]:
         """The engine's own state: where its random streams are."""
@@ -495,6 +493,8 @@ class Engine:
         """End the engine's threads and let go of its process groups; the module stays as it is."""
         self._calls.close()
         self.manual = ManualSteps(self._calls)  # the last one knows the groups
-        self._transport = self._reduction = self._sharding = None
+        if self._share is not None:
+            self._share.close()
+        self._transport = self._share = None
         if self._mesh is not None:
             self._mesh.close()

@@ -27,10 +27,10 @@ from smp_strategy.foresight import Argument, Foresight, spec_of
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.transport import Transport
+from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import Home, StageTensor, home_of, in_plain_sight
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten_call, unflatten_call
@@ -62,6 +62,7 @@ class HookView:
         transport: carries values between the stages.
         foresight: knows results by metadata.
         seed: where random numbers derive from.
+        sharded: parameters that each stage holds together with other ranks; whole while the view is open.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class HookView:
         foresight: Foresight,
         *,
         seed: int,
+        sharded: ShardedUnits | None = None,
     ) -> None:
         self._parameters = parameters
+        self._sharded = sharded
         self._ownership = ownership
         self._mesh = mesh
         self._seed = seed
@@ -105,6 +108,8 @@ class HookView:
             self._open()
 
     def _open(self) -> None:
+        if self._sharded is not None:
+            self._sharded.show_whole()
         ownership = self._ownership
         for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
             if home.is_here and home_of(tensor) is None:
@@ -119,6 +124,8 @@ class HookView:
         for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
             if home.is_here and home_of(tensor) is not None:
                 StageTensor.unwatch(tensor)
+        if self._sharded is not None:
+            self._sharded.hide_whole()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out an operation on tensors with a home."""
@@ -133,6 +140,13 @@ class HookView:
             return self._for_each(func, name, args, kwargs)
         with in_plain_sight():
             return self._call(func, name, args, kwargs)
+
+    def run(self, hook: Callable[[], Any]) -> Any:
+        """Run ``hook``; what it returns has values on every stage."""
+        with self.shown():
+            result = hook()
+            self.agree()
+            return self.real(result)
 
     def agree(self) -> None:
         """Make sure that the hook did the same on all stages; collective.
@@ -343,6 +357,36 @@ class HookView:
 
 
 @final
+class WholeView:
+    """All weights and gradients of ``sharded`` units in sight, where there is one stage: they are whole meanwhile."""
+
+    def __init__(self, sharded: ShardedUnits) -> None:
+        self._sharded = sharded
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this is open, they are whole."""
+        self._sharded.show_whole()
+        try:
+            yield
+        finally:
+            self._sharded.hide_whole()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While this is open, inside of :meth:`shown`, they rest."""
+        self._sharded.hide_whole()
+        try:
+            yield
+        finally:
+            self._sharded.show_whole()
+
+    def collected(self, tree: Any) -> Any:
+        """``tree``, which has values on every rank."""
+        return tree
+
+
+@final
 class Views:
     """The view of the hook that runs just now, if one does.
 
@@ -352,25 +396,41 @@ class Views:
 
     def __init__(self) -> None:
         self.foresight = Foresight()
-        self._view: HookView | None = None
+        self._make: Callable[[int], HookView | WholeView] | None = None
+        self._view: HookView | WholeView | None = None
+
+    def begin(
+        self,
+        parameters: Sequence[nn.Parameter],
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        transport: Transport | None,
+        sharded: ShardedUnits | None,
+    ) -> None:
+        """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
+
+        def make(seed: int) -> HookView | WholeView:
+            if transport is None:
+                assert sharded is not None
+                return WholeView(sharded)
+            return HookView(parameters, ownership, mesh, transport, self.foresight, seed=seed, sharded=sharded)
+
+        self._make = make
 
     @property
     def is_open(self) -> bool:
         """Whether a hook runs."""
         return self._view is not None
 
-    def run(self, hook: Callable[[], Any], view: HookView, runtime: Runtime, *, seed: int) -> Any:
-        """Run ``hook`` with ``view``; what it returns has values on every stage. Calls of units go to ``runtime``."""
-
-        def run(program: Program) -> Any:
-            with view.shown():
-                result = hook()
-                view.agree()
-                return view.real(result)
-
-        self._view = view
+    def run(self, hook: Callable[[], Any], runtime: Runtime, *, seed: int) -> Any:
+        """Run ``hook`` with a view; what it returns has values on every stage. Calls of units go to ``runtime``."""
+        assert self._make is not None
+        view = self._view = self._make(seed)
         try:
-            return runtime.run_alone(run, seed=seed)
+            if isinstance(view, WholeView):
+                with view.shown():
+                    return hook()
+            return runtime.run_alone(lambda _: view.run(hook), seed=seed)
         finally:
             self._view = None
 

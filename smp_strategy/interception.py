@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.stage_tensors import in_plain_sight
@@ -45,6 +46,15 @@ class UnitCalls:
     def are_intercepted(self) -> bool:
         """Whether calls come here."""
         return bool(self._before)
+
+    def refuse_inside_of_step(self, what: str) -> None:
+        """Raise if the user's step runs just now, and no hook of the user in it.
+
+        Args:
+            what: is asked for, for the message.
+        """
+        if self.runtime is not None and self.runtime.is_in_step and not self.in_hook:
+            raise SMPError(f"{what} is asked for inside of a step. Ask after it: in a hook, or in a callback.")
 
     def intercept(self, units: Sequence[Unit]) -> None:
         """Let calls of ``units`` come here."""

@@ -14,6 +14,7 @@ from smp_strategy.sizes import parse_bytes
 
 __all__ = [
     "ActivationOptions",
+    "Gather",
     "PartitionOptions",
     "PipelineOptions",
     "PrecisionOptions",
@@ -29,6 +30,7 @@ Optimize = Literal["memory", "speed"]
 Schedule = Literal["interleaved", "simple", "1f1b", "zb-h1", "zb-h2", "zb-v", "auto"]
 TraceDevice = Literal["cpu", "gpu"]
 RestoreModule = Literal["all", "rank_zero", "none"]
+Gather = Literal["auto", "step", "use"]
 
 # ZB-V folds the model once: down the stages and up again.
 CHUNKS_OF_ZB_V = 2
@@ -225,21 +227,63 @@ class ShardingOptions:
     shard_optimizer_state: bool = False
     """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each."""
     sdp_reduce_bucket_size: int = 500_000_000
-    """Gradient bucket, in elements."""
-    sdp_param_persistence_threshold: int = 1_000_000
-    """Parameters smaller than this many elements stay replicated."""
+    """Gradients, in elements, that are added up over a shard group at once. A unit is reduced as a whole when its
+    backward is over; one that is larger is reduced in slices, one after the other, which need less memory in between.
+    For gloo; no bit depends on it."""
+    sdp_param_persistence_threshold: int = 0
+    """Parameters with fewer elements stay gathered from their first use to the optimizer's step; their gradients and
+    state are sharded like all others. SageMaker's default is 1,000,000, because each parameter travels by itself there.
+    Here a unit travels as a whole, so that small ones cost no messages of their own, and the default is what the
+    degree promises: all of the parameters are sharded."""
     sdp_max_live_parameters: int = 1_000_000_000
     """Most elements gathered at once."""
     sdp_hierarchical_allgather: bool = True
     """Gather between nodes first, then inside each node."""
-    sdp_gradient_clipping: float = 1.0
-    """Global gradient norm that sharded data parallelism clips to."""
+    sdp_gather: Gather = "auto"
+    """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
+    keep them until the optimizer's step, for less communication and more memory. ``auto``: ``step`` with a pipeline,
+    where a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
+    (``.item()``, ``if loss > 1``), which could lead replicas to different units."""
+    sdp_gradient_clipping: float | None = None
+    """Global gradient norm to clip to before each step of an optimizer. SageMaker's default is 1.0, always on. Here
+    ``None``: off, because front doors clip themselves (in Lightning ``gradient_clip_val``, by the same true norm)."""
     delayed_parameter_initialization: bool = False
     """Give values to a model on the meta device, on every rank to its own share only, in the first step; Lightning's
     `configure_model` then builds on that device. A model that has values keeps them."""
 
     def _problems(self) -> list[str]:
-        return _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size")
+        found = _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
+        found += _one_of(self, "sdp_gather", typing.get_args(Gather))
+        if self.sdp_param_persistence_threshold < 0:
+            found.append(
+                f"`sdp_param_persistence_threshold` must be at least 0, but is {self.sdp_param_persistence_threshold}."
+            )
+        norm = self.sdp_gradient_clipping
+        if norm is not None and not norm > 0:
+            found.append(f"`sdp_gradient_clipping` must be above 0, or None for no clipping, but is {norm}.")
+        if self.sharded_data_parallel_degree > 1 and self.shard_optimizer_state:
+            found.append(
+                f"`shard_optimizer_state=True` contradicts `sharded_data_parallel_degree` "
+                f"({self.sharded_data_parallel_degree}), which shards optimizer state along with the parameters. Leave "
+                "`shard_optimizer_state` out, or the degree to shard nothing but state and gradients."
+            )
+        return found + self._without_effect()
+
+    def _without_effect(self) -> list[str]:
+        if self.sharded_data_parallel_degree != 1:
+            return []
+        given = [
+            f"`{field.name}={getattr(self, field.name)!r}`"
+            for field in dataclasses.fields(ShardingOptions)
+            if field.name.startswith("sdp_") and getattr(self, field.name) != field.default
+        ]
+        if not given:
+            return []
+        verb, them = ("has", "it") if len(given) == 1 else ("have", "them")
+        return [
+            f"{' and '.join(given)} {verb} no effect, because no parameters are sharded. Set "
+            f"`sharded_data_parallel_degree`, or leave {them} out."
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -101,18 +101,21 @@ class Ownership:
             self._parameters[stage] = mine
         return self._parameters[stage]
 
-    def parameters_of_units(self, stage: int) -> list[nn.Parameter]:
-        """Parameters that one unit of ``stage`` has for itself, unit by unit in order of execution."""
-        users: dict[nn.Parameter, int] = {}
-        for unit in self._units.values():
-            for parameter in unit.module.parameters():
-                users[parameter] = users.get(parameter, 0) + 1
-        return [
-            parameter
-            for name, owner in self.stage_of.items()
-            for parameter in self._units[name].module.parameters()
-            if owner == stage and users[parameter] == 1 and id(parameter) not in self._used_by_glue
-        ]
+    def parameters_by_units(self) -> dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]:
+        """Parameters of units with their names, by the units that have them; units are in order of execution.
+
+        Without those that the glue computes with. The same on every rank.
+        """
+        names = {parameter: name for name, parameter in self._root.named_parameters()}
+        users: dict[nn.Parameter, tuple[str, ...]] = {}
+        for unit in self.stage_of:
+            for parameter in self._units[unit].module.parameters():
+                users[parameter] = (*users.get(parameter, ()), unit)
+        found: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
+        for parameter, units in users.items():
+            if id(parameter) not in self._used_by_glue:
+                found.setdefault(units, []).append((names[parameter], parameter))
+        return found
 
     def release(self, stage: int, copies: Iterable[nn.Module] = ()) -> None:
         """Let go of everything that ``stage`` does not hold.

@@ -87,7 +87,8 @@ def trace_program(
     machine: Machine | str = "cpu",
 ) -> Program:
     """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
-    device, shape = torch.device("cpu"), MeshShape(pp=num_stages, dp=1)
+    device, dp_shard = torch.device("cpu"), config.sharded_data_parallel_degree
+    shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard)
     units = choose_placed_units(config, module, num_stages)
     calls = UnitCalls()
     surroundings = Surroundings(
@@ -103,7 +104,7 @@ def trace_program(
         costs = find_costs(config, device, found.calls, found.trace, shape, machine)
     finally:
         calls.give_back()
-    return program_of(config, surroundings, found.trace, costs, shape)
+    return program_of(config, surroundings, found, costs, shape)
 
 
 def _real(leaf: Any) -> Any:

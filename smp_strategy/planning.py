@@ -6,7 +6,7 @@ of which the fastest is taken. All of it is a function of plain data, the same o
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import final
@@ -43,8 +43,14 @@ class Program:
     work: Mapping[int, Work]
     """Of each event, by position."""
     parameters: Mapping[str, Mapping[int, Held]]
-    """What each unit's parameters take, by unit in order of registration."""
+    """What a rank holds of each unit's parameters, by unit in order of registration."""
     link: Link
+    everywhere: Mapping[int, Held] = field(default_factory=dict)
+    """What every stage holds, whatever its units are."""
+    whole: Mapping[str, Held] | None = None
+    """Each unit's parameters, where a rank holds a part of them only."""
+    state_shards: int = 1
+    """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
     split_overhead: float = SPLIT_OVERHEAD
     """What a backward takes longer in two parts, as a share of it."""
     memory_limits: tuple[int | None, ...] = ()
@@ -167,8 +173,16 @@ def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: 
         stage_speeds=program.stage_speeds,
         splits_backward=policy.splits_backward,
         in_flight=tuple(_in_flight(policy, stage, num_stages, num_microbatches) for stage in range(num_stages)),
+        state_shards=program.state_shards,
     )
-    return problem_of(program.trace, program.work, program.parameters, setting)
+    return problem_of(
+        program.trace,
+        program.work,
+        program.parameters,
+        setting,
+        everywhere=program.everywhere,
+        whole=program.whole,
+    )
 
 
 def simulated(

@@ -5,7 +5,7 @@ from typing import Any
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["MICROBATCHES_PER_STAGE", "parse_recipe"]
+__all__ = ["MICROBATCHES_PER_STAGE", "named_replicas", "parse_recipe"]
 
 # So many microbatches per stage keep the idle time below 20 %.
 MICROBATCHES_PER_STAGE = 4
@@ -35,7 +35,8 @@ def parse_recipe(name: str) -> dict[str, Any]:
 
     A name with ``pp`` and without ``mb`` gets 4 microbatches per stage. ``vN`` gives every rank N chunks of the model.
     A schedule is named like in the option ``pipeline``, without hyphens. ``micsAxB`` shards over A ranks and
-    replicates B times; B follows from the world size and is only a reminder for the reader.
+    replicates B times; B is no option, for it follows from the number of ranks (:func:`named_replicas`). A name that
+    shards something, and has no ``pp``, stands for one stage.
 
     Raises:
         ConfigError: a part that is not understood, or one that stands twice.
@@ -48,7 +49,14 @@ def parse_recipe(name: str) -> dict[str, Any]:
         options[key] = value
     if "pipeline_parallel_degree" in options:
         options.setdefault("microbatches", MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"])
+    elif options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state"}:
+        options["pipeline_parallel_degree"] = 1
     return options
+
+
+def named_replicas(name: str) -> int:
+    """How many replicas a short name speaks of: the B of ``micsAxB``."""
+    return max((int(match[2]) for part in name.split("_") if (match := _MICS.fullmatch(part))), default=1)
 
 
 def _option(name: str, part: str) -> tuple[str, Any]:

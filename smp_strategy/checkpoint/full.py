@@ -6,46 +6,64 @@ module, so that a file written under one layout is read under any other, or by p
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.gather import collect
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.state_pieces import cut_state, join_state, kept_per_element, split_state
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership
+from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["load_optimizer_state", "load_state_dict", "optimizer_state", "state_dict"]
+__all__ = ["keep_share", "load_state_dict", "optimizer_state", "state_dict"]
 
 
-def state_dict(module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh) -> dict[str, Any]:
+def state_dict(
+    module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh, sharded: ShardedUnits | None = None
+) -> dict[str, Any]:
     """The whole state dict on global rank 0, ``{}`` elsewhere; collective."""
     if ownership is None:
         return module.state_dict() if mesh.rank == 0 else {}
+    whole: dict[Any, Tensor] = {}
+    for values in sharded.values() if sharded is not None and mesh.replicate_rank == 0 else ():
+        if mesh.shard_rank == 0:
+            whole.update(values)
     with in_plain_sight():
-        items = module.state_dict()
+        found = module.state_dict(keep_vars=True)
+        items = {name: whole.get(v, v.detach()) if isinstance(v, Tensor) else v for name, v in found.items()}
     known = _gathered(list(items), mesh)
     savers = {name: ownership.saver(name) for name in _merged(known)}
     return _collect(items, {name: saver for name, saver in savers.items() if name in known[saver]}, mesh)
 
 
 def optimizer_state(
-    optimizer: Optimizer, ownership: Ownership | None, mesh: ProcessMesh, sharding: StateSharding | None
+    optimizer: Optimizer,
+    ownership: Ownership,
+    mesh: ProcessMesh,
+    sharding: StateSharding,
+    sharded: ShardedUnits | None = None,
 ) -> dict[str, Any]:
     """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     state = optimizer.state_dict()
-    if ownership is None:
-        return state if mesh.rank == 0 else {}
-    assert sharding is not None
+    parameters = _parameters(optimizer)
+    if sharded is not None:
+        whole = _whole_state(optimizer, {parameters[number]: kept for number, kept in state["state"].items()}, sharded)
+        state["state"] = {
+            number: {**kept, **whole.get(parameters[number], {})} for number, kept in state["state"].items()
+        }
     known: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(known, list(state["state"]))
     # Replica by replica from the last to the first, and stage by stage: global rank 0 is the last and collects.
     ranks = [mesh.shape.rank_at(replica, stage) for replica in reversed(range(mesh.dp)) for stage in range(mesh.pp)]
-    parameters, savers = _parameters(optimizer), {}
+    savers = {}
     for number in sorted(set().union(*known)):
         stage = ownership.first_holder(parameters[number])
         replica = sharding.owner(parameters[number], stage)
@@ -58,7 +76,13 @@ def optimizer_state(
 
 
 def load_state_dict(
-    module: nn.Module, state: dict[str, Any], ownership: Ownership | None, mesh: ProcessMesh, *, strict: bool
+    module: nn.Module,
+    state: dict[str, Any],
+    ownership: Ownership | None,
+    mesh: ProcessMesh,
+    sharded: ShardedUnits | None = None,
+    *,
+    strict: bool,
 ) -> None:
     """Load this rank's share of a whole state dict.
 
@@ -69,7 +93,7 @@ def load_state_dict(
         module.load_state_dict(state, strict=strict)
         return
     with in_plain_sight():
-        own = module.state_dict()
+        own = module.state_dict(keep_vars=True)
     missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if strict and (missing or unexpected):
         raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
@@ -84,24 +108,63 @@ def load_state_dict(
     mine = OrderedDict((name, value) for name, value in state.items() if ownership.is_held(name, mesh.stage))
     if hasattr(state, "_metadata"):  # the versions of the modules that wrote it
         mine._metadata = state._metadata  # type: ignore[attr-defined]
+    if sharded is not None:
+        spread = {name: tensor for name, tensor in own.items() if name in mine and sharded.has(tensor)}
+        sharded.fill({tensor: mine.pop(name) for name, tensor in spread.items()})
     with in_plain_sight():
         module.load_state_dict(mine, strict=False)
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, state: dict[str, Any], updates: Callable[[nn.Parameter], bool] | None
-) -> None:
-    """Load this rank's share of a whole optimizer state dict.
+def keep_share(optimizer: Optimizer, sharding: StateSharding, sharded: ShardedUnits | None = None) -> None:
+    """Of whole optimizer state keep what this rank needs for the updates that it makes.
 
     Args:
-        optimizer: gets it.
-        state: all of it.
-        updates: whether this rank updates a parameter; ``None``: it updates all.
+        optimizer: has it.
+        sharding: says what this rank updates.
+        sharded: of which parameters it updates a piece.
     """
-    if updates is not None:
-        mine = {number for number, parameter in enumerate(_parameters(optimizer)) if updates(parameter)}
-        state = {**state, "state": {number: value for number, value in state["state"].items() if number in mine}}
-    optimizer.load_state_dict(state)
+    for parameter in _parameters(optimizer):
+        if parameter not in optimizer.state:
+            continue
+        if not sharding.is_mine(parameter):
+            del optimizer.state[parameter]
+        elif sharded is not None and sharded.has(parameter):
+            kept = optimizer.state[parameter]
+            if _is_cut(kept, parameter, _piece_numel(parameter, sharded)):
+                continue
+            known = kept_per_element(optimizer, parameter) if parameter.numel() == 1 else {}
+            kept.update(cut_state(kept, parameter.shape, partial(sharded.piece_of, parameter), known))
+
+
+def _whole_state(
+    optimizer: Optimizer, states: Mapping[nn.Parameter, Mapping[str, Any]], sharded: ShardedUnits
+) -> dict[nn.Parameter, Any]:
+    """The ``states`` of parameters of which ranks have pieces, put together. Collective."""
+    alike: dict[nn.Parameter, Any] = {}
+    pieces: dict[tuple[int, str], dict[nn.Parameter, Tensor]] = {}
+    for parameter, state in states.items():
+        if sharded.has(parameter):
+            numel = _piece_numel(parameter, sharded)
+            known = kept_per_element(optimizer, parameter) if numel == 1 else {}
+            alike[parameter], tensors = split_state(state, numel, known)
+            for number, tensor in enumerate(tensors):
+                pieces.setdefault((number, str(tensor.dtype)), {})[parameter] = tensor
+    found: dict[nn.Parameter, dict[int, Tensor]] = {parameter: {} for parameter in alike}
+    for (number, _), values in sorted(pieces.items()):
+        for whole in sharded.whole_of(values):
+            for parameter, tensor in whole.items():
+                found[parameter][number] = tensor
+    return {each: join_state(alike[each], list(tensors.values())) for each, tensors in found.items() if tensors}
+
+
+def _is_cut(state: Mapping[str, Any], parameter: nn.Parameter, numel: int) -> bool:
+    """Whether ``state`` is that for a piece of ``numel`` elements already: an earlier run has left it."""
+    shapes = {tuple(value.shape) for value in state.values() if isinstance(value, Tensor) and value.ndim}
+    return shapes == {(numel,)} != {tuple(parameter.shape)}
+
+
+def _piece_numel(parameter: nn.Parameter, sharded: ShardedUnits) -> int:
+    return sharded.piece_of(parameter, torch.empty(parameter.shape, device="meta")).numel()
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

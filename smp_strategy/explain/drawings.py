@@ -12,6 +12,8 @@ __all__ = ["LABEL", "WIDTH", "block", "colour", "loads", "strip", "timetable"]
 WIDTH = 960.0
 ROW = 26.0
 LABEL = 66.0
+# What a stage holds, and how strong its colour is; passing: what is gathered, and not yet reduced.
+KINDS = {"parameters": 1.0, "gradients": 0.8, "optimizer": 0.6, "passing": 0.4, "activations": 0.25}
 # A microbatch's number is written on its action where the action is wider than this.
 ROOM_FOR_A_NUMBER = 15.0
 
@@ -75,8 +77,9 @@ def loads(partition: Partition) -> str:
 
 def _memory(stage: StageLoad, x: float, y: float, scale: float, fill: str) -> list[str]:
     begin, parts = x, []
-    kinds = ("parameters", "gradients", "optimizer state", "activations")
-    for kind, nbytes, opacity in zip(kinds, (*stage.held, stage.activation_bytes), (1, 0.75, 0.5, 0.25), strict=True):
+    held = stage.held
+    amounts = (held.parameter, held.gradient, held.optimizer, held.passing, stage.activation_bytes)
+    for (kind, opacity), nbytes in zip(KINDS.items(), amounts, strict=True):
         width = nbytes * scale
         parts.append(_bar(x, y, width, fill, f"{kind}: {show_bytes(nbytes)}", opacity))
         x += width
@@ -89,10 +92,10 @@ def _memory(stage: StageLoad, x: float, y: float, scale: float, fill: str) -> li
 
 def _legend(y: float, x: float) -> str:
     parts = []
-    for kind, opacity in (("parameters", 1), ("gradients", 0.75), ("optimizer", 0.5), ("activations", 0.25)):
+    for kind, opacity in KINDS.items():
         parts.append(element("rect", x=x, y=y - 9, width=10, height=10, class_="ink", opacity=opacity))
         parts.append(element("text", kind, x=x + 14, y=y, class_="small"))
-        x += 88
+        x += 78
     return "".join(parts)
 
 

@@ -37,11 +37,14 @@ def page(partition: Partition, plan: Plan | None) -> str:
 
 
 def _stage_table(partition: Partition) -> str:
-    rows = [row("th", ("stage", "units", "work", "states", "activations", "memory", "limit", "sends on"))]
+    has_passing = any(stage.held.passing for stage in partition.stages)
+    columns = ("stage", "units", "work", "states", *["passing"] * has_passing, "activations", "memory", "limit")
+    rows = [row("th", (*columns, "sends on"))]
     for number, stage in enumerate(partition.stages):
         names = abbreviate([unit.name for unit in partition.units if unit.stage == number])
         limit = "" if stage.memory_limit is None else show_bytes(stage.memory_limit)
-        amounts = (stage.held.total, stage.activation_bytes, stage.memory_bytes)
+        passing = [stage.held.passing] * has_passing
+        amounts = (stage.held.states, *passing, stage.activation_bytes, stage.memory_bytes)
         cells = [_chip([number]), escape(names), show_seconds(stage.seconds), *map(show_bytes, amounts)]
         rows.append(row("td", (*cells, limit, show_bytes(sends_on(partition, number)))))
     return element("table", *rows)

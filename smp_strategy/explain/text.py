@@ -58,7 +58,9 @@ def stage_table(partition: Partition) -> Table:
     table = Table(title="Stages", title_justify="left")
     for name in ("stage", "units"):
         table.add_column(name)
-    for name in ("time", "states", "activations", "memory", "limit", "sends on"):
+    has_passing = any(stage.held.passing for stage in partition.stages)
+    passing = ["passing"] * has_passing
+    for name in ("time", "states", *passing, "activations", "memory", "limit", "sends on"):
         table.add_column(name, justify="right")
     longest = max((stage.seconds for stage in partition.stages), default=0.0) or 1.0
     for number, stage in enumerate(partition.stages):
@@ -66,15 +68,17 @@ def stage_table(partition: Partition) -> Table:
             str(number),
             abbreviate([unit.name for unit in partition.units if unit.stage == number]),
             f"{show_seconds(stage.seconds)} {stage.seconds / longest:4.0%}",
-            show_bytes(stage.held.total),
+            show_bytes(stage.held.states),
+            *([show_bytes(stage.held.passing)] * has_passing),
             show_bytes(stage.activation_bytes),
             show_bytes(stage.memory_bytes),
             "" if stage.memory_limit is None else show_bytes(stage.memory_limit),
             show_bytes(sends_on(partition, number)),
         )
+    about_passing = "passing: gathered values, and gradients before they are reduced; " * has_passing
     table.caption = (
         "time: work of a step, and its share of the busiest stage's; states: parameters, gradients and optimizer "
-        "state; activations: at their peak; sends on: per microbatch"
+        f"state of the fullest rank; {about_passing}activations: at their peak; sends on: per microbatch"
     )
     table.caption_justify = "left"
     return table
@@ -105,7 +109,9 @@ def _tree_table(partition: Partition) -> Table:
             show_bytes(node.activation_bytes),
             "" if node.children else show_bytes(node.units[-1].output_bytes),
         )
-    table.caption = "of one microbatch, forward and backward; states: parameters, gradients and optimizer state"
+    table.caption = (
+        "of one microbatch, forward and backward; states: parameters, gradients and optimizer state, all of it"
+    )
     table.caption_justify = "left"
     return table
 

@@ -10,24 +10,28 @@ import os
 import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
+from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from smp_strategy.errors import ConfigError
+from smp_strategy.recipe import named_replicas
 
-__all__ = ["agreed_start_time", "divide", "global_rank", "register_resolvers", "with_rank"]
+__all__ = ["agreed_start_time", "divide", "global_rank", "num_ranks", "register_resolvers", "with_rank"]
 
 STORE_KEY = "smp_strategy/start_time"
 STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def register_resolvers() -> None:
-    """Register the four resolvers with OmegaConf; calling it again does no harm.
+    """Register the five resolvers with OmegaConf; calling it again does no harm.
 
     ``smp_now``         the start of the run in ``strftime`` format, the same on every rank
     ``smp_rank0``       its argument on global rank 0, ``null`` elsewhere
     ``smp_ranksuffix``  its argument, with ``_rank1`` and so on behind it on the other ranks
     ``smp_divide``      a whole number divided by another; it is an error if a remainder is left
+    ``smp_num_ranks``   how many ranks a node of the group ``smp`` needs at least; ``null`` where it does not say
     """
     environ = os.environ
     OmegaConf.register_new_resolver(
@@ -41,6 +45,7 @@ def register_resolvers() -> None:
     )
     OmegaConf.register_new_resolver("smp_ranksuffix", lambda name: with_rank(name, global_rank(environ)), replace=True)
     OmegaConf.register_new_resolver("smp_divide", divide, replace=True)
+    OmegaConf.register_new_resolver("smp_num_ranks", lambda node: num_ranks(node, _chosen_layout()), replace=True)
 
 
 def with_rank(name: str, rank: int) -> str:
@@ -97,3 +102,22 @@ def divide(whole: int, parts: int) -> int:
     if parts < 1 or whole % parts:
         raise ConfigError(f"{whole} does not divide into {parts} equal parts. Choose numbers that do.")
     return whole // parts
+
+
+def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
+    """How many ranks ``layout`` needs at least: stages x ranks of a shard group x replicas.
+
+    Args:
+        layout: a node of the group ``smp``.
+        name: what it was chosen by; ``mics2x4`` speaks of four replicas. To deal out state takes two.
+    """
+    stages = layout.get("pipeline_parallel_degree")
+    if stages is None:
+        return None
+    replicas = max(named_replicas(name), 2 if layout.get("shard_optimizer_state") else 1)
+    return stages * layout.get("sharded_data_parallel_degree", 1) * replicas
+
+
+def _chosen_layout() -> str:
+    chosen = HydraConfig.get().runtime.choices.get("smp") if HydraConfig.initialized() else None
+    return chosen or ""

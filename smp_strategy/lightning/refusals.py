@@ -43,6 +43,12 @@ def _of_trainer(trainer: Any) -> list[str]:
         )
     if trainer.strategy._layer_sync is not None:
         found.append("`sync_batchnorm=True` is not built yet for strategy 'smp'. Leave it out or use another norm.")
+    norm, given = trainer.strategy.config.sdp_gradient_clipping, trainer.gradient_clip_val
+    if norm is not None and given:
+        found.append(
+            f"`sdp_gradient_clipping` ({norm}) contradicts `gradient_clip_val` ({given}) of the Trainer: both clip the "
+            "gradients of the same step. Leave one of them out."
+        )
     return found
 
 

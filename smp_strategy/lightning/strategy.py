@@ -46,6 +46,7 @@ from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
+from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.timeline.timeline import Timeline
 
@@ -279,6 +280,13 @@ class SMPHooks(CommunicationHooks):
             SMPError: no training step has run after a timetable yet.
         """
         return self.engine.timeline()
+
+    def memory_report(self) -> MemoryReport:
+        """What each rank holds, counted, beside what was predicted: ``print`` it, or ``save`` it.
+
+        Call it on all ranks between steps, in a hook or a callback: after a run the module is whole again.
+        """
+        return self.engine.memory_report()
 
     def save_partition(self, path: str | Path) -> None:
         """Write which unit is on which stage to a file, on global rank 0; `load_partition` reads it.

@@ -4,6 +4,9 @@ One process takes the norm of the vector of the parameters' gradient norms. Ever
 gradients that it counts (its stage is the first that holds the parameter, its replica the one that updates it), the
 vector is added up over the ranks, and every rank takes its norm: the same numbers in the same order as in one process,
 so the result is bit-identical.
+
+Of a gradient that is spread over a shard group each rank takes the norm of its piece. The norm over the ranks of these
+is that of the gradient, but for rounding.
 """
 
 import functools
@@ -13,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp_strategy.sharding.piece_gradient import PieceGradient
+
 __all__ = ["global_norm"]
 
 
@@ -21,6 +26,8 @@ def global_norm(
     counts_here: Callable[[nn.Parameter], bool],
     groups: Sequence[dist.ProcessGroup],
     norm_type: float,
+    *,
+    pieces_on: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Norm over the gradients of ``parameters``, each counted on one rank.
 
@@ -29,6 +36,7 @@ def global_norm(
         counts_here: whether this rank contributes the gradient of a parameter.
         groups: over which the ranks that do are spread: the stages of a replica, and perhaps the replicas of a stage.
         norm_type: order of the norm; ``inf`` for the maximum.
+        pieces_on: the ranks over which gradients are spread that are :class:`PieceGradient` here.
     """
     mine = [
         (index, parameter.grad)
@@ -39,9 +47,18 @@ def global_norm(
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
     norms = torch.zeros(2, len(parameters), dtype=dtype, device=parameters[0].device)
+    pieces: list[int] = []
     for index, gradient in mine:
-        norms[0, index] = torch.linalg.vector_norm(gradient, norm_type)
         norms[1, index] = 1.0
+        if isinstance(gradient, PieceGradient):
+            pieces.append(index)
+            gradient = gradient.piece
+        if gradient.numel():
+            norms[0, index] = torch.linalg.vector_norm(gradient, norm_type)
+    if pieces_on is not None and pieces:
+        of_ranks = norms.new_empty(dist.get_world_size(pieces_on), len(parameters))
+        dist.all_gather(list(of_ranks), norms[0], group=pieces_on)
+        norms[0, pieces] = torch.linalg.vector_norm(of_ranks[:, pieces], norm_type, dim=0)
     for group in groups:
         dist.all_reduce(norms, group=group)
     found = norms[0, norms[1] > 0]

@@ -16,6 +16,7 @@ from smp_strategy.optim.norm import global_norm
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
+from smp_strategy.sharding.sharded_units import ShardedUnits
 
 __all__ = ["Reduction"]
 
@@ -28,21 +29,35 @@ class Reduction:
         ownership: which stages hold which parameter.
         mesh: where the stages and replicas are.
         sharding: says which replica updates which parameter.
+        sharded: parameters that a shard group holds together, whose gradients it adds up in backward.
     """
 
-    def __init__(self, ownership: Ownership, mesh: ProcessMesh, sharding: StateSharding) -> None:
+    def __init__(
+        self,
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        sharding: StateSharding,
+        sharded: ShardedUnits | None = None,
+    ) -> None:
         self._ownership = ownership
         self._mesh = mesh
         self._sharding = sharding
-        self._local = ownership.local_parameters(mesh.stage)
+        self._sharded = sharded
+        local = ownership.local_parameters(mesh.stage)
+        self._local = [parameter for parameter in local if sharded is None or not sharded.has(parameter)]
         # Those among them that several stages hold, with the group of these stages.
         self._shared = [
-            (group, parameters)
+            (group, [parameter for parameter in parameters if sharded is None or not sharded.has(parameter)])
             for stages, parameters in ownership.shared().items()
             if (group := mesh.group_of(stages)) is not None
         ]
         # Those of one unit alone. Gradients of others come from several places.
-        self._early = ownership.parameters_of_units(mesh.stage)[::-1]
+        self._early = [
+            parameter
+            for units, members in ownership.parameters_by_units().items()
+            for _, parameter in members
+            if sharded is None and len(units) == 1 and ownership.stage_of[units[0]] == mesh.stage
+        ][::-1]
         self._pending: set[nn.Parameter] = set()
         self._quiet: Collection[nn.Parameter] = ()
         self._guesses = self._overlaps = True
@@ -80,9 +95,13 @@ class Reduction:
                     # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
                     parameter.grad = None
         self._pending.update(each for each in self._local if each not in averaged)
+        if self._sharded is not None:
+            self._sharded.begin_backward()
 
     def reduce(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Sum up the gradients of ``parameters`` (default: of all) to which something was added. Collective."""
+        if self._sharded is not None:
+            self._sharded.sum_gradients(self._mesh.dp_group)
         wanted = self._pending if parameters is None else self._pending.intersection(parameters)
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
@@ -94,7 +113,7 @@ class Reduction:
     def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """The norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""
         groups = [self._mesh.pp_group, *([self._mesh.dp_group] if self._sharding.is_on else [])]
-        return global_norm(parameters, self._counts_here, groups, norm_type)
+        return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=self._mesh.shard_group)
 
     def _is_first(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's stage is the first that holds it."""

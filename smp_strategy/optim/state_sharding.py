@@ -20,31 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.buckets import BUCKET_BYTES, buckets
+from smp_strategy.dealing import balanced
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.gradients import alike
 from smp_strategy.optim.sums import Bucket
 from smp_strategy.ownership import Ownership
 
-__all__ = ["StateSharding", "balanced"]
-
-
-def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
-    """Deal out items so that the shares are about equally large: the largest first, each to the smallest share.
-
-    The largest share is at most 4/3 of the smallest possible one (Graham 1969).
-
-    Args:
-        sizes: of the items.
-        num_shares: how many shares there are.
-
-    Returns:
-        The share of each item.
-    """
-    shares, totals = [0] * len(sizes), [0] * num_shares
-    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
-        shares[item] = min(range(num_shares), key=lambda share: (totals[share], share))
-        totals[shares[item]] += sizes[item]
-    return shares
+__all__ = ["StateSharding"]
 
 
 @final

@@ -5,87 +5,99 @@ parameter. Each dim of the stand-in has a size of its own, so the shape of a sta
 for a parameter of 5 x 7 a moment is 5 x 7, the rows of Adafactor are 5 x 1.
 """
 
-import copy
 import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["optimizer_state_bytes"]
+from smp_strategy.optim.twin import take_step, twin_of
+
+__all__ = ["StateSize", "moments", "optimizer_state_bytes", "optimizer_state_sizes"]
 
 _log = logging.getLogger(__name__)
 
 _SIZES = (5, 7, 11, 13, 17, 19, 23, 29)
-# How a step is computed, but not what is kept; the stand-in is on the CPU.
-_HOW = ("capturable", "foreach", "fused")
 MOMENTS_IF_UNKNOWN = 2
 
-StateShapes = list[tuple[tuple[int, ...], int]]
-"""Of each state tensor: its shape for the stand-in, and bytes per element."""
+
+@final
+@dataclass(frozen=True)
+class StateSize:
+    """What optimizers keep of a parameter."""
+
+    shapes: tuple[tuple[tuple[int, ...], int], ...]
+    """Of each state tensor: its shape for the stand-in, and bytes per element."""
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes for a parameter of ``shape``, which has as many dims as the stand-in."""
+        return sum(_scaled(of_state, shape) * itemsize for of_state, itemsize in self.shapes)
 
 
 def optimizer_state_bytes(optimizers: Iterable[Optimizer]) -> dict[int, int]:
-    """Bytes of state after the first step, by ``id`` of the parameter; frozen ones have none.
+    """Bytes of state after the first step, by ``id`` of the parameter; frozen ones have none."""
+    parameters = {id(each): each for optimizer in optimizers for each in _trained(optimizer)}
+    sizes = optimizer_state_sizes(optimizers)
+    return {number: sizes[number].nbytes(parameter.shape) for number, parameter in parameters.items()}
+
+
+def optimizer_state_sizes(optimizers: Iterable[Optimizer], in_pieces: Container[int] = ()) -> dict[int, StateSize]:
+    """What optimizers keep after their first step, by ``id`` of the parameter; nothing of frozen ones.
 
     Where an optimizer cannot be asked, two moments per parameter are assumed.
+
+    Args:
+        optimizers: what trains the parameters.
+        in_pieces: ``id`` of the parameters of which an optimizer will see one-dimensional pieces.
     """
-    found: dict[int, int] = {}
+    found: dict[int, StateSize] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            known: dict[object, StateShapes | None] = {}
+            known: dict[object, StateSize] = {}
             for parameter in group["params"]:
                 if not parameter.requires_grad:
                     continue
-                kind = (parameter.ndim, parameter.dtype)
+                kind = (1 if id(parameter) in in_pieces else parameter.ndim, parameter.dtype)
                 if kind not in known:
-                    known[kind] = _ask(optimizer, group, parameter)
-                shapes = known[kind]
-                size = MOMENTS_IF_UNKNOWN * parameter.nbytes
-                if shapes is not None:
-                    size = sum(_scaled(shape, parameter.shape) * itemsize for shape, itemsize in shapes)
-                found[id(parameter)] = found.get(id(parameter), 0) + size
+                    known[kind] = _ask(optimizer, parameter, *kind)
+                before = found.get(id(parameter), StateSize(()))
+                found[id(parameter)] = StateSize(before.shapes + known[kind].shapes)
     return found
 
 
-def _ask(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> StateShapes | None:
-    stand_in = nn.Parameter(torch.ones(_SIZES[: parameter.ndim], dtype=parameter.dtype))
+def moments(ndim: int, itemsize: int) -> StateSize:
+    """What is assumed where nothing is known."""
+    return StateSize(((_SIZES[:ndim], itemsize),) * MOMENTS_IF_UNKNOWN)
+
+
+def _trained(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.requires_grad)
+
+
+def _ask(optimizer: Optimizer, parameter: Tensor, ndim: int, dtype: torch.dtype) -> StateSize:
+    stand_in = nn.Parameter(torch.ones(_SIZES[:ndim], dtype=dtype))
     stand_in.grad = torch.ones_like(stand_in)
     try:
-        twin = _twin(optimizer, group, stand_in)
-        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-            # Not `twin.step`: schedulers put a method of the original there.
-            type(twin).step(twin)
+        twin = twin_of(optimizer, parameter, stand_in)
+        take_step(twin)
         tensors = [leaf for leaf in twin.state[stand_in].values() if isinstance(leaf, Tensor)]
     except Exception as error:
         _log.debug(
             "%s cannot be asked what it keeps of %d-dimensional parameters (%s: %s). Two moments are assumed.",
             type(optimizer).__name__,
-            parameter.ndim,
+            ndim,
             type(error).__name__,
             error,
         )
-        return None
-    return [(tuple(tensor.shape), tensor.element_size()) for tensor in tensors]
+        return moments(ndim, dtype.itemsize)
+    return StateSize(tuple((tuple(tensor.shape), tensor.element_size()) for tensor in tensors))
 
 
-def _twin(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
-    """An optimizer with the same options, for ``parameter`` alone; nothing that it does reaches the original."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    containers = (list, dict, set)
-    for name, value in vars(optimizer).items():
-        if name not in ("step", "param_groups", "state"):
-            vars(twin)[name] = copy.copy(value) if isinstance(value, containers) else value
-    hooks: dict[str, Any] = {name: OrderedDict() for name in vars(twin) if name.endswith("_hooks")}
-    how = {name: False for name in _HOW if name in group}
-    vars(twin).update(hooks, param_groups=[{**group, **how, "params": [parameter]}], state=defaultdict(dict))
-    return twin
-
-
-def _scaled(shape: tuple[int, ...], real: tuple[int, ...]) -> int:
+def _scaled(shape: Sequence[int], real: Sequence[int]) -> int:
     """Elements of a state tensor with ``shape`` for the stand-in, for a parameter of shape ``real``."""
     sizes = dict(zip(_SIZES, real, strict=False))
     elements = 1

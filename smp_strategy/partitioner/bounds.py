@@ -9,7 +9,8 @@ weight gradients that nobody waits for (per microbatch; W is part of B unless th
 * It waits at the end: from its last forward on there is the way to the loss and back. At most ``most`` backwards fill
   that time. Both waits add up where the last forward comes after the first backward, that is for m > ``most``.
 * What follows its last backward (``tail``) comes on top, unless the stage could do weight gradients meanwhile.
-* It holds its parameters, gradients and optimizer state, and activations of ``least`` microbatches.
+* It holds its parameters, gradients and optimizer state, what every stage holds, and activations of ``least``
+  microbatches.
 
 Ways through the program are longest paths of the trace, so the bound holds for programs that branch.
 """
@@ -33,7 +34,7 @@ class Load(NamedTuple):
     weight: float = 0.0
     saved_bytes: int = 0
     held_bytes: int = 0
-    """Without those of parameters that several units of the model share."""
+    """Without those of parameters that several units of the model share, or that every stage holds."""
     shared: frozenset[int] = frozenset()
     head: float = NEVER
     after: float = NEVER
@@ -83,20 +84,24 @@ class Bounds:
             for key in unit.parameters:
                 counts[key] = counts.get(key, 0) + 1
         self._shared: dict[int, Held] = {
-            key: held for unit in problem.units for key, held in unit.parameters.items() if counts[key] > 1
+            key: held
+            for unit in problem.units
+            for key, held in unit.parameters.items()
+            if counts[key] > 1 and key not in problem.everywhere
         }
         self.loads = [self._load(index, window) for index, window in enumerate(problem.windows)]
         """Of each unit alone."""
 
     def _load(self, index: int, window: Window) -> Load:
-        parameters = self._problem.units[index].parameters
+        everywhere, parameters = self._problem.everywhere, self._problem.units[index].parameters
+        alone = [held for key, held in parameters.items() if key not in self._shared and key not in everywhere]
         splits, work = self._setting.splits_backward, window.work
         return Load(
             work.forward,
             work.input_gradient if splits else work.backward,
             work.weight_gradient if splits else 0.0,
             window.saved_bytes,
-            sum(held.total for key, held in parameters.items() if key not in self._shared),
+            sum(map(self._problem.at_least, alone)),
             frozenset(key for key in parameters if key in self._shared),
             *window[2:],
         )
@@ -146,8 +151,9 @@ class Bounds:
 
     def memory(self, stage: int, load: Load) -> int:
         """Least bytes at the peak."""
-        shared = sum(self._shared[key].total for key in load.shared)
-        return load.held_bytes + shared + self._promise(stage).least * load.saved_bytes
+        shared = sum(self._problem.at_least(self._shared[key]) for key in load.shared)
+        held = load.held_bytes + shared + self._problem.everywhere_bytes
+        return held + self._promise(stage).least * load.saved_bytes
 
     def fits(self, stage: int, load: Load) -> bool:
         """Whether the stage may have these units, as far as the bound can tell."""

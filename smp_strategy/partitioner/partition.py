@@ -34,7 +34,7 @@ class PlacedUnit:
     chunk: int
     """Number of the run of units on one stage that it belongs to, in execution order."""
     held: Held
-    """Bytes of its parameters, their gradients and optimizer state."""
+    """Bytes of all its parameters, their gradients and optimizer state, also where each rank holds a part only."""
     activation_bytes: int
     """Kept for backward, per microbatch."""
     output_bytes: int
@@ -45,7 +45,7 @@ class PlacedUnit:
 @final
 @dataclass(frozen=True)
 class StageLoad:
-    """What a stage has to do and to hold."""
+    """What a stage has to do, and what the fullest of its ranks has to hold."""
 
     seconds: float
     """Work of a whole step."""
@@ -111,7 +111,7 @@ class Partition:
         runs = [list(run) for _, run in groupby(problem.units, lambda unit: stage_of[unit.name])]
         units = tuple(
             PlacedUnit(
-                unit.name, stage_of[unit.name], chunk, unit.held, unit.activation_bytes, unit.output_bytes, unit.work
+                unit.name, stage_of[unit.name], chunk, unit.whole, unit.activation_bytes, unit.output_bytes, unit.work
             )
             for chunk, run in enumerate(runs)
             for unit in run

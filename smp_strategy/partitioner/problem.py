@@ -6,19 +6,20 @@ stage, or several under virtual stages). Minimised is
     J = (1 - a) * step_time / T_ref + a * max over stages of memory / M_ref
 
 with ``a`` the ``memory_weight``. Step time and activations of a candidate come from a simulation of its schedule, which
-somebody else does (:class:`Score`); what a stage holds of parameters, gradients and optimizer state is counted here, a
-parameter that units of a stage share once. T_ref is the time in which the stages would do the work of all microbatches
-without ever waiting, M_ref what the first stage would hold under 1F1B if all memory was spread evenly: both are
-constants of the problem, so J is 1 where everything is ideal.
+somebody else does (:class:`Score`); what the fullest rank of a stage holds of parameters, gradients and optimizer state
+is counted here, a parameter that units of the stage share once. T_ref is the time in which the stages would do the work
+of all microbatches without ever waiting, M_ref what the first stage would hold under 1F1B if all memory was spread
+evenly: both are constants of the problem, so J is 1 where everything is ideal.
 
 A stage may have a limit of memory. An answer beyond it is none, however fast.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, final
 
+from smp_strategy.dealing import balanced
 from smp_strategy.partitioner.costs import Held, UnitCost
 from smp_strategy.trace.work import Work
 
@@ -89,6 +90,8 @@ class Setting:
     """Whether gradients of weights may wait."""
     in_flight: tuple[InFlight, ...] = ()
     """What the schedule promises for each stage; empty: nothing."""
+    state_shards: int = 1
+    """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
 
     @classmethod
     def plain(cls, num_stages: int, **changes: object) -> "Setting":
@@ -123,6 +126,8 @@ class Problem:
     """Bytes that cross a cut before unit i, per microbatch."""
     is_chain: bool
     """Whether the program goes through the units one after the other and never back, so that stages are a chain."""
+    everywhere: Mapping[int, Held] = field(default_factory=dict)
+    """What every stage holds, whatever its units are, by identity."""
 
     def stage_of(self, starts: Sequence[int]) -> dict[str, int]:
         """Stage of each unit, if chunks begin at the units ``starts``."""
@@ -134,11 +139,27 @@ class Problem:
         }
 
     def held(self, stage_of: Mapping[str, int]) -> tuple[Held, ...]:
-        """What each stage holds under an assignment of units."""
-        unique: list[dict[int, Held]] = [{} for _ in range(self.setting.num_stages)]
+        """What the fullest rank of each stage holds under an assignment of units."""
+        unique = [dict(self.everywhere) for _ in range(self.setting.num_stages)]
         for unit in self.units:
             unique[stage_of[unit.name]].update(unit.parameters)
-        return tuple(_sum(parameters.values()) for parameters in unique)
+        return tuple(self._dealt_out(parameters) for parameters in unique)
+
+    def at_least(self, held: Held) -> int:
+        """Bytes that parameters add to the fullest rank of their stage, at least."""
+        return held.total - held.optimizer + held.optimizer // self.setting.state_shards
+
+    def _dealt_out(self, parameters: Mapping[int, Held]) -> Held:
+        """What the fullest rank of a stage holds, which has these parameters."""
+        total, num_shares = Held.sum_of(parameters.values()), self.setting.state_shards
+        if num_shares == 1:
+            return total
+        # As optimizers' state is dealt out: parameters in order of registration, frozen ones apart.
+        trained = [held for _, held in sorted(parameters.items()) if held.gradient]
+        shares = [0] * num_shares
+        for held, share in zip(trained, balanced([held.parameter for held in trained], num_shares), strict=True):
+            shares[share] += held.optimizer
+        return total._replace(optimizer=max(shares))
 
     def memory(self, stage_of: Mapping[str, int], score: Score) -> tuple[int, ...]:
         """Most bytes that each stage holds at once."""
@@ -167,12 +188,11 @@ class Problem:
     def ideal_memory(self) -> float:
         """M_ref."""
         parameters = {key: held for unit in self.units for key, held in unit.parameters.items()}
+        spread = sum(self.at_least(held) for key, held in parameters.items() if key not in self.everywhere)
         activations = sum(unit.activation_bytes for unit in self.units)
-        return _sum(parameters.values()).total / self.setting.num_stages + activations or 1.0
+        return spread / self.setting.num_stages + self.everywhere_bytes + activations or 1.0
 
-
-def _sum(parts: Iterable[Held]) -> Held:
-    total = Held(0)
-    for part in parts:
-        total = total.plus(part)
-    return total
+    @cached_property
+    def everywhere_bytes(self) -> int:
+        """Bytes that every stage holds, at least."""
+        return sum(self.at_least(held) for held in self.everywhere.values())

@@ -16,30 +16,37 @@ from smp_strategy.trace.work import Work
 __all__ = ["chain_of", "problem_of"]
 
 
-def chain_of(parameters: Mapping[str, Mapping[int, Held]]) -> tuple[Trace, dict[int, Work]]:
+def chain_of(parameter_bytes: Mapping[str, int]) -> tuple[Trace, dict[int, Work]]:
     """A trace where there is none: units one after the other, whose work is proportional to their parameters."""
     events: list[Event] = []
     work: dict[int, Work] = {}
     last: tuple[Value, ...] = ()
-    for position, (name, held) in enumerate(parameters.items()):
+    for position, (name, nbytes) in enumerate(parameter_bytes.items()):
         value = Value(position, 0, requires_grad=True)
         events.append(Event("unit", name, last, (value,)))
-        seconds = float(sum(part.parameter for part in held.values()))
-        work[position] = Work(seconds, seconds, seconds)
+        work[position] = Work(*[float(nbytes)] * 3)
         last = (value,)
     return Trace(events, len(events) - 1 if events else None), work
 
 
 def problem_of(
-    trace: Trace, work: Mapping[int, Work], parameters: Mapping[str, Mapping[int, Held]], setting: Setting
+    trace: Trace,
+    work: Mapping[int, Work],
+    parameters: Mapping[str, Mapping[int, Held]],
+    setting: Setting,
+    *,
+    everywhere: Mapping[int, Held] | None = None,
+    whole: Mapping[str, Held] | None = None,
 ) -> Problem:
     """The problem that a traced microbatch poses.
 
     Args:
         trace: events of one microbatch.
         work: of each event, by position.
-        parameters: what each unit's parameters take, by unit in order of registration.
+        parameters: what a rank holds of each unit's parameters, by unit in order of registration.
         setting: what the units are spread over, and what counts.
+        everywhere: what every stage holds, whatever its units are.
+        whole: each unit's parameters, where a rank holds a part of them only.
 
     Units that the trace does not call (a head that only validation uses) follow the unit registered before them.
     """
@@ -59,6 +66,7 @@ def problem_of(
             sum(events[position].saved_bytes for position in mine[name]),
             sum(value.nbytes for p in mine[name] if events[p].kind == "unit" for value in events[p].outputs),
             _total(work.get(position, Work()) for position in mine[name]),
+            Held.sum_of(parameters[name].values()) if whole is None else whole[name],
         )
         for name in order
     ]
@@ -71,7 +79,7 @@ def problem_of(
         cuts.append(_crossing(events, position))
     windows = [ways.window(mine[name]) for name in order]
     is_chain = _is_chain(events, [mine[name] for name in order])
-    return Problem(units, setting, windows, ways.critical_forward, cuts[::-1], is_chain)
+    return Problem(units, setting, windows, ways.critical_forward, cuts[::-1], is_chain, everywhere or {})
 
 
 def _total(parts: Iterable[Work]) -> Work:

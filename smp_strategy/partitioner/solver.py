@@ -156,5 +156,6 @@ def does_not_fit(what: str, needed: Sequence[int], allowed: Sequence[int | None]
     return ConfigError(
         f"{what} `memory_limit`: {max(needed):,} bytes are needed on the fullest stage (needed and allowed: {rows}). "
         "Use more stages (`pipeline_parallel_degree`), more and so smaller `microbatches`, fewer `active_microbatches` "
-        "in flight, a schedule that holds fewer (`pipeline: 1f1b`), or raise the limit."
+        "in flight, a schedule that holds fewer (`pipeline: 1f1b`), spread units over replicas "
+        "(`sharded_data_parallel_degree`), or raise the limit."
     )

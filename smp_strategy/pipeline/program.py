@@ -37,6 +37,7 @@ from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.rng import Streams, derive_seed
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
+from smp_strategy.pipeline.weights import WithWeights
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
@@ -58,7 +59,7 @@ from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tally import Tally
 from smp_strategy.trace.tree import flatten_call, unflatten_call
 
-__all__ = ["Program", "Context"]
+__all__ = ["Context", "Program"]
 
 
 class _Call(NamedTuple):
@@ -92,6 +93,10 @@ class Context:
     """Gives every stage the values of tensors whose program has ended; collective."""
     streams: Streams
     """Random streams for calls that draw numbers."""
+    with_weights: WithWeights
+    """Called with each unit that runs on this stage, and the microbatch."""
+    reads_refused: str
+    """Why Python code must not see values; empty: it may."""
     leftovers: Leftovers | None
     """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
 
@@ -135,6 +140,8 @@ class Program:
         self._active = context.active
         self._share = context.share
         self._streams = context.streams
+        self._with_weights = context.with_weights
+        self._reads_refused = context.reads_refused
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         self._kept = Kept()
         # Containers in objects that a dry run lends to units, with what was in them.
@@ -233,6 +240,8 @@ class Program:
         self._refuse_inside_unit(name)
         if not self.computes_here:
             raise ValueNeededError(name)
+        if self._reads_refused:
+            raise UnsupportedError(f"`{name}` reads a value in a step. {self._reads_refused}")
         leaves, structure = flatten_call(args, kwargs)
         placed, _ = self._open(leaves)
         self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)
@@ -350,6 +359,8 @@ class Program:
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
         function = call.callee.runs
+        if call.kind == "unit":
+            function = self._with_weights(call.name, function, self.microbatch)
         noting: AbstractContextManager[None] = nullcontext()
         if self._leftovers is not None and call.callee.module is not None:
             noting = self._leftovers.noting(call.name, call.callee.module)

@@ -84,7 +84,7 @@ class Runtime:
                 f"{'inside another unit' if program else 'outside of a step'} on stage {self._stage.number}, where its "
                 "weights are not. Call the model inside a training, validation, test or predict step."
             )
-        return unit.runs(*args, **kwargs)
+        return self._stage.with_weights(name, unit.runs, None)(*args, **kwargs)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]

@@ -16,6 +16,7 @@ from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.pipeline.weights import WithWeights, weights_are_there
 from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.tree import flatten
@@ -39,6 +40,10 @@ class Stage:
     """Carries values between stages; ``None`` where there is only one."""
     device: torch.device
     """Where the units run."""
+    with_weights: WithWeights = weights_are_there
+    """Called with each unit that runs on this stage."""
+    reads_refused: str = ""
+    """Why Python code must not see values in steps; empty: it may."""
     latest: Latest = field(default_factory=Latest)
     """The record that new programs begin by following."""
     leftovers: Leftovers | None = None
@@ -65,6 +70,8 @@ class Stage:
             active=active,
             share=self.make_known,
             streams=self.streams,
+            with_weights=self.with_weights,
+            reads_refused=self.reads_refused,
             leftovers=self.leftovers,
         )
         return Program(

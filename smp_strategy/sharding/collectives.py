@@ -6,13 +6,14 @@ them in place and on a stream of its own (NCCL), they are its own; for gloo they
 (:mod:`smp_strategy.sharding.point_to_point`).
 """
 
+from collections.abc import Iterable
 from typing import Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.sharding.messages import Pending
+from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.point_to_point import PointToPoint
 
 __all__ = ["Collectives", "Native", "collectives_of"]
@@ -45,14 +46,25 @@ class Collectives(Protocol):
             is_first: whether the sum replaces what is there, and is not added to it.
         """
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Add up all ranks' ``tensor``, in place; all get the same bits."""
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
+        """Add up all ranks' ``tensor``, in place; all get the same bits.
+
+        Args:
+            tensor: what is added up.
+            after: what must be over before the tensor is ready. Nobody has to wait for it.
+        """
 
     def close(self) -> None:
         """Let go of what is needed in the background."""
 
 
-def collectives_of(group: dist.ProcessGroup, device: torch.device, per_node: int | None = None) -> Collectives:
+def collectives_of(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    per_node: int | None = None,
+    *,
+    most_reduced: int | None = None,
+) -> Collectives:
     """The collectives of ``group`` for buffers on ``device``.
 
     Args:
@@ -60,9 +72,11 @@ def collectives_of(group: dist.ProcessGroup, device: torch.device, per_node: int
         device: where the buffers are.
         per_node: how many ranks of the group are on each node, if it spans several and each byte is to cross the link
             between them once per node. For messages only: other backends know their links.
+        most_reduced: most elements of a buffer that are reduced at once. For messages only: other backends need no
+            memory of that size in between.
     """
     if group._get_backend(device).name() == "gloo":
-        return PointToPoint(group, per_node)
+        return PointToPoint(group, per_node, most_reduced=most_reduced)
     return Native(group)
 
 
@@ -92,8 +106,10 @@ class Native:
 
         return Pending(finish)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
+        # On a stream this only puts it behind.
+        wait_for(after)
         return Pending(self._group.allreduce([tensor]).wait)
 
     def close(self) -> None:

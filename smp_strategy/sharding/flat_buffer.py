@@ -11,14 +11,16 @@ autograd finds its saved tensors unchanged (and notices when somebody else has c
 gathered      a view of the buffer
 resting       shape, dtype and device as ever, without values: NaN, stored once
 pieces shown  this rank's piece, one-dimensional, a view of the shard; ``grad`` likewise
+whole shown   with all values, in memory of its own that code of the user may keep; ``grad`` likewise
 ============  ==============================================================================================
 
 Between uses a parameter could show its piece all the time, so that an optimizer would find it without further ado.
 But then its shape would be another one whenever somebody looks (weight decay by ``ndim``, summaries), and a computation
 with a weight that is not gathered could give a plausible number. NaN is no plausible number.
 
-Gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced over the
-group, and what is left of it is this rank's shard, to which later microbatches are added.
+In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
+over the group, and what is left of it is this rank's shard, to which later microbatches are added. Between passes the
+``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.sharding.piece_gradient`).
 """
 
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.layout import FlatLayout, Slot
 from smp_strategy.sharding.messages import Pending
+from smp_strategy.sharding.piece_gradient import PieceGradient
 
 __all__ = ["FlatBuffer"]
 
@@ -47,10 +50,11 @@ class FlatBuffer:
         device: where the buffer is.
 
     Attributes:
-        layout: as given.
+        layout, parameters: as given.
         shard: this rank's share of the values.
         gradients: this rank's share of the gradients; ``None`` where there are none.
-        is_used: for each parameter, whether it has had a gradient on this rank since gradients were begun anew.
+        is_used: for each parameter, whether it has had a gradient on this rank since :meth:`begin_gradients`, or those
+            that it went on with.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class FlatBuffer:
     ) -> None:
         self.layout = layout
         self.gradients: Tensor | None = None
-        self._parameters = parameters
+        self.parameters = parameters
         self._collectives = collectives
         self._placeholders = [_placeholder(parameter, device) for parameter in parameters]
         self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.dtype), device=device)
@@ -68,18 +72,19 @@ class FlatBuffer:
         else:
             self.shard = self._full.new_zeros(layout.shard_numel)
             self._full.untyped_storage().resize_(0)
-        for parameter, slot, piece in zip(parameters, layout.slots, self._pieces(self.shard), strict=True):
+        for number, (parameter, piece) in enumerate(zip(parameters, self._pieces(self.shard), strict=True)):
             if parameter.is_meta:
                 _leave_meta(parameter, device)
             else:
-                start = layout.piece(slot, collectives.rank).start
-                piece.copy_(_elements(parameter, slot)[start : start + piece.numel()])
+                piece.copy_(self.piece_of(number, parameter))
         self._arriving: Pending | None = None
         self._is_gathered = False
         self.is_used = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
         self._reducing: Pending | None = None
+        # Of the parameters that are shown: the gradients that they had while they rested.
+        self._before: list[PieceGradient | None] = []
         self._show(self._placeholders)
 
     @property
@@ -97,7 +102,7 @@ class FlatBuffer:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients that have not been reduced."""
-        return self._collected is not None or any(parameter.grad is not None for parameter in self._parameters)
+        return self._collected is not None or any(_has_new_gradient(parameter) for parameter in self.parameters)
 
     def gather(self, *, anew: bool = False) -> None:
         """Begin to gather the values; does nothing while they are gathered, unless other ranks need it ``anew``."""
@@ -124,11 +129,12 @@ class FlatBuffer:
 
     def collect(self) -> None:
         """Move the parameters' gradients into the buffer, to those that are there."""
-        for number, (parameter, slot) in enumerate(zip(self._parameters, self.layout.slots, strict=True)):
+        for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
             if not self.layout.is_trained:
                 _refuse_gradient(parameter, slot)
-            elif (gradient := parameter.grad) is not None:
-                parameter.grad = None
+            elif _has_new_gradient(parameter):
+                gradient, parameter.grad = parameter.grad, None
+                assert gradient is not None
                 if gradient.layout is not torch.strided:
                     raise UnsupportedError(
                         f"The gradient of `{slot.entry.names[0]}` is sparse, and shards are dense: use `sparse=False`."
@@ -161,48 +167,127 @@ class FlatBuffer:
             self._reducing.wait()
             self._reducing = None
 
-    def drop_gradients(self) -> None:
-        """Begin anew with gradients."""
+    def begin_gradients(self) -> None:
+        """Go on with the gradients that the parameters have, which are pieces."""
         self.wait_reduced()
-        self.gradients = self._collected = None
-        self.is_used = [False] * len(self._parameters)
+        self._collected = None
+        found = [_taken(parameter) for parameter in self.parameters]
+        self.is_used = [gradient is not None and gradient.is_used for gradient in found]
+        self.gradients = self._joined(found)
 
-    def show_pieces(self, has_gradient: Sequence[bool]) -> None:
-        """Let every parameter be this rank's piece of it, and its gradient, where it is to have one, alike."""
-        assert all(parameter.grad is None for parameter in self._parameters), "gradients are collected before"
-        self.wait()
+    def take_gradients(self) -> tuple[Tensor, Pending | None]:
+        """Hand over the gradients, zeros where there are none, and what is left to wait for. It has none then."""
+        shard, self.gradients = self.gradients, None
+        reducing, self._reducing = self._reducing, None
+        return torch.zeros_like(self.shard) if shard is None else shard, reducing
+
+    def end_gradients(self) -> None:
+        """Let the parameters have the gradients of this pass, as pieces."""
         self.wait_reduced()
-        self._show(self._pieces(self.shard))
         if self.gradients is not None:
-            pieces = self._pieces(self.gradients)
-            for parameter, piece, is_there in zip(self._parameters, pieces, has_gradient, strict=True):
-                parameter.grad = piece if parameter.requires_grad and is_there else None
+            for parameter, piece, is_used in zip(
+                self.parameters, self._pieces(self.gradients), self.is_used, strict=True
+            ):
+                if parameter.requires_grad:
+                    parameter.grad = PieceGradient(parameter, piece, is_used=is_used)
+        self.gradients = None
+
+    def show_pieces(self) -> None:
+        """Let every parameter be this rank's piece of it, and its gradient likewise."""
+        self.wait()
+        self._before = [_taken(parameter) for parameter in self.parameters]
+        self._show(self._pieces(self.shard))
+        for parameter, gradient in zip(self.parameters, self._before, strict=True):
+            parameter.grad = None if gradient is None else gradient.piece
 
     def hide_pieces(self) -> None:
         """Let the parameters rest; what was done to their pieces stays, what was gathered before is out of date."""
-        found = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        if all(gradient is None for gradient in found):
-            self.gradients = None
-        else:
-            self._keep_gradients(found)
+        pieces = [parameter.grad for parameter in self.parameters]
+        self._rest(pieces)
+
+    def show_whole(self) -> None:
+        """Let every parameter and gradient be whole, in memory of its own. Collective."""
         self._retire()
+        self._before = [_taken(parameter) for parameter in self.parameters]
+        self._show([value for value in self.values() if value is not None])
+        whole = self.whole_of([None if gradient is None else gradient.piece for gradient in self._before])
+        for parameter, gradient in zip(self.parameters, whole, strict=True):
+            parameter.grad = gradient
+
+    def hide_whole(self) -> None:
+        """Let the parameters rest; what was done to them and to their gradients stays."""
+        pieces: list[Tensor | None] = []
+        for number, (parameter, own) in enumerate(zip(self.parameters, self._pieces(self.shard), strict=True)):
+            own.copy_(self.piece_of(number, parameter))
+            pieces.append(None if parameter.grad is None else self.piece_of(number, parameter.grad))
+        self._rest(pieces)
+
+    def fill(self, number: int, value: Tensor) -> None:
+        """Give the parameter ``number`` a new value, which is whole."""
+        self._retire()
+        self._pieces(self.shard)[number].copy_(self.piece_of(number, value))
+
+    def whole_of(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Put together what ranks have pieces of, in memory of its own. Collective.
+
+        Args:
+            pieces: for each parameter this rank's piece of something of its shape, all of one dtype; ``None`` for what
+                no rank has.
+        """
+        there = [piece for piece in pieces if piece is not None]
+        if not there:
+            return [None] * len(pieces)
+        shard = torch.zeros_like(self.shard, dtype=there[0].dtype)
+        for place, piece in zip(self._pieces(shard), pieces, strict=True):
+            if piece is not None:
+                place.copy_(piece)
+        full = shard.new_empty(self.layout.full_numel)
+        self._collectives.gather(full, shard).wait()
+        found = zip(self.layout.slots, pieces, strict=True)
+        return [None if piece is None else _view(full, slot).clone() for slot, piece in found]
+
+    def values(self) -> list[Tensor | None]:
+        """All values of the parameters, in memory of their own. Collective."""
+        return self.whole_of(self._pieces(self.shard))
+
+    def piece_of(self, number: int, tensor: Tensor) -> Tensor:
+        """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
+        slot = self.layout.slots[number]
+        piece = self.layout.piece(slot, self._collectives.rank)
+        return _elements(tensor, slot)[piece.start : piece.start + piece.numel].clone()
 
     def dissolve(self) -> None:
-        """Gather, and let the parameters own their values again."""
+        """Let the parameters own all of their values again, without gradients. Collective."""
         self.gather()
         self.wait()
+        for parameter in self.parameters:
+            parameter.grad = None
         self._show([view.clone() for view in self._views])
 
-    def _keep_gradients(self, found: Sequence[Tensor | None]) -> None:
-        if self.gradients is None:
-            self.gradients = torch.zeros_like(self.shard)
-        for gradient, piece in zip(found, self._pieces(self.gradients), strict=True):
-            if gradient is None:
-                piece.zero_()
-            elif gradient.data_ptr() != piece.data_ptr():
-                piece.copy_(gradient)
+    def _joined(self, gradients: Sequence[PieceGradient | None]) -> Tensor | None:
+        """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
+        if all(gradient is None for gradient in gradients):
+            return None
+        places = [self.layout.piece(slot, self._collectives.rank).offset for slot in self.layout.slots]
+        whole = _whole_of([None if each is None else each.piece for each in gradients], places, self.shard)
+        if whole is not None:
+            return whole
+        joined = torch.zeros_like(self.shard)
+        for gradient, piece in zip(gradients, self._pieces(joined), strict=True):
+            if gradient is not None:
+                piece.copy_(gradient.piece)
+        return joined
+
+    def _rest(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let the parameters rest, with pieces of gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._retire()
+        for parameter, piece, before in zip(self.parameters, gradients, self._before, strict=True):
+            if piece is not None:
+                is_used = before is None or before.is_used
+                parameter.grad = PieceGradient(parameter, piece, is_used=is_used)
+        self._before = []
 
     def _retire(self) -> None:
         self.wait()
@@ -222,11 +307,11 @@ class FlatBuffer:
     def _gradient_buffer(self) -> Tensor:
         if self._collected is None:
             self._collected = torch.empty(self.layout.full_numel, dtype=self.shard.dtype, device=self.shard.device)
-            self._has_gradient = [False] * len(self._parameters)
+            self._has_gradient = [False] * len(self.parameters)
         return self._collected
 
     def _show(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
+        for parameter, tensor in zip(self.parameters, tensors, strict=True):
             parameter.data = tensor
 
     def _pieces(self, shard: Tensor) -> list[Tensor]:
@@ -238,13 +323,41 @@ def _view(flat: Tensor, slot: Slot) -> Tensor:
     return flat.as_strided(slot.entry.shape, slot.entry.stride, slot.offset)
 
 
-def _elements(parameter: nn.Parameter, slot: Slot) -> Tensor:
-    """In the order in which they stand in memory."""
-    tensor = parameter.detach()
+def _elements(tensor: Tensor, slot: Slot) -> Tensor:
+    """In the order in which those of the parameter stand in memory."""
+    tensor = tensor.detach()
     if tensor.stride() != slot.entry.stride:
-        tensor = torch.empty_strided(tensor.shape, slot.entry.stride, dtype=tensor.dtype, device=tensor.device)
-        tensor.copy_(parameter.detach())
+        ordered = torch.empty_strided(tensor.shape, slot.entry.stride, dtype=tensor.dtype, device=tensor.device)
+        tensor = ordered.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _taken(parameter: nn.Parameter) -> PieceGradient | None:
+    """Its gradient, which it has no longer."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and not isinstance(gradient, PieceGradient):
+        raise UnsupportedError(
+            f"A parameter of shape {list(parameter.shape)}, which is spread over ranks "
+            "(`sharded_data_parallel_degree`), has got a gradient outside of a training step. Compute gradients in "
+            "`training_step`, or set them in a hook."
+        )
+    return gradient
+
+
+def _whole_of(pieces: Sequence[Tensor | None], places: Sequence[int], shard: Tensor) -> Tensor | None:
+    """The tensor like ``shard`` that ``pieces`` are views of, if there is one."""
+    storage = None
+    for piece, place in zip(pieces, places, strict=True):
+        if piece is None:
+            return None
+        if not piece.numel():
+            continue
+        own = piece.untyped_storage()
+        storage = storage or own
+        is_view = own.data_ptr() == storage.data_ptr() and piece.storage_offset() == place
+        if not is_view or own.nbytes() != shard.nbytes or piece.dtype != shard.dtype:
+            return None
+    return None if storage is None else shard.new_empty(0).set_(storage, 0, shard.shape, (1,))
 
 
 def _leave_meta(parameter: nn.Parameter, device: torch.device) -> None:
@@ -258,6 +371,11 @@ def _placeholder(parameter: nn.Parameter, device: torch.device) -> Tensor:
     fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
     one = torch.full((1,) * parameter.ndim, fill, dtype=parameter.dtype, device=device)
     return one.expand(parameter.shape)
+
+
+def _has_new_gradient(parameter: nn.Parameter) -> bool:
+    """Whether it has one that a backward has computed, and not one of before."""
+    return parameter.grad is not None and not isinstance(parameter.grad, PieceGradient)
 
 
 def _refuse_gradient(parameter: nn.Parameter, slot: Slot) -> None:

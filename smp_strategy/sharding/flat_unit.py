@@ -4,20 +4,23 @@ What happens to a unit in a step::
 
     gather  ->  wait  ->  forward  ->  free            and once more around its backward, then
     collect ->  reduce                                 for every microbatch, or for some of them
-    wait_reduced, pieces_shown: the optimizer's step   once
+
+    begin_gradients ... end_gradients                  around each pass over the model
+    show_pieces ... hide_pieces                        around the optimizer's step
+    show_whole ... hide_whole                          around code of the user that looks at weights
 
 Nothing here knows when: hooks, prefetch and the pipeline are the caller's, who does the same on all ranks of the group.
 A unit that is used twice in a forward can be gathered and freed twice; its gradients are collected whenever they are
 there, and reduced once, when both uses are through. What a rank has no gradient of counts as zero there, so nobody
-waits for an unused parameter. One that no rank has used has no gradient in one process, and optimizers pass it over:
-where ranks have exchanged what they have used, it has none here either.
+waits for an unused parameter. Its gradient knows that it was not used here: ranks can tell each other, and drop those
+that nobody has used, as in one process.
 
 For the optimizer every parameter is, for a moment, this rank's piece of it: the same object in the same groups, one-
 dimensional, possibly empty, with a gradient alike. So any elementwise optimizer works unchanged, fused and foreach
 kernels included, and keeps its state for the piece alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
 from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.messages import Pending
 
 __all__ = ["FlatUnit"]
 
@@ -63,6 +67,11 @@ class FlatUnit:
                 FlatBuffer(flat, [entries[slot.entry] for slot in flat.slots], collectives, device)
                 for flat in self.layout.flats
             ]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Each once, in the order of the layout."""
+        return [parameter for buffer in self._buffers for parameter in buffer.parameters]
 
     @property
     def held_bytes(self) -> int:
@@ -139,38 +148,110 @@ class FlatUnit:
             for buffer in self._buffers:
                 buffer.wait_reduced()
 
-    def drop_gradients(self) -> None:
-        """Begin anew with gradients."""
+    def begin_gradients(self) -> None:
+        """A pass begins: go on with the gradients that the parameters have, as pieces."""
         with _untracked():
             for buffer in self._buffers:
-                buffer.drop_gradients()
+                buffer.begin_gradients()
 
-    @contextmanager
-    def pieces_shown(self, is_used: Sequence[bool] | None = None) -> Iterator[None]:
-        """Let every parameter, and its gradient, be this rank's piece of it.
+    def end_gradients(self) -> None:
+        """The pass has ended: let the parameters have its gradients, as pieces."""
+        with _untracked():
+            for buffer in self._buffers:
+                buffer.end_gradients()
 
-        What happens to the values and gradients in this context stays. Afterwards the parameters rest.
+    def show_pieces(self) -> None:
+        """Until :meth:`hide_pieces`, let every parameter, and its gradient, be this rank's piece of it."""
+        with _untracked():
+            for buffer in self._buffers:
+                buffer.show_pieces()
+
+    def hide_pieces(self) -> None:
+        """Let the parameters rest; what happened to their values and gradients stays."""
+        with _untracked():
+            for buffer in self._buffers:
+                buffer.hide_pieces()
+
+    def show_whole(self) -> None:
+        """Until :meth:`hide_whole`, let every parameter, and its gradient, be whole. Collective."""
+        with _untracked():
+            for buffer in self._buffers:
+                buffer.show_whole()
+
+    def hide_whole(self) -> None:
+        """Let the parameters rest; what happened to their values and gradients, on all ranks alike, stays."""
+        with _untracked():
+            for buffer in self._buffers:
+                buffer.hide_whole()
+
+    def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give parameters new values, which are whole, on all ranks alike."""
+        with _untracked():
+            for buffer in self._buffers:
+                for number, parameter in enumerate(buffer.parameters):
+                    if parameter in values:
+                        buffer.fill(number, values[parameter])
+
+    def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """This rank's piece of a ``tensor`` with the shape of ``parameter``: one-dimensional, in memory of its own."""
+        buffer, number = next(
+            (buffer, number)
+            for buffer in self._buffers
+            for number, own in enumerate(buffer.parameters)
+            if own is parameter
+        )
+        with _untracked():
+            return buffer.piece_of(number, tensor)
+
+    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Put together what each rank has a piece of, for the same parameters on all ranks. Collective.
 
         Args:
-            is_used: for each parameter, whether any rank has used it; the others get no gradient. By default unused
-                parameters have a gradient of zero.
+            pieces: of something with the shape of the parameter; all of one dtype.
         """
-        flags = iter([True] * len(self.is_used) if is_used is None else is_used)
+        found: dict[nn.Parameter, Tensor] = {}
         with _untracked():
             for buffer in self._buffers:
-                buffer.show_pieces([next(flags) for _ in buffer.is_used])
-        try:
-            yield
-        finally:
-            with _untracked():
-                for buffer in self._buffers:
-                    buffer.hide_pieces()
+                whole = buffer.whole_of([pieces.get(parameter) for parameter in buffer.parameters])
+                found.update((p, value) for p, value in zip(buffer.parameters, whole, strict=True) if value is not None)
+        return found
+
+    def values(self) -> dict[nn.Parameter, Tensor]:
+        """All values of the parameters, in memory of their own. Collective."""
+        with _untracked():
+            return {
+                parameter: value
+                for buffer in self._buffers
+                for parameter, value in zip(buffer.parameters, buffer.values(), strict=True)
+                if value is not None
+            }
 
     def dissolve(self) -> None:
         """Give the parameters all of their values back, in memory of their own. Collective, and the end of the unit."""
         with _untracked():
             for buffer in self._buffers:
                 buffer.dissolve()
+
+    def take_gradients(self) -> tuple[list[Tensor], list[Pending]]:
+        """Hand over this rank's share of the gradients; the unit has none afterwards.
+
+        Returns:
+            The share of each kind of parameters that are trained, zeros where there are none, and what must be over
+            before it is complete.
+        """
+        with _untracked():
+            found = [buffer.take_gradients() for buffer in self._trained]
+        return [shard for shard, _ in found], [reducing for _, reducing in found if reducing is not None]
+
+    def put_gradients(self, shards: Iterable[Tensor]) -> None:
+        """Let the unit have the gradients that were taken, and nothing else."""
+        for buffer, shard in zip(self._trained, shards, strict=True):
+            assert buffer.gradients is None, "gradients have come that nobody has taken"
+            buffer.gradients = shard
+
+    @property
+    def _trained(self) -> list[FlatBuffer]:
+        return [buffer for buffer in self._buffers if buffer.layout.is_trained]
 
 
 @contextmanager

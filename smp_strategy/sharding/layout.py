@@ -179,6 +179,11 @@ class UnitLayout:
         return sum(flat.full_numel for flat in self.flats if not flat.is_persistent)
 
     @property
+    def transient_bytes(self) -> int:
+        """Bytes of these elements."""
+        return sum(flat.full_bytes for flat in self.flats if not flat.is_persistent)
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes of one rank's shards: also those of its gradients, and of each state that an optimizer keeps."""
         return sum(flat.shard_bytes for flat in self.flats)
@@ -192,7 +197,7 @@ class UnitLayout:
     def gathered_bytes(self) -> int:
         """Bytes of parameters that a rank holds during a use. A shard stays beside the gathered buffer, whose memory
         comes and goes as a whole; where it stays gathered the shard is a part of it."""
-        return self.resting_bytes + sum(flat.full_bytes for flat in self.flats if not flat.is_persistent)
+        return self.resting_bytes + self.transient_bytes
 
 
 def _block(itemsize: int) -> int:

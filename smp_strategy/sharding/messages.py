@@ -5,6 +5,7 @@ they may overtake each other; what matters is that all ranks take their tags in 
 """
 
 from collections.abc import Callable, Iterable
+from threading import Lock
 from typing import final
 
 import torch
@@ -38,24 +39,26 @@ class Message:
         self._work = self._memory = None
 
 
-def wait_for(messages: Iterable[Message]) -> None:
-    """Until all have arrived."""
-    for message in messages:
-        message.wait()
-
-
 @final
 class Pending:
-    """A collective that is under way."""
+    """A collective that is under way. Several threads may wait for it."""
 
     def __init__(self, finish: Callable[[], object]) -> None:
         self._finish: Callable[[], object] | None = finish
+        self._lock = Lock()
 
     def wait(self) -> None:
         """Until it is over; again does nothing."""
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
+        with self._lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+
+def wait_for(under_way: Iterable[Message | Pending]) -> None:
+    """Until all have arrived."""
+    for each in under_way:
+        each.wait()
 
 
 @final

@@ -7,16 +7,21 @@ all additions are done here, in an order that can be told.
 **Order of additions.** What was there before comes first, then the ranks in their order: with 4 ranks
 ``(((old + g0) + g1) + g2) + g3``. Where a group spans nodes, the sums of the nodes in the order of the nodes:
 ``(old + (g0 + g1)) + (g2 + g3)``. It is the same in every run, for every dtype and every number of chunks.
+
+**Memory.** Summands arrive beside what they are added to: about as many elements as the buffer has. Where that is too
+much, a buffer is reduced in slices, one after the other, in the background.
 """
 
+import itertools
+from collections.abc import Iterable
 from typing import final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.sharding import direct
-from smp_strategy.sharding.messages import Messages, Pending, wait_for
+from smp_strategy.sharding.all_reduces import AllReduces
+from smp_strategy.sharding.messages import Messages, Pending
 from smp_strategy.sharding.relay import Relay
 from smp_strategy.sharding.two_hops import LEAST_CHUNK_BYTES, TwoHops
 
@@ -30,15 +35,23 @@ class PointToPoint:
     Args:
         group: the ranks, node by node.
         per_node: how many of them are on each node; ``None``: all on one.
+        most_reduced: buffers with more elements are reduced in slices; ``None``: none are.
         least_chunk_bytes: into how small chunks a shard is cut where there are two hops.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, per_node: int | None = None, *, least_chunk_bytes: int = LEAST_CHUNK_BYTES
+        self,
+        group: dist.ProcessGroup,
+        per_node: int | None = None,
+        *,
+        most_reduced: int | None = None,
+        least_chunk_bytes: int = LEAST_CHUNK_BYTES,
     ) -> None:
+        self._most_reduced = most_reduced
         self._messages = Messages(group)
         self.rank, self.size = self._messages.rank, self._messages.size
         self._relay = Relay()
+        self._all_reduces = AllReduces(self._messages, self._relay)
         self._two_hops = None
         if per_node is not None and 1 < per_node < self.size:
             assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
@@ -57,43 +70,32 @@ class PointToPoint:
 
     def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
         """See :meth:`Collectives.reduce`."""
-        parts = full.chunk(self.size)
+        parts, runs = full.chunk(self.size), self._runs(into)
         if self._two_hops is not None:
+            if len(runs) > 1:
+                return self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first)
             return self._two_hops.reduce(parts, into, is_first=is_first)
-        return direct.reduce(self._messages, parts, into, self._messages.new_tags(), is_first=is_first)
+        tag = self._messages.new_tags(len(runs))
+        if len(runs) == 1:
+            return direct.reduce(self._messages, parts, into, tag, is_first=is_first)
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+        def in_turn() -> None:
+            for number, run in enumerate(runs):
+                of_run = [part[run] for part in parts]
+                direct.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
+
+        return Pending(self._relay.submit(in_turn).result)
+
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
-        if self.size <= 2:
-            return self._exchange(tensor)
-        parts = tensor.tensor_split(self.size)
-        tag = self._messages.new_tags(2)
-        mine = torch.empty_like(parts[self.rank])
-        reduced = direct.reduce(self._messages, parts, mine, tag, is_first=True)
-
-        def pass_on() -> Pending:
-            reduced.wait()
-            parts[self.rank].copy_(mine)
-            return direct.gather(self._messages, parts, mine, tag + 1)
-
-        passed_on = self._relay.submit(pass_on)
-        return Pending(lambda: passed_on.result().wait())
+        return self._all_reduces.start(tensor, after)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
 
-    def _exchange(self, tensor: Tensor) -> Pending:
-        """An all-reduce of two ranks: as many bytes as in two rounds. Two summands have no order."""
-        tag = self._messages.new_tags()
-        others = [torch.empty_like(tensor) for _ in self._messages.peers]
-        under_way = [self._messages.send(tensor, peer, tag) for peer in self._messages.peers]
-        under_way += [
-            self._messages.receive(other, peer, tag) for other, peer in zip(others, self._messages.peers, strict=True)
-        ]
-
-        def finish() -> None:
-            wait_for(under_way)
-            direct.add_up(tensor, others, is_first=False)
-
-        return Pending(finish)
+    def _runs(self, shard: Tensor) -> list[slice]:
+        """A shard in as many runs as its buffer has slices."""
+        most = max(1, (self._most_reduced or shard.numel() * self.size) // self.size)
+        edges = [*range(0, max(1, shard.numel()), most), shard.numel()]
+        return [slice(start, stop) for start, stop in itertools.pairwise(edges)]

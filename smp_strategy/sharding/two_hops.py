@@ -57,7 +57,7 @@ class TwoHops:
     def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Pending:
         """Fill the ``parts`` of all others."""
         messages, chunks = self._messages, self._chunks(mine)
-        tag = self._new_tags(len(chunks))
+        tag = self._new_tags_for(mine)
         from_twins: list[tuple[int, int, Message]] = []
         under_way: list[Message] = []
         for number, chunk in enumerate(chunks):
@@ -90,8 +90,34 @@ class TwoHops:
 
     def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Pending:
         """Add up what all ranks have in this rank's part; ``parts`` are used up."""
+        pass_on, finish = self._begin_reduce(parts, into, self._new_tags_for(into), is_first=is_first)
+        passed_on = self._relay.submit(pass_on)
+
+        def wait() -> None:
+            passed_on.result()
+            finish()
+
+        return Pending(wait)
+
+    def reduce_in_turn(
+        self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool
+    ) -> Pending:
+        """The same, one run of elements after the other."""
+        tags = [self._new_tags_for(into[run]) for run in runs]
+
+        def work() -> None:
+            for run, tag in zip(runs, tags, strict=True):
+                pass_on, finish = self._begin_reduce([part[run] for part in parts], into[run], tag, is_first=is_first)
+                pass_on()
+                finish()
+
+        return Pending(self._relay.submit(work).result)
+
+    def _begin_reduce(
+        self, parts: Sequence[Tensor], into: Tensor, tag: Callable[[int, int], int], *, is_first: bool
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What is to be done in the background, and what when that is done."""
         messages, chunks = self._messages, self._chunks(into)
-        tag = self._new_tags(len(chunks))
         # By place: what this rank and its neighbours have for the shards of this rank and its twins.
         found = [[torch.empty_like(into) for _ in range(self._num_nodes)] for _ in self._other_places]
         found.insert(self._place, [parts[self._rank(node, self._place)] for node in range(self._num_nodes)])
@@ -118,14 +144,11 @@ class TwoHops:
                 if node != self._node:
                     under_way.append(messages.send(first, self._rank(node, self._place), tag(self._node, number)))
 
-        passed_on = self._relay.submit(pass_on)
-
         def finish() -> None:
-            passed_on.result()
             wait_for(under_way)
             add_up(into, sums, is_first=is_first)
 
-        return Pending(finish)
+        return pass_on, finish
 
     @property
     def _other_nodes(self) -> list[int]:
@@ -143,6 +166,7 @@ class TwoHops:
         edges = [shard.numel() * number // count for number in range(count + 1)]
         return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
 
-    def _new_tags(self, num_chunks: int) -> Callable[[int, int], int]:
+    def _new_tags_for(self, shard: Tensor) -> Callable[[int, int], int]:
+        num_chunks = len(self._chunks(shard))
         first = self._messages.new_tags(self._num_nodes * num_chunks)
         return lambda node, number: first + node * num_chunks + number

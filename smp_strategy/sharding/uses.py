@@ -24,6 +24,8 @@ from smp_strategy.sharding.backwards import Backwards, Call
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.common_order import CommonOrder, Operation
 from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.messages import wait_for
+from smp_strategy.sharding.replica_sums import ReplicaSums
 from smp_strategy.sharding.saved_weights import is_in, weights_guarded
 from smp_strategy.trace.tree import flatten
 
@@ -45,13 +47,17 @@ class UnitUses:
         most_live: number of elements (padding included, without those of small parameters that stay) up to which units
             are gathered ahead; ``None``: any.
         gathers_once: gather all units when a pass begins and keep them until it ends, instead of for each use.
+        replicas: the collectives of the ranks that have the same shards in other shard groups, if there are any.
 
     Attributes:
         factor: what this rank's gradients are multiplied by when they are reduced.
         reduces_early: whether gradients are reduced during the pass, and not all of them at its end.
         reduces: whether gradients are reduced at all, and not left where they are for a later pass.
+        is_last: whether the last backward before the optimizer's step has begun: what is reduced from now on is
+            probably final, and added up over the replicas. Until the end of the pass.
         live_numel: number of elements that are gathered now.
         most_numel: the highest number so far.
+        most_bytes: the same in bytes.
     """
 
     def __init__(
@@ -63,14 +69,17 @@ class UnitUses:
         prefetch: int = 1,
         most_live: int | None = None,
         gathers_once: bool = False,
+        replicas: Collectives | None = None,
     ) -> None:
         self.factor = 1.0
+        self.is_last = False
         self.reduces_early = self.reduces = True
-        self.live_numel = self.most_numel = 0
+        self.live_numel = self.most_numel = self._live_bytes = self.most_bytes = 0
         self._names = list(units)
         self._numbers = {name: number for number, name in enumerate(units)}
         self._units = list(units.values())
         self._numels = [unit.layout.transient_numel for unit in self._units]
+        self._bytes = [unit.layout.transient_bytes for unit in self._units]
         self._check_cap(most_live)
         self._most_live = most_live
         self._num_prefetched = prefetch
@@ -79,7 +88,8 @@ class UnitUses:
         self._is_live = [False] * len(self._units)
         # How many uses of each unit are under way.
         self._claims = [0] * len(self._units)
-        self._reducing: deque[FlatUnit] = deque()
+        self._reducing: deque[int] = deque()
+        self._sums = ReplicaSums(self._units, replicas, device) if replicas is not None and replicas.size > 1 else None
         self._order = CommonOrder(collectives, device, start=self._start, pass_by=self._pass_by)
         self._backwards = Backwards(
             claim=self._claim, release=self._release, done=self._reduce_early, keeps_weights=gathers_once
@@ -138,6 +148,24 @@ class UnitUses:
         self._order.end()
         assert not any(self._claims), "a pass has ended while units are in use"
         assert not self.live_numel, "a pass has ended and units are gathered"
+        if self.is_last and self._sums is not None:
+            self._sums.begin_rest()
+        self.is_last = False
+
+    def finish_sums(self) -> None:
+        """Let the units' gradients be sums over the replicas, too; what is not begun yet begins now.
+
+        Called once before each step of the optimizer, and after each pass whose last part was ``is_last``, also where
+        its gradients are not wanted. Afterwards all units that are trained have gradients, zeros where no rank has
+        used them. Collective.
+        """
+        if self._sums is not None:
+            self._sums.finish()
+            return
+        for unit in self._units:
+            shards, reducing = unit.take_gradients()
+            wait_for(reducing)
+            unit.put_gradients(shards)
 
     # What is under way
 
@@ -211,11 +239,21 @@ class UnitUses:
                 self._is_live[number] = True
                 self.live_numel += self._numels[number]
                 self.most_numel = max(self.most_numel, self.live_numel)
+                self._live_bytes += self._bytes[number]
+                self.most_bytes = max(self.most_bytes, self._live_bytes)
             return
         if len(self._reducing) == MOST_REDUCING:
-            self._reducing.popleft().wait_reduced()
+            self._wait_reduced(self._reducing.popleft())
         unit.reduce(self.factor)
-        self._reducing.append(unit)
+        self._reducing.append(number)
+        if self.is_last and self._sums is not None:
+            self._sums.reduced(number)
+
+    def _wait_reduced(self, number: int) -> None:
+        if self._sums is None:
+            self._units[number].wait_reduced()
+        else:
+            self._sums.wait_reduced(number)
 
     def _pass_by(self, operation: Operation) -> None:
         if operation.kind == "gather":
@@ -228,6 +266,7 @@ class UnitUses:
         if self._is_live[number]:
             self._is_live[number] = False
             self.live_numel -= self._numels[number]
+            self._live_bytes -= self._bytes[number]
             self._units[number].free()
 
     def _check_cap(self, most_live: int | None) -> None:

@@ -50,7 +50,10 @@ def user_app(tmp_path):
 # --- the examples' configuration ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("smp", ["single", "pp2", "pp4", "base", "pp2_mb16", "pp4_zbv_mb32"])
+FILES = ["pp2", "pp4", "sdp2", "sdp4", "mics2x2", "pp2_sdp2", "zero1"]
+
+
+@pytest.mark.parametrize("smp", [*FILES, "single", "base", "pp2_mb16", "pp4_zbv_mb32"])
 @pytest.mark.parametrize("rest", [[], ["model=gpt2_hf"], ["model=vit_hf", "data=digits"]], ids=" ".join)
 def test_every_layout_composes_with_every_model(compose, smp, rest):
     config = compose(f"smp={smp}", *rest)
@@ -77,9 +80,32 @@ def test_every_file_opens_with_a_sentence_about_it(group):
         assert any(line.startswith("# ") and not line.startswith("# @") for line in lines[:2]), path
 
 
-def test_devices_follow_the_pipeline_degree_unless_they_are_given(compose):
-    assert compose("smp=pp4").trainer.devices == 4
-    assert compose("smp=pp2", "trainer.devices=4").trainer.devices == 4
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        (["smp=pp4"], 4),
+        (["smp=pp2", "trainer.devices=4"], 4),
+        (["smp=pp2", "smp.pipeline_parallel_degree=3"], 3),
+        (["smp=sdp2"], 2),
+        (["smp=sdp4"], 4),
+        (["smp=mics2x2"], 4),
+        (["smp=pp2_mics2x4_mb8"], 16),
+        (["smp=pp2_sdp2"], 4),
+        (["smp=zero1"], 2),
+        (["smp=zero1", "trainer.devices=4"], 4),
+        (["smp=pp2_zero1"], 4),
+        (["smp=base"], None),
+    ],
+    ids=str,
+)
+def test_devices_follow_the_layout_unless_they_are_given(compose, overrides, devices):
+    assert compose(*overrides).trainer.devices == devices
+
+
+def test_devices_follow_the_layout_also_where_hydra_does_not_run_the_application(monkeypatch):
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        assert hydra.compose("train", overrides=["smp=pp2_sdp2"]).trainer.devices == 4
 
 
 def test_the_strategy_of_the_trainer_is_the_node_of_the_group(compose):
@@ -110,7 +136,7 @@ def test_the_reference_refuses_microbatches_of_different_sizes(compose):
 # --- recipe names and the schema ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["pp2", "pp4"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_file_says_the_same_as_its_name(compose, name):
     node = compose(f"smp={name}", "smp.partition_file=null").smp
     assert OmegaConf.to_container(node) == OmegaConf.to_container(schema(**parse_recipe(name)))
@@ -132,10 +158,17 @@ def test_limits_and_speeds_are_given_on_the_command_line(compose):
     assert (node.memory_limit, node.stage_speeds) == (["16GiB", 1024], [1.0, 2.0])
 
 
-def test_recipes_of_what_is_not_built_compose_and_are_refused_by_the_config(compose):
-    options = OmegaConf.to_container(compose("smp=pp2_sdp2").smp)
+@pytest.mark.parametrize("name", ["sdp2", "sdp4", "mics2x2", "pp2_sdp2"])
+def test_layouts_that_shard_are_options_of_the_config(compose, name):
+    options = OmegaConf.to_container(compose(f"smp={name}").smp)
     del options["_target_"]
-    with pytest.raises(ConfigError, match="`sharded_data_parallel_degree=2` asks for sharded data parallelism"):
+    assert SMPConfig(**options).sharded_data_parallel_degree == (4 if name == "sdp4" else 2)
+
+
+def test_recipes_of_what_is_not_built_compose_and_are_refused_by_the_config(compose):
+    options = OmegaConf.to_container(compose("smp=pp2_tp2").smp)
+    del options["_target_"]
+    with pytest.raises(ConfigError, match="`tensor_parallel_degree=2` asks for tensor parallelism"):
         SMPConfig(**options)
 
 

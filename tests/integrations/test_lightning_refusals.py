@@ -1,5 +1,6 @@
 """What cannot work is refused before training, all of it at once."""
 
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -8,6 +9,7 @@ from lightning_toy import NEWER, OLDER, on_ranks, toy_loader, toy_module, toy_tr
 
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.lightning import make_strategy
+from smp_strategy.lightning.refusals import refuse_unsupported
 
 
 def refused(folder, options, overrides):
@@ -48,6 +50,16 @@ def test_all_problems_are_listed_together(tmp_path):
     overrides = {"configure_optimizers": lbfgs, "training_step": takes_an_iterator}
     [(_, text, _)] = on_ranks(refused, 1, tmp_path, {"precision": "16-true"}, overrides)
     assert text.startswith("3 options are wrong")
+
+
+@pytest.mark.parametrize("norm", [None, 1.0])
+@pytest.mark.parametrize("clips", [None, 0, 0.5])
+def test_gradients_are_clipped_by_the_trainer_or_by_the_strategy(clips, norm, tmp_path):
+    trainer = toy_trainer(tmp_path, smp={}, gradient_clip_val=clips)
+    object.__setattr__(trainer.strategy.config, "sdp_gradient_clipping", norm)
+    both = pytest.raises(ConfigError, match=r"`sdp_gradient_clipping` \(1.0\) contradicts `gradient_clip_val` \(0.5\)")
+    with both if norm and clips else nullcontext():
+        refuse_unsupported(trainer, toy_module(), [])
 
 
 def test_wrong_options_are_refused_when_the_strategy_is_made():

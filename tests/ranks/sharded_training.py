@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.sharding.uses import UnitUses
+from tests.pieces import pieces_shown
 from tests.ranks.sharded_models import Model, batch, made
 
 STEPS = 5
@@ -60,6 +61,7 @@ class Sharded:
             prefetch=setting.prefetch,
             most_live=setting.most_live,
             gathers_once=setting.gathers_once,
+            replicas=self.replicas,
         )
         self.most_numel = 0
         self.gathers: list[str] = []
@@ -93,14 +95,10 @@ class Sharded:
     def step(self) -> None:
         """Of the optimizer."""
         units = self.units.values()
-        for unit in units:
-            if not unit.gradient_shards:
-                unit.reduce()  # nobody in this group has used it, but another group may have
-        for pending in [self.replicas.all_reduce(shard) for unit in units for shard in unit.gradient_shards]:
-            pending.wait()
+        self.uses.finish_sums()
         with ExitStack() as stack:
             for unit in units:
-                stack.enter_context(unit.pieces_shown())
+                stack.enter_context(pieces_shown(unit))
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -137,6 +135,7 @@ def train_sharded(kind: type[Model], setting: Setting) -> Report:
                 losses.append(sharded.model(batch(1000 + step)).item())
             sharded.uses.end_pass()
         loss = sharded.model(batch(step * setting.ranks + dist.get_rank()))
+        sharded.uses.is_last = True
         (loss / setting.ranks).backward()
         sharded.uses.end_pass()
         assert sharded.live_numel == 0
@@ -200,7 +199,7 @@ def gradients_of(kind: type[Model], work: Callable[[Sharded], Any], setting: Set
     sharded = Sharded(kind, setting)
     seen = work(sharded)
     for name, module in sharded.model.units.items():
-        with sharded.units[name].pieces_shown():
+        with pieces_shown(sharded.units[name]):
             for parameter in module.parameters():
                 if parameter.grad is None:
                     parameter.data.zero_()

@@ -19,6 +19,7 @@ from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.testing import run_ranks
+from tests.pieces import pieces_shown
 
 WIDTH, WORDS, LENGTH, STEPS = 24, 50, 8, 20
 ORDER = [0, 1, 2, 1]  # of the blocks
@@ -176,7 +177,7 @@ def train_sharded(setting: Setting) -> Report:
             pending.wait()
         with ExitStack() as stack:
             for unit in hooks.units:
-                stack.enter_context(unit.pieces_shown())
+                stack.enter_context(pieces_shown(unit))
             optimizer.step()
             optimizer.zero_grad()
     resting_bytes = sum(unit.held_bytes for unit in hooks.units)

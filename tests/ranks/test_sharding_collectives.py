@@ -9,6 +9,7 @@ from torch import Tensor
 
 from smp_strategy import failure
 from smp_strategy.sharding.collectives import Collectives, Native, collectives_of
+from smp_strategy.sharding.messages import Message
 from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.testing import run_ranks
 
@@ -23,6 +24,15 @@ def direct() -> Collectives:
 
 def two_nodes() -> Collectives:
     return PointToPoint(dist.group.WORLD, dist.get_world_size() // 2, least_chunk_bytes=64)
+
+
+def direct_in_slices() -> Collectives:
+    return collectives_of(dist.group.WORLD, torch.device("cpu"), most_reduced=100)
+
+
+def two_nodes_in_slices() -> Collectives:
+    ranks = dist.get_world_size()
+    return PointToPoint(dist.group.WORLD, ranks // 2, most_reduced=40 * ranks, least_chunk_bytes=64)
 
 
 def native() -> Collectives:
@@ -98,6 +108,8 @@ def reduced_wrongly(
         (direct, 4, in_order_of_ranks),
         (two_nodes, 4, by_node),
         (two_nodes, 6, by_node),
+        (direct_in_slices, 3, in_order_of_ranks),
+        (two_nodes_in_slices, 4, by_node),
     ],
 )
 def test_a_reduction_adds_in_the_promised_order(make, ranks, order):
@@ -168,13 +180,15 @@ def many_at_once(make: Callable[[], Collectives]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("make", "ranks"), [(direct, 2), (two_nodes, 4)])
+@pytest.mark.parametrize(
+    ("make", "ranks"), [(direct, 2), (two_nodes, 4), (direct_in_slices, 3), (two_nodes_in_slices, 4)]
+)
 def test_many_can_be_under_way_and_are_waited_for_in_any_order(make, ranks):
     assert run_ranks(many_at_once, ranks, make) == [True] * ranks
 
 
-def wait_for_a_neighbour_first() -> float:
-    collectives = two_nodes()
+def wait_for_a_neighbour_first(make: Callable[[], Collectives]) -> float:
+    collectives = make()
     full, shard = torch.zeros(280), torch.full((70,), float(collectives.rank))
     gathering = collectives.gather(full, shard)
     into = torch.zeros(70)
@@ -193,8 +207,9 @@ def wait_for_a_neighbour_first() -> float:
     return full.sum().item() + into.sum().item()
 
 
-def test_things_are_passed_on_while_a_rank_waits_for_something_else():
-    assert run_ranks(wait_for_a_neighbour_first, 4, timeout=20) == [70.0 * 6 + 280.0] * 4
+@pytest.mark.parametrize("make", [two_nodes, two_nodes_in_slices])
+def test_things_are_passed_on_while_a_rank_waits_for_something_else(make):
+    assert run_ranks(wait_for_a_neighbour_first, 4, make, timeout=20) == [70.0 * 6 + 280.0] * 4
 
 
 def without_the_others(make: Callable[[], Collectives]) -> str:
@@ -235,3 +250,40 @@ def bytes_to_the_other_node(numel: int) -> tuple[int, int]:
 def test_each_byte_crosses_the_link_between_nodes_once_per_node():
     # A node has half of the 16000 bytes of the buffer: the other one needs no more and no less.
     assert run_ranks(bytes_to_the_other_node, 4, 1000) == [(4000, 4000)] * 4
+
+
+def most_arriving_at_once(make: Callable[[], Collectives], numel: int) -> int:
+    """Elements of summands that a reduction has memory for at a time, while the others have yet to send."""
+    collectives = make()
+    messages = collectives._messages
+    open_, most = 0, 0
+    receive, wait = messages.receive, Message.wait
+
+    def received(tensor: Tensor, peer: int, tag: int) -> Message:
+        nonlocal open_, most
+        open_ += tensor.numel()
+        most = max(most, open_)
+        message = receive(tensor, peer, tag)
+        arriving[message] = tensor.numel()
+        return message
+
+    def waited(message: Message) -> None:
+        nonlocal open_
+        wait(message)
+        open_ -= arriving.pop(message, 0)
+
+    arriving: dict[Message, int] = {}
+    messages.receive, Message.wait = received, waited
+    try:
+        collectives.reduce(torch.zeros(numel * collectives.size), torch.zeros(numel), is_first=True).wait()
+    finally:
+        Message.wait = wait
+    collectives.close()
+    return most
+
+
+def test_memory_for_summands_does_not_grow_with_the_buffer_where_it_is_reduced_in_slices():
+    assert run_ranks(most_arriving_at_once, 3, direct, 999) == [2 * 999] * 3
+    assert run_ranks(most_arriving_at_once, 3, direct_in_slices, 999) == [2 * 33] * 3
+    # Per element of a run: what a neighbour has for both nodes, and the sum of the other node.
+    assert run_ranks(most_arriving_at_once, 4, two_nodes_in_slices, 999) == [3 * 40] * 4

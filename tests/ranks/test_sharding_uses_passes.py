@@ -36,10 +36,10 @@ def fail_and_go_on(sharded: Sharded) -> Any:
     sharded.uses.end_pass()
     assert sharded.live_numel == 0
     for unit in sharded.units.values():
-        unit.drop_gradients()
+        unit.begin_gradients()
     backward_from_a_block(sharded)
     for unit in sharded.units.values():
-        unit.drop_gradients()
+        unit.begin_gradients()
     sharded.model(batch(dist.get_rank())).backward()
     sharded.uses.end_pass()
 
@@ -75,7 +75,7 @@ def two_in_flight(sharded: Sharded) -> Any:
     """Microbatches that take turns, like a pipeline's."""
     for _ in range(3):
         for unit in sharded.units.values():
-            unit.drop_gradients()
+            unit.begin_gradients()
         hidden, losses = [], []
         for turn in range(2):
             sharded.token = turn
@@ -123,7 +123,7 @@ def reduce_late(sharded: Sharded) -> Any:
     sharded.uses.reduces_early = False
     for _ in range(2):
         for unit in sharded.units.values():
-            unit.drop_gradients()
+            unit.begin_gradients()
         loss = sharded.model(batch(dist.get_rank()))
         parameters = list(sharded.model.parameters())
         # Part of the gradients first, like zero-bubble schedules.
@@ -142,7 +142,7 @@ def test_a_backward_in_parts_is_reduced_at_the_end_and_once():
 def skip_on_one_rank(sharded: Sharded) -> Any:
     for step in range(3):
         for unit in sharded.units.values():
-            unit.drop_gradients()
+            unit.begin_gradients()
         sharded.gathers.clear()
         x = sharded.model.first(batch(dist.get_rank()))
         if dist.get_rank() == 1 or step == 0:
@@ -230,7 +230,7 @@ def save_elsewhere(sharded: Sharded) -> Any:
 
     for _ in range(2):
         for unit in sharded.units.values():
-            unit.drop_gradients()
+            unit.begin_gradients()
         with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved[0]):
             loss = sharded.model(batch(dist.get_rank()))
         loss.backward()

@@ -42,14 +42,20 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
-def one_process(name: str, make: Make, replicas: int, microbatches: int, max_norm: float | None = None) -> Any:
-    """What one process does that takes the replicas' batches one after the other."""
+def one_process(
+    name: str, make: Make, replicas: int, microbatches: int, max_norm: float | None = None, together: int | None = None
+) -> Any:
+    """What one process does that takes the replicas' batches one after the other.
+
+    The gradients of every ``together`` replicas are added up first, then these sums; by default those of all.
+    """
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = make(model.parameters())
     norms = []
     for step in range(STEPS):
         total: dict[nn.Parameter, Tensor] = {}
+        sums: dict[nn.Parameter, Tensor] = {}
         for replica in range(replicas):
             optimizer.zero_grad()
             model.zero_grad()
@@ -58,7 +64,10 @@ def one_process(name: str, make: Make, replicas: int, microbatches: int, max_nor
                 (model.loss(part) * (size / sum(sizes))).backward()
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    total[parameter] = total[parameter] + parameter.grad if parameter in total else parameter.grad
+                    sums[parameter] = sums[parameter] + parameter.grad if parameter in sums else parameter.grad
+            if (replica + 1) % (together or replicas) == 0:
+                total.update((each, total[each] + part if each in total else part) for each, part in sums.items())
+                sums.clear()
         for parameter in model.parameters():
             parameter.grad = total[parameter] / replicas if parameter in total else None
         if max_norm is not None:
@@ -67,11 +76,19 @@ def one_process(name: str, make: Make, replicas: int, microbatches: int, max_nor
     return model.state_dict(), optimizer.state_dict(), norms
 
 
-def train(engine: Engine, model: Any, optimizer: Optimizer, name: str, steps: range, max_norm: float | None) -> list:
+def train(
+    engine: Engine,
+    model: Any,
+    optimizer: Optimizer,
+    name: str,
+    steps: range,
+    max_norm: float | None,
+    reduces: bool = False,
+) -> list:
     norms = []
     for step in steps:
         batch = batch_for(name, step * engine.mesh.dp + engine.mesh.dp_rank, SAMPLES)
-        result = engine.train_step(model.loss, batch, loss_of=lambda loss: loss)
+        result = engine.train_step(model.loss, batch, loss_of=lambda loss: loss, reduces=reduces)
         model.zero_grad()
         result.commit(torch.ones(()), reduce=True)
         if max_norm is not None:

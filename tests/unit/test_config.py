@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from smp_strategy.config import Schedule, SMPConfig
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.options import PartitionOptions, PipelineOptions
-from smp_strategy.recipe import MICROBATCHES_PER_STAGE, parse_recipe
+from smp_strategy.recipe import MICROBATCHES_PER_STAGE, named_replicas, parse_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -235,7 +235,6 @@ def test_two_precisions_contradict_each_other():
 @pytest.mark.parametrize(
     "options",
     [
-        {"sharded_data_parallel_degree": 2},
         {"tensor_parallel_degree": 2},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
@@ -397,6 +396,8 @@ def test_a_recipe_says_what_its_name_says(options, random):
     parsed = parse_recipe("_".join(parts))
     if "pipeline_parallel_degree" in options and "microbatches" not in options:
         assert parsed.pop("microbatches") == MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"]
+    if "sharded_data_parallel_degree" in options and "pipeline_parallel_degree" not in options:
+        assert parsed.pop("pipeline_parallel_degree") == 1
     assert parsed == options
 
 
@@ -411,8 +412,11 @@ def test_any_other_name_is_a_config_error(name):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("mics2x4", {"sharded_data_parallel_degree": 2}),
-        ("zero1", {"shard_optimizer_state": True}),
+        ("sdp2", {"sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 1}),
+        ("mics2x4", {"sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 1}),
+        ("zero1", {"shard_optimizer_state": True, "pipeline_parallel_degree": 1}),
+        ("zero1_mb4", {"shard_optimizer_state": True, "pipeline_parallel_degree": 1, "microbatches": 4}),
+        ("pp2_sdp4", {"sharded_data_parallel_degree": 4, "pipeline_parallel_degree": 2, "microbatches": 8}),
         ("tp2_mb4", {"tensor_parallel_degree": 2, "microbatches": 4}),
         ("1f1b", {"pipeline": "1f1b"}),
         ("zbv_pp2_mb4", {"pipeline": "zb-v", "pipeline_parallel_degree": 2, "microbatches": 4}),
@@ -435,6 +439,11 @@ def test_the_part_that_is_not_understood_is_shown(name, part):
 def test_a_part_that_stands_twice_is_refused(name):
     with pytest.raises(ConfigError, match="is given twice"):
         parse_recipe(name)
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("mics2x4", 4), ("pp2_mics4x2_mb8", 2), ("sdp2", 1), ("", 1)])
+def test_a_name_speaks_of_replicas_or_of_one(name, replicas):
+    assert named_replicas(name) == replicas
 
 
 @pytest.mark.parametrize("schedule", typing.get_args(Schedule))

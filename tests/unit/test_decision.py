@@ -1,4 +1,4 @@
-"""What is decided on: bytes of parameters, costs of calls."""
+"""What is decided on: costs of calls."""
 
 from typing import Any
 
@@ -8,59 +8,9 @@ from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, _by_stage, find_costs, measuring_device
-from smp_strategy.decision import held_of
-from smp_strategy.dry_run import Surroundings
-from smp_strategy.interception import UnitCalls
 from smp_strategy.measurement.sharing import _relative
 from smp_strategy.mesh_shape import MeshShape
-from smp_strategy.partitioner.costs import Held
-from smp_strategy.trace.oracle import Oracle
-from smp_strategy.units import choose_units
-from tests.parity.models import Text
 from tests.unit.measurement.surveyed import CPU, survey
-
-
-def held(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Held]:
-    """By name of the unit."""
-    surroundings = Surroundings(
-        module=model,
-        units=choose_units(model, 2),
-        calls=UnitCalls(),
-        oracle=Oracle(CPU),
-        device=CPU,
-        optimizers=optimizers,
-    )
-    found = {}
-    for name, parameters in held_of(surroundings).items():
-        total = Held(0)
-        for each in parameters.values():
-            total = total.plus(each)
-        found[name] = total
-    return found
-
-
-def test_optimizers_say_what_they_keep_of_each_unit():
-    model = Text()
-    size = 4 * 32 * 16
-    assert held(model, torch.optim.SGD(model.parameters(), 0.1))["head"] == Held(size, size, 0)
-    assert held(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))["head"] == Held(size, size, size)
-    steps = 4
-    assert held(model, torch.optim.Adam(model.parameters()))["head"] == Held(size, size, 2 * size + steps)
-
-
-def test_frozen_parameters_have_no_gradient_and_those_in_no_optimizer_no_state():
-    model = Text()
-    model.embed.requires_grad_(False)
-    size = 4 * 32 * 16
-    found = held(model, torch.optim.Adam(model.blocks.parameters()))
-    assert found["embed"] == Held(size)
-    assert found["head"] == Held(size, size)
-    assert found["blocks.0"].optimizer > found["blocks.0"].parameter
-
-
-def test_without_any_optimizer_two_moments_are_assumed():
-    size = 4 * 32 * 16
-    assert held(Text())["head"] == Held(size, size, 2 * size)
 
 
 def test_a_stage_is_as_fast_as_its_slowest_rank_unless_speeds_are_given():

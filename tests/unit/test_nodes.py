@@ -51,8 +51,7 @@ def test_uneven_nodes_are_refused_where_shard_groups_are_laid_over_them():
 
 def run_shape(pp: int | None, dp_shard: int) -> str:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    config = SMPConfig(pipeline_parallel_degree=pp)
-    object.__setattr__(config, "sharded_data_parallel_degree", dp_shard)
+    config = SMPConfig(pipeline_parallel_degree=pp, sharded_data_parallel_degree=dp_shard)
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     return choose_shape(config, module, lambda text: None).draw()
 

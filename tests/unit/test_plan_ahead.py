@@ -137,3 +137,29 @@ def test_planning_leaves_calls_of_units_as_they_were():
     assert isinstance(model.loss(batch_for("text", 0, 2)), Tensor)
     assert smp_strategy.plan_partition is plan_partition
     assert isinstance(model, nn.Module)
+
+
+def test_units_that_are_spread_over_replicas_are_planned_with_their_shares():
+    model = Text(width=64)
+    step, microbatch = model.loss, batch_for("text", 0, 2)
+    alone, spread = (
+        plan_partition(
+            model,
+            step,
+            microbatch,
+            num_stages=2,
+            microbatches=2,
+            sharded_data_parallel_degree=degree,
+            sdp_param_persistence_threshold=0,
+        )
+        for degree in (1, 4)
+    )
+    assert alone.stage_of == spread.stage_of
+    glue = model.position.nbytes
+    for before, after in zip(alone.stages, spread.stages, strict=True):
+        assert before.held.passing == 0
+        values = before.held.parameter - glue
+        assert values / 4 < after.held.parameter - glue < 1.1 * values / 4  # padding
+        assert values < after.held.gathered < 1.1 * values
+        assert after.held.states < 0.3 * before.held.states
+    assert [unit.held for unit in alone.units] == [unit.held for unit in spread.units]

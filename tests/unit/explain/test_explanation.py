@@ -100,6 +100,17 @@ def test_the_text_says_what_was_decided_how_good_it_is_and_what_limits_it():
     assert "stage 0   F0 F1 B0 F2 B1 F3 B2 B3" in text
 
 
+def test_what_comes_and_goes_is_told_where_something_does():
+    stages = tuple(
+        replace(load, held=load.held._replace(gathered=3 * MIB, unreduced=4 * MIB)) for load in partition().stages
+    )
+    spread = Explanation(partition(stages=stages))
+    (row,) = (line for line in str(spread).splitlines() if line.startswith("│ 0  "))
+    assert [cell.strip() for cell in row.split("│")][4:8] == ["20.0 MiB", "7.0 MiB", "24.0 KiB", "27.0 MiB"]
+    assert "7.0 MiB" in Page(spread.to_html()).words
+    assert "passing" not in str(Explanation(partition()))
+
+
 @pytest.mark.parametrize(
     ("bound", "said"),
     [(1.0, "could save 20.0% at most"), (0.0, "Nothing is known about better partitions")],

@@ -19,9 +19,11 @@ from smp_strategy.trace.work import Work
 class Case:
     """A problem, and what simulates its candidates."""
 
-    def __init__(self, trace: Trace, work: Mapping[int, Work], parameters, setting: Setting, active: int) -> None:
+    def __init__(
+        self, trace: Trace, work: Mapping[int, Work], parameters, setting: Setting, active: int, everywhere=None
+    ) -> None:
         self.trace, self.work, self.setting, self.active = trace, work, setting, active
-        self.problem: Problem = problem_of(trace, work, parameters, setting)
+        self.problem: Problem = problem_of(trace, work, parameters, setting, everywhere=everywhere)
 
     def evaluate(self, stage_of: Mapping[str, int]) -> Score:
         setting = self.setting
@@ -94,13 +96,12 @@ def cases(draw: st.DrawFn, *, max_units: int = 10) -> Case:
     trace, work = draw(programs(num_units))
     sizes = draw(st.lists(st.integers(0, 50), min_size=12, max_size=12))
     trained = draw(st.lists(st.booleans(), min_size=12, max_size=12))
+    held = [Held(size, size * trained[key], 2 * size * trained[key], size // 2) for key, size in enumerate(sizes)]
     parameters = {
-        f"u{index}": {
-            key: Held(sizes[key], sizes[key] * trained[key], 2 * sizes[key] * trained[key])
-            for key in draw(st.sets(st.integers(0, 11), max_size=3))
-        }
+        f"u{index}": {key: held[key] for key in draw(st.sets(st.integers(0, 11), max_size=3))}
         for index in range(num_units)
     }
+    everywhere = {key: held[key % 12] for key in draw(st.sets(st.integers(10, 13)))}  # two may be those of units, too
     num_microbatches = draw(st.integers(1, 6))
     active = draw(st.integers(1, 6))
     limited = draw(st.booleans())
@@ -112,5 +113,6 @@ def cases(draw: st.DrawFn, *, max_units: int = 10) -> Case:
         memory_limits=tuple(draw(st.integers(50, 900)) for _ in range(num_stages)) if limited else (),
         stage_speeds=tuple(draw(st.sampled_from([0.5, 1.0, 2.0])) for _ in range(num_stages)),
         in_flight=(InFlight(Promise(1, active), Promise(1, active), active),) * num_stages,
+        state_shards=draw(st.integers(1, 3)),
     )
-    return Case(trace, work, parameters, setting, active)
+    return Case(trace, work, parameters, setting, active, everywhere)

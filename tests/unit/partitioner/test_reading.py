@@ -115,7 +115,7 @@ def test_a_frozen_unit_has_no_backward_work_to_wait_for():
 
 
 def test_without_a_trace_parameters_alone_decide():
-    events, work = chain_of(PARAMETERS)
+    events, work = chain_of({name: sum(part.parameter for part in held.values()) for name, held in PARAMETERS.items()})
     found = problem_of(events, work, PARAMETERS, Setting.plain(2))
     assert [unit.name for unit in found.units] == list(PARAMETERS)
     assert [unit.work.forward for unit in found.units] == [100, 10, 20, 105]

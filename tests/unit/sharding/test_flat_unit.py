@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.flat_unit import FlatUnit
+from tests.pieces import pieces_shown
 from tests.unit.sharding.world import World
 
 CPU = torch.device("cpu")
@@ -80,9 +81,9 @@ class Ranks:
 
     def step(self, optimizers: Iterable[optim.Optimizer]) -> None:
         for unit, optimizer in zip(self.units, optimizers, strict=True):
-            with unit.pieces_shown():
+            with pieces_shown(unit):
                 optimizer.step()
-            unit.drop_gradients()
+            unit.begin_gradients()
 
     def train(self, step: int) -> None:
         """Forward, free, gather again, backward, and reduce."""
@@ -157,7 +158,7 @@ def assert_same_gradients(ranks: Ranks, expected: nn.Module) -> None:
     for name, parameter in expected.named_parameters():
         pieces = []
         for module, unit in zip(ranks.blocks, ranks.units, strict=True):
-            with unit.pieces_shown():
+            with pieces_shown(unit):
                 found = module.get_parameter(name)
                 assert found.grad is None or found.grad.shape == found.shape
                 pieces.append(found.grad)
@@ -235,7 +236,7 @@ def test_activation_checkpoints_find_the_weights_of_the_second_gather():
     assert_same_gradients(ranks, plain_gradients(2))
 
 
-def test_what_no_rank_has_used_gets_no_gradient_where_the_ranks_have_agreed_on_it():
+def test_what_a_rank_has_not_used_has_the_gradient_of_the_others():
     class Choice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -250,11 +251,9 @@ def test_what_no_rank_has_used_gets_no_gradient_where_the_ranks_have_agreed_on_i
         module(rank).backward()
     ranks.reduce()
     assert [unit.is_used for unit in ranks.units] == [[True, False, False], [False, True, False]]
-    with ranks.units[0].pieces_shown([True, True, False]):
-        assert [option.grad is None for option in ranks.blocks[0].options] == [False, False, True]
-    with ranks.units[0].pieces_shown():
+    with pieces_shown(ranks.units[0]):
         assert [option.grad.sum() for option in ranks.blocks[0].options] == [40.0, 32.0, 0.0]
-    ranks.units[0].drop_gradients()
+    ranks.units[0].begin_gradients()
     assert ranks.units[0].is_used == [False] * 3
 
 
@@ -293,7 +292,7 @@ def test_an_elementwise_optimizer_takes_the_same_steps_on_pieces(name, threshold
     ranks = Ranks(3, persistence_threshold=threshold)
     optimizers = []
     for module, unit in zip(ranks.blocks, ranks.units, strict=True):
-        with unit.pieces_shown():  # some make their state at once
+        with pieces_shown(unit):  # some make their state at once
             optimizers.append(OPTIMIZERS[name](module.parameters()))
     plain = block()
     optimizer = OPTIMIZERS[name](plain.parameters())
@@ -328,7 +327,7 @@ def test_an_optimizer_may_be_made_before_the_unit_is_sharded():
     module(batch(0)).square().mean().backward()
     unit.reduce()
     before = module.inner.weight.detach().clone()
-    with unit.pieces_shown():
+    with pieces_shown(unit):
         optimizer.step()
     assert [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups] == groups
     unit.gather()
@@ -342,7 +341,7 @@ def test_small_parameters_stay_but_are_gathered_anew_after_a_step():
     ranks.free()
     assert torch.equal(ranks.blocks[0].inner.weight, block().inner.weight)
     for module, unit in zip(ranks.blocks, ranks.units, strict=True):
-        with unit.pieces_shown():
+        with pieces_shown(unit):
             module.inner.weight.data.add_(1.0)
         assert module.inner.weight.isnan().all()
     ranks.gather()
@@ -354,12 +353,12 @@ def test_what_is_done_to_shown_gradients_stays_and_gradients_can_be_let_go_of():
     ranks = Ranks(1)
     ranks.train(0)
     unit, module = ranks.units[0], ranks.blocks[0]
-    with unit.pieces_shown():
+    with pieces_shown(unit):
         module.inner.weight.grad.mul_(2.0)
         module.inner.bias.grad = torch.ones_like(module.inner.bias)
         module.outer.weight.grad = None
         expected = module.inner.weight.grad.clone()
-    with unit.pieces_shown():
+    with pieces_shown(unit):
         assert torch.equal(module.inner.weight.grad, expected)
         assert torch.equal(module.inner.bias.grad, torch.ones(40))
         assert not module.outer.weight.grad.any()
@@ -412,7 +411,7 @@ def test_values_can_be_filled_in_piece_by_piece_where_the_whole_would_not_fit():
         for module, member in zip(modules, World(2).members, strict=True)
     ]
     for number, (module, unit) in enumerate(zip(modules, units, strict=True)):
-        with unit.pieces_shown():
+        with pieces_shown(unit):
             for parameter in module.parameters():
                 parameter.data.fill_(number)
     for unit in units:

@@ -1,5 +1,6 @@
 """A shard group in one process: every rank has its own collectives, and all ranks take turns by hand."""
 
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
@@ -45,7 +46,7 @@ class Member:
             )
         )
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.optim.state_sharding import balanced
+from smp_strategy.dealing import balanced
 
 
 def loads(sizes: list[int], shares: list[int], num_shares: int) -> list[int]:

@@ -1,0 +1,27 @@
+"""Things of different sizes are dealt out so that nobody gets much more than the others."""
+
+import heapq
+from collections.abc import Sequence
+
+__all__ = ["balanced"]
+
+
+def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
+    """Deal out items so that the shares are about equally large: the largest first, each to the smallest share.
+
+    The largest share is at most 4/3 of the smallest possible one (Graham 1969).
+
+    Args:
+        sizes: of the items.
+        num_shares: how many shares there are.
+
+    Returns:
+        The share of each item.
+    """
+    shares = [0] * len(sizes)
+    totals = [(0, share) for share in range(num_shares)]
+    for item in sorted(range(len(sizes)), key=lambda item: (-sizes[item], item)):
+        total, share = totals[0]
+        shares[item] = share
+        heapq.heapreplace(totals, (total + sizes[item], share))
+    return shares

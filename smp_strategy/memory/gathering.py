@@ -1,0 +1,37 @@
+"""From what each rank counts to the memory report, on every rank."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from smp_strategy.memory.counting import Spread, count
+from smp_strategy.memory.report import MemoryReport
+from smp_strategy.mesh import ProcessMesh
+from smp_strategy.partitioner.partition import Partition
+
+__all__ = ["memory_report"]
+
+
+def memory_report(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    mesh: ProcessMesh,
+    partition: Partition | None,
+    spread: Spread | None = None,
+) -> MemoryReport:
+    """What all ranks hold now; collective over all of them, outside of steps.
+
+    Args:
+        module: all of it, of which this rank may have a part.
+        optimizers: what trains it.
+        mesh: where the ranks stand.
+        partition: what was predicted; ``None`` before it is decided.
+        spread: what is known of parameters that are spread over shard groups; ``None``: there are none.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, count(module, optimizers, mesh, spread))
+    predicted = () if partition is None else tuple(stage.held for stage in partition.stages)
+    return MemoryReport(ranks=tuple(told), predicted=predicted, rank=mesh.rank)

@@ -1,0 +1,119 @@
+"""What a rank of a shard group holds of flat buffers, at rest and at most: functions of their layouts.
+
+At rest it is this rank's shard, of values, gradients and state. In a step more is there for a while:
+
+==============  ===========================================  ======================
+..              gathered for each use                        gathered once per step
+==============  ===========================================  ======================
+values          of the unit in use, and of the one ahead     of all units
+gradients       of the unit in backward, and of those that   of all units
+                are being reduced
+==============  ===========================================  ======================
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar, final
+
+from smp_strategy.partitioner.costs import Held
+from smp_strategy.sharding.layout import Entry, UnitLayout
+
+__all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@final
+@dataclass(frozen=True)
+class FlatGroup:
+    """Parameters that stand in flat buffers together, because the same units use them."""
+
+    users: tuple[str, ...]
+    parameters: tuple[int, ...]
+
+    @property
+    def number(self) -> int:
+        """An identity: that of its first parameter."""
+        return self.parameters[0]
+
+
+def flat_groups(parameters: Mapping[str, Iterable[int]]) -> list[FlatGroup]:
+    """The groups of the parameters of some units: those of a unit alone, and those that several units share.
+
+    Args:
+        parameters: numbers of each unit's parameters, by unit.
+    """
+    users: dict[int, tuple[str, ...]] = {}
+    for name, mine in parameters.items():
+        for number in dict.fromkeys(mine):
+            users[number] = (*users.get(number, ()), name)
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for number, names in users.items():
+        groups.setdefault(names, []).append(number)
+    return [FlatGroup(names, tuple(members)) for names, members in groups.items()]
+
+
+def share_of(layout: UnitLayout, state_bytes: Callable[[Entry, int], int], *, gathers_once: bool) -> Held:
+    """What the fullest rank holds of a unit's parameters.
+
+    Args:
+        layout: their flat buffers.
+        state_bytes: what the optimizer keeps of so many elements of a parameter.
+        gathers_once: whether the values are gathered for a whole step; otherwise units take turns, and what comes and
+            goes is not counted here.
+    """
+    trained = [flat for flat in layout.flats if flat.is_trained]
+
+    def state_of(rank: int) -> int:
+        return sum(state_bytes(slot.entry, flat.piece(slot, rank).numel) for flat in trained for slot in flat.slots)
+
+    return Held(
+        parameter=layout.resting_bytes,
+        gradient=sum(flat.shard_bytes for flat in trained),
+        optimizer=max((state_of(rank) for rank in range(trained[0].degree)), default=0) if trained else 0,
+        gathered=layout.transient_bytes if gathers_once else 0,
+        unreduced=_unreduced(layout) if gathers_once else 0,
+    )
+
+
+def most_gathered(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLayout], most_live: int | None) -> int:
+    """Most bytes of values that come and go, where units take turns and one is gathered ahead.
+
+    Args:
+        uses: what each call uses, in the order of a forward pass. Backward goes the same way back.
+        layouts: of what is used.
+        most_live: number of elements up to which one is gathered ahead; ``None``: any.
+    """
+    alone = [set(use) for use in uses if use]
+    pairs = [before | after for before, after in pairwise(alone)]
+    if most_live is not None:
+        pairs = [pair for pair in pairs if sum(layouts[key].transient_numel for key in pair) <= most_live]
+    return max((sum(layouts[key].transient_bytes for key in live) for live in (*alone, *pairs)), default=0)
+
+
+def most_unreduced(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLayout], most_reducing: int) -> int:
+    """Most bytes of whole gradients, where each is reduced once backward is through with all its uses.
+
+    Args:
+        uses: what each call uses, in the order of a forward pass.
+        layouts: of what is used.
+        most_reducing: of so many units gradients are being reduced at a time.
+    """
+    first = {key: position for position, use in reversed(list(enumerate(uses))) for key in use}
+    has_gradient = {key for key in first if _unreduced(layouts[key])}
+    begun: set[Key] = set()
+    reducing: deque[Key] = deque(maxlen=most_reducing)
+    peak = 0
+    for position in range(len(uses) - 1, -1, -1):
+        begun |= has_gradient.intersection(uses[position])
+        peak = max(peak, sum(_unreduced(layouts[key]) for key in (*begun, *reducing)))
+        through = [key for key in uses[position] if key in begun and first[key] == position]
+        reducing.extend(through)
+        begun.difference_update(through)
+    return peak
+
+
+def _unreduced(layout: UnitLayout) -> int:
+    return sum(flat.full_bytes for flat in layout.flats if flat.is_trained)

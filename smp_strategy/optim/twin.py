@@ -1,0 +1,77 @@
+"""Optimizers that are asked what they do: a twin with the same options steps on a stand-in for a parameter.
+
+Nothing that the twin does may reach the original, its parameters or its schedulers, whatever the optimizer keeps
+where: groups, attributes with parameters in them (LBFGS), an inner optimizer that shares its groups (SAM, Lookahead).
+So everything is copied, and in the copies the stand-in is where the parameter was, an empty parameter without a
+gradient where others were, and there is no state.
+"""
+
+import copy
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+__all__ = ["take_step", "twin_of"]
+
+# How a step is computed, but not what: some of it is for accelerators only.
+_HOW = ("capturable", "foreach", "fused")
+
+
+def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> Optimizer:
+    """An optimizer with the options that ``parameter`` has in ``optimizer``, for ``stand_in`` alone."""
+    members = _with_inner(optimizer)
+    nothing = nn.Parameter(stand_in.detach().new_empty(0))
+    memo: dict[int, Any] = {}
+    for member in members:
+        memo[id(member)] = object.__new__(type(member))
+        memo[id(vars(member).get("state"))] = defaultdict(dict)
+        for group in _groups(member):
+            memo.update(zip(map(id, group["params"]), itertools.repeat(nothing)))
+            memo[id(group["params"])] = [stand_in] if any(each is parameter for each in group["params"]) else []
+    memo[id(parameter)] = stand_in
+    memo.pop(id(None), None)
+    for member in members:
+        _fill(memo[id(member)], member, memo)
+    twin: Optimizer = memo[id(optimizer)]
+    return twin
+
+
+def take_step(twin: Optimizer) -> None:
+    """Nothing of it is left but in the twin; random numbers go on as before."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+        twin.step()
+
+
+def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Itself and the optimizers in its attributes, and in theirs."""
+    found = [optimizer]
+    for member in found:  # which grows
+        own = {name: value for name, value in vars(member).items() if name not in ("param_groups", "state")}
+        inner = (leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Optimizer))
+        found += dict.fromkeys(each for each in inner if each not in found)
+    return found
+
+
+def _groups(optimizer: Optimizer) -> Iterable[dict[str, Any]]:
+    return vars(optimizer).get("param_groups", ())
+
+
+def _fill(twin: Optimizer, original: Optimizer, memo: dict[int, Any]) -> None:
+    for name, value in vars(original).items():
+        if name != "step":  # schedulers put a method of the original there
+            vars(twin)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+    step = type(twin).step
+    if getattr(step, "hooked", False):  # by what others have hung on the steps of all optimizers
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    vars(twin)["step"] = MethodType(step, twin)
+    if "param_groups" in vars(twin):
+        twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
+    for group in _groups(twin):
+        group.update({name: False for name in _HOW if name in group})

@@ -1,0 +1,85 @@
+"""The gradient of a parameter that is spread over ranks: as large as the parameter, but this rank has a piece of it.
+
+``.grad`` of a parameter must have its shape. What happens to gradients between backward and the optimizer's step works
+element by element, as a rule: they are added to those of earlier batches, scaled, clamped, or set to zero. All that is
+done here to the piece, so it needs no communication. What looks at a whole gradient, its norm for instance, is refused:
+a number computed from a piece would be plausible and wrong.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.errors import UnsupportedError
+
+__all__ = ["PieceGradient"]
+
+# Element by element as well, but not tagged so.
+_ELEMENTWISE = frozenset({"aten::zero_", "aten::fill_", "aten::copy_", "aten::zeros_like", "aten::empty_like"})
+_WHOLE = ("norm", "max", "powsum")
+
+
+@final
+class PieceGradient(Tensor):
+    """See the module docstring.
+
+    Args:
+        like: the parameter; gives shape, dtype and device.
+        piece: this rank's elements, one-dimensional.
+        is_used: whether this rank has computed a part of the gradient; otherwise all of it comes from other ranks.
+    """
+
+    piece: Tensor
+    is_used: bool
+
+    @staticmethod
+    def __new__(cls, like: Tensor, piece: Tensor, *, is_used: bool) -> "PieceGradient":
+        made: PieceGradient = Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=piece.dtype, device=piece.device
+        )
+        made.piece = piece
+        made.is_used = is_used
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"PieceGradient({list(self.shape)}, of which {self.piece.numel()} elements are on this rank)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PieceGradient))
+        name = func._schema.name
+        if name in ("aten::detach", "aten::alias"):
+            return PieceGradient(first, first.piece, is_used=first.is_used)
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not _is_elementwise(func) or any(_is_unknown(leaf) for leaf in leaves):
+            raise _refusal(name.removeprefix("aten::"), first)
+        real_args, real_kwargs = pytree.tree_map_only(PieceGradient, lambda leaf: leaf.piece, (args, kwargs))
+        result = func(*real_args, **real_kwargs)
+        if torch.Tag.inplace in func.tags:
+            return args[0] if result is not None else None
+        return pytree.tree_map_only(Tensor, lambda piece: PieceGradient(first, piece, is_used=first.is_used), result)
+
+
+def _is_elementwise(func: Any) -> bool:
+    name = func._schema.name
+    if name.startswith("aten::_foreach_"):
+        return torch.Tag.inplace in func.tags and not any(word in name for word in _WHOLE)
+    return torch.Tag.pointwise in func.tags or name in _ELEMENTWISE
+
+
+def _is_unknown(leaf: Any) -> bool:
+    """Whether it is a tensor of several elements of which nobody has told this rank's."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, PieceGradient) and leaf.ndim > 0
+
+
+def _refusal(operation: str, gradient: Tensor) -> UnsupportedError:
+    return UnsupportedError(
+        f"`{operation}` of a gradient of shape {list(gradient.shape)}, which is spread over ranks "
+        "(`sharded_data_parallel_degree`), needs all of it. Do it in a hook of Lightning, where gradients are whole; "
+        "to clip by the norm, use `gradient_clip_val`, or `engine.clip_grad_norm_`."
+    )

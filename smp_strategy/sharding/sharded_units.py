@@ -1,0 +1,289 @@
+"""The units of a stage with their parameters spread over a shard group, as the engine meets them.
+
+Each parameter is in one :class:`~smp_strategy.sharding.flat_unit.FlatUnit`: those that a unit has for itself make up
+one, those that the same several units share another, which is gathered for each of them. Between passes over the model
+all of them rest, and ``.grad`` is this rank's piece in disguise.
+
+When gradients are summed. Backward adds up those of the shard group, as soon as they are there, and divides by its
+size. What other shard groups have computed (the replicas of the group), and other stages where they hold the same
+parameter, is added once per step of the optimizer (MiCS; Zhang et al. 2022, section 3.4). So gradients that are summed
+already, and to which more is added, stay right if they are averaged over the replicas again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp_strategy.sharding.collectives import Collectives
+from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.piece_gradient import PieceGradient
+from smp_strategy.sharding.uses import UnitUses
+
+__all__ = ["ShardedUnits", "Timing"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When units are gathered and reduced."""
+
+    gathers_once: bool = False
+    """All of them when a pass begins, and not each for each use."""
+    reduces_early: bool = True
+    """As soon as gradients are there, once per microbatch, and not when a pass ends."""
+    most_live: int | None = None
+    """Number of elements up to which units are gathered ahead; ``None``: any."""
+
+
+@final
+class ShardedUnits:
+    """See the module docstring. From its construction on the parameters rest.
+
+    Args:
+        parameters: those to be spread with their names, by the units that have them; the same on all ranks of a stage.
+        shards: collectives of the shard group.
+        replicas: collectives of the ranks with the same pieces, if there are several.
+        device: where the parameters are.
+        across: of the keys of ``parameters``, those with units of other stages, too: the group of the ranks that have
+            the same pieces on all of these stages, and whether this stage is the first of them.
+        persistence_threshold: parameters with fewer elements stay gathered until the optimizer's step.
+        timing: when units are gathered and reduced.
+
+    Attributes:
+        units: by name.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[tuple[str, ...], Iterable[tuple[str, nn.Parameter]]],
+        shards: Collectives,
+        replicas: Collectives | None,
+        device: torch.device,
+        *,
+        timing: Timing = Timing(),
+        across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
+        persistence_threshold: int = 0,
+    ) -> None:
+        self.units = {
+            "+".join(users): FlatUnit(members, shards, device, persistence_threshold=persistence_threshold)
+            for users, members in parameters.items()
+        }
+        self._parts: dict[str, list[str]] = {}
+        for users in parameters:
+            for user in users:
+                self._parts.setdefault(user, []).append("+".join(users))
+        self._unit_of = {each: unit for unit in self.units.values() for each in unit.parameters}
+        self._shards = shards
+        self._replicas = replicas
+        self._uses = UnitUses(
+            self.units,
+            shards,
+            device,
+            most_live=timing.most_live,
+            gathers_once=timing.gathers_once,
+            replicas=replicas,
+        )
+        self._uses.reduces_early = timing.reduces_early
+        self._uses.factor = 1 / shards.size
+        self._across = {"+".join(users): found for users, found in across.items()}
+        self._is_final = True
+        self._has_sums = False
+        self._is_whole = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are spread."""
+        return list(self._unit_of)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of values that this rank holds now."""
+        return sum(unit.held_bytes for unit in self.units.values())
+
+    @property
+    def most_gathered_bytes(self) -> int:
+        """Bytes of values that were gathered for passes and let go again, at most at a time."""
+        return self._uses.most_bytes
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` is spread."""
+        return parameter in self._unit_of
+
+    # Passes over the model
+
+    def call(self, name: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
+        """Make ``function``, which calls the unit ``name``, find its parameters there.
+
+        Args:
+            name: of the unit.
+            function: what to call.
+            token: equal for calls that one thread makes one after the other: those of a microbatch.
+        """
+        for part in () if self._is_whole else self._parts.get(name, ()):
+            function = partial(self._call, part, function, token)
+        return function
+
+    def _call(self, part: str, function: Callable[..., Any], token: object, *args: Any, **kwargs: Any) -> Any:
+        return self._uses.call(part, function, args, kwargs, token)
+
+    @contextmanager
+    def training(self, *, sums: bool) -> Iterator[None]:
+        """A pass with backward: gradients are added to those that the parameters have. Collective.
+
+        Args:
+            sums: add them up over the replicas as well, beginning with :meth:`around_last`.
+        """
+        for unit in self.units.values():
+            unit.begin_gradients()
+        yield
+        self._uses.is_last = sums
+        self.end_pass()
+        if sums:
+            self._finish_sums()
+        self._has_sums = sums
+        for unit in self.units.values():
+            unit.end_gradients()
+
+    @contextmanager
+    def around_last(self) -> Iterator[None]:
+        """In here, the last backward of a pass that sums over the replicas runs."""
+        self._uses.is_last = True
+        yield
+
+    def end_pass(self) -> None:
+        """A pass has ended: nothing stays gathered. Collective."""
+        self._uses.end_pass()
+
+    # Gradients
+
+    def begin_backward(self) -> None:
+        """More will be added to the gradients, by each shard group and on each stage."""
+        for name, (_, is_first) in self._across.items():
+            if self._is_final and not is_first:
+                # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
+                for parameter in self.units[name].parameters:
+                    parameter.grad = None
+        # Where parts were not added up yet, all is averaged once more.
+        self._has_sums = self._has_sums and self._is_final
+        self._is_final = False
+
+    def sum_gradients(self, group: dist.ProcessGroup) -> None:
+        """Average the gradients over the replicas, if anything was added. Collective.
+
+        Args:
+            group: all ranks of this stage, the shard group and its replicas: they tell each other what they have used,
+                and let go of gradients of what none of them has, as one process would have none.
+        """
+        if self._is_final:
+            return
+        self._is_final = True
+        is_used = self._agree_on_use(group)
+        if not self._has_sums or self._across:
+            self._sum_between_passes()
+        for parameter, here in zip(self._unit_of, is_used, strict=True):
+            if not here:
+                parameter.grad = None
+            elif isinstance(parameter.grad, PieceGradient):
+                parameter.grad.is_used = True
+
+    def _sum_between_passes(self) -> None:
+        for unit in self.units.values():
+            unit.begin_gradients()
+        if not self._has_sums:
+            self._finish_sums()
+        for name, (stages, _) in self._across.items():
+            for shard in self.units[name].gradient_shards:
+                dist.all_reduce(shard, group=stages)
+        for unit in self.units.values():
+            unit.end_gradients()
+
+    def _agree_on_use(self, group: dist.ProcessGroup) -> list[bool]:
+        """For each parameter, whether any rank of its stages has used it."""
+        used = {each: isinstance(each.grad, PieceGradient) and each.grad.is_used for each in self._unit_of}
+        groups = [(group, self.parameters)]
+        groups += [(stages, self.units[name].parameters) for name, (stages, _) in self._across.items()]
+        for ranks, parameters in groups:
+            flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
+            used.update(zip(parameters, map(bool, flags.tolist()), strict=True))
+        return list(used.values())
+
+    def _finish_sums(self) -> None:
+        self._uses.finish_sums()
+        if self._replicas is not None:
+            for unit in self.units.values():
+                for shard in unit.gradient_shards:
+                    shard.div_(self._replicas.size)
+
+    # The optimizer's step, and code of the user
+
+    def show_whole(self) -> None:
+        """Until :meth:`hide_whole`, every parameter and gradient is whole. Collective."""
+        self._is_whole = True
+        for unit in self.units.values():
+            unit.show_whole()
+
+    def hide_whole(self) -> None:
+        """Let the parameters rest again, with what was done to them and to their gradients, on all ranks alike."""
+        for unit in self.units.values():
+            unit.hide_whole()
+        self._is_whole = False
+
+    def show_pieces(self) -> None:
+        """Until :meth:`hide_pieces`, every parameter and gradient is this rank's piece of it."""
+        for unit in self.units.values():
+            unit.show_pieces()
+
+    def hide_pieces(self) -> None:
+        """Let the parameters rest again, with what has become of their pieces."""
+        for unit in self.units.values():
+            unit.hide_pieces()
+
+    # Values
+
+    def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """This rank's piece of a ``tensor`` with the shape of ``parameter``."""
+        return self._unit_of[parameter].piece_of(parameter, tensor)
+
+    def values(self) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """All values of the parameters, unit by unit. Collective."""
+        for unit in self.units.values():
+            yield unit.values()
+
+    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """Put together what each rank has a piece of, unit by unit. Collective.
+
+        Args:
+            pieces: of something with the shape of the parameter, for the same parameters on all ranks; of one dtype.
+        """
+        for unit in self.units.values():
+            yield unit.whole_of({each: pieces[each] for each in unit.parameters if each in pieces})
+
+    def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Give parameters new values, which are whole, on all ranks alike."""
+        for unit in self.units.values():
+            unit.fill(values)
+
+    def restore(self, *, keep: bool) -> None:
+        """Give the parameters all of their values back, and no gradients. Collective.
+
+        Args:
+            keep: whether on this rank as well.
+        """
+        for values in self.values():
+            for parameter, value in values.items() if keep else ():
+                parameter.grad = None
+                parameter.data = value
+
+    def close(self) -> None:
+        """Let go of what is needed in the background."""
+        self._shards.close()
+        if self._replicas is not None:
+            self._replicas.close()

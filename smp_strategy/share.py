@@ -1,0 +1,275 @@
+"""This rank's share of the module: which values it holds, and how they are trained, looked at, saved and given back.
+
+A parameter belongs to the stages of the units that have it (:mod:`smp_strategy.ownership`). There, all replicas hold
+it, or a shard group holds it together (:mod:`smp_strategy.sharding.sharded_units`), and one replica or all of them
+update it (:mod:`smp_strategy.optim.state_sharding`). The share exists from the first step on, when ranks let go of what
+is not theirs, until the module is whole again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.checkpoint import full
+from smp_strategy.checkpoint.restore import restore
+from smp_strategy.config import RestoreModule, SMPConfig
+from smp_strategy.delayed import DelayedModule
+from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
+from smp_strategy.optim.reduction import Reduction
+from smp_strategy.optim.state_sharding import StateSharding
+from smp_strategy.optim.sums import Sums
+from smp_strategy.ownership import Ownership
+from smp_strategy.sharding.collectives import collectives_of
+from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
+from smp_strategy.step_results import Accumulated, accumulating
+from smp_strategy.units import Unit
+
+__all__ = ["Share"]
+
+
+class Backward(NamedTuple):
+    """A pass with backward, on its way."""
+
+    gradients: Accumulated
+    """Those that it has added, when it is over."""
+    averages: Sums | None
+    """Those of them that are on their way to the replicas."""
+    around_last: Callable[[], AbstractContextManager[None]]
+    """To be entered when its last backward action begins."""
+
+
+@final
+class Share:
+    """See the module docstring. Its construction lets go of everything else; collective.
+
+    Args:
+        module: whole until now.
+        units: its units.
+        ownership: which stages hold which parameter.
+        mesh: where the ranks stand.
+        config: all options.
+        delayed: what of the module has no values yet, and where they are made.
+        copies: of the module, which are spread with it.
+        everyone_sees: whether all replicas keep averaged gradients until the optimizer's step.
+
+    Attributes:
+        ownership: as given.
+        sharded: the parameters that a shard group holds together, if there are any.
+        reduction: sums up gradients.
+        whole_on: where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        config: SMPConfig,
+        delayed: DelayedModule,
+        *,
+        copies: Iterable[nn.Module] = (),
+        everyone_sees: bool = False,
+    ) -> None:
+        self.ownership = ownership
+        self._module = module
+        self._units = units
+        self._mesh = mesh
+        self._config = config
+        self._delayed = delayed
+        copies = list(copies)
+        spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
+        delayed.settle(
+            lambda tensor: mesh.stage in ownership.holders(tensor),
+            later={parameter for members in spread.values() for _, parameter in members},
+            copies=copies,
+        )
+        ownership.release(mesh.stage, copies)
+        self._state = StateSharding(ownership, mesh, is_on=config.shard_optimizer_state, everyone_sees=everyone_sees)
+        self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
+        self.reduction = Reduction(ownership, mesh, self._state, self.sharded)
+        is_spread = mesh.pp > 1 or self.sharded is not None
+        self.whole_on: RestoreModule = "none" if is_spread else "all"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this rank holds, or a part of."""
+        return self.ownership.local_parameters(self._mesh.stage)
+
+    # Passes over the model
+
+    @property
+    def reads_refused(self) -> str:
+        """Why steps must not read values; empty: they may."""
+        if self.sharded is None or self._mesh.pp == 1 or _gathers_once(self._config, self._mesh):
+            return ""
+        return (
+            "With `sdp_gather=use` ranks of a shard group wait for each other at each use of a unit, and with several "
+            "stages for their stages as well: they would block each other for ever if a value led them to different "
+            "units. Leave `sdp_gather` out, which gathers once per step, or do not read values."
+        )
+
+    def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
+        """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
+        return function if self.sharded is None else self.sharded.call(unit, function, token)
+
+    @contextmanager
+    def backward(self, *, continues: bool, sums: bool) -> Iterator[Backward]:
+        """A pass with backward runs in here. Collective.
+
+        Args:
+            continues: its gradients are probably added to those that are there.
+            sums: begin to average them over the replicas while they are computed.
+        """
+        averages = self.reduction.start() if sums else None
+        contexts = [averages.watching] if averages is not None else []
+        sharded = self.sharded
+        if sharded is not None and sums:
+            contexts.append(sharded.around_last)
+        with (
+            accumulating(self.parameters, continues=continues) as found,
+            nullcontext() if sharded is None else sharded.training(sums=sums),
+        ):
+            yield Backward(found, averages, partial(_all, contexts))
+            if averages is not None:
+                averages.send_rest()
+
+    def end_pass(self) -> None:
+        """A pass without backward is over. Collective."""
+        if self.sharded is not None:
+            self.sharded.end_pass()
+
+    # The optimizer's step
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """See :meth:`smp_strategy.engine.Engine.begin_update`."""
+        if (max_norm := self._config.sdp_gradient_clipping) is not None:
+            self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
+        self._state.begin_update(optimizer)
+        if self.sharded is not None:
+            self.sharded.show_pieces()
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """See :meth:`smp_strategy.engine.Engine.end_update`."""
+        self._state.end_update(optimizer)
+        if self.sharded is not None:
+            self.sharded.hide_pieces()
+
+    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See :meth:`smp_strategy.engine.Engine.clip_grad_norm_`."""
+        norm = self.reduction.norm(parameters, norm_type)
+        local = [parameter for parameter in parameters if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
+        return norm
+
+    # Values
+
+    def restore(self, where: RestoreModule) -> None:
+        """Give the ranks ``where`` the whole module back. Collective."""
+        if self.whole_on == "all" or where == "none":
+            return
+        mesh = self._mesh
+        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0):
+            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0)
+        if where == "all" or mesh.dp_rank == 0:
+            keep = where == "all" or mesh.rank == 0
+            restore(self._module, self._units, self.ownership, mesh, keep=keep)
+        self.whole_on = where
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """See :meth:`smp_strategy.engine.Engine.full_state_dict`."""
+        return full.state_dict(self._module, self._spread, self._mesh, self.sharded)
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
+        """Take this rank's share of a whole state dict, or all of it where the module is whole."""
+        is_whole_here = self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
+        ownership = None if is_whole_here else self.ownership
+        full.load_state_dict(self._module, state, ownership, self._mesh, self.sharded, strict=strict)
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Of state that ``optimizers`` have for whole parameters, keep this rank's share.
+
+        Raises:
+            ConfigError: some of them cannot update pieces of parameters.
+        """
+        if self.sharded is not None:
+            # Of all stages, so that all ranks refuse the same.
+            members = self.ownership.parameters_by_units().values()
+            spread = {parameter: name for group in members for name, parameter in group}
+            refuse_whole_tensor_optimizers(optimizers, spread, degree=self._mesh.shape.dp_shard)
+        for optimizer in optimizers:
+            full.keep_share(optimizer, self._state, self.sharded)
+        self._delayed.load_late_states(self.load_optimizer_state)
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See :meth:`smp_strategy.engine.Engine.full_optimizer_state`."""
+        return full.optimizer_state(optimizer, self.ownership, self._mesh, self._state, self.sharded)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this rank's share of a whole optimizer state dict."""
+        optimizer.load_state_dict(state)
+        full.keep_share(optimizer, self._state, self.sharded)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self.sharded is not None:
+            self.sharded.close()
+
+    @property
+    def _spread(self) -> Ownership | None:
+        return self.ownership if self.whole_on == "none" else None
+
+
+@contextmanager
+def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule) -> ShardedUnits:
+    assert mesh.shard_group is not None
+    device = delayed.device
+    hops = None
+    if config.sdp_hierarchical_allgather and mesh.shape.nodes_of_shard_group > 1:
+        hops = torch.distributed.get_world_size(mesh.hop_groups()[0])
+    parameters, across = {}, {}
+    for users, members in ownership.parameters_by_units().items():
+        stages = frozenset(ownership.stage_of[user] for user in users)
+        group = mesh.group_of(stages) if len(stages) > 1 else None
+        if mesh.stage in stages:
+            parameters[users] = _with_values(members, delayed)
+        if group is not None:
+            across[users] = (group, mesh.stage == min(stages))
+    return ShardedUnits(
+        parameters,
+        collectives_of(mesh.shard_group, device, hops, most_reduced=config.sdp_reduce_bucket_size),
+        collectives_of(mesh.replicate_group, device) if mesh.dp > mesh.shape.dp_shard else None,
+        device,
+        across=across,
+        persistence_threshold=config.sdp_param_persistence_threshold,
+        timing=Timing(
+            gathers_once=_gathers_once(config, mesh),
+            reduces_early=mesh.pp == 1,
+            most_live=config.sdp_max_live_parameters,
+        ),
+    )
+
+
+def _with_values(
+    members: Sequence[tuple[str, nn.Parameter]], delayed: DelayedModule
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``members``, which have values when they are asked for, and not before: each unit is cut before the next."""
+    delayed.materialise(parameter for _, parameter in members)
+    yield from members
+
+
+def _gathers_once(config: SMPConfig, mesh: ProcessMesh) -> bool:
+    return config.sdp_gather == "step" or (config.sdp_gather == "auto" and mesh.pp > 1)

@@ -1,0 +1,51 @@
+"""``sharded_data_parallel_degree`` under Lightning: the checkpoint of one process, whatever the layout."""
+
+import pytest
+import torch
+from lightning_toy import on_ranks, quiet
+from test_lightning_state_sharding import CASES, SMP, assert_close, averaged, fit
+
+SHARDED = {"sharded_data_parallel_degree": 2}
+FULL = {"pipeline_parallel_degree": 1, **SHARDED}
+LAYOUTS = {
+    "2 shards": (2, FULL),
+    "2 shards of 2 stages": (4, {"pipeline_parallel_degree": 2, "microbatches": 2, **SHARDED}),
+}
+NAMES = sorted(CASES.keys() - {"whole matrices", "manual optimization"})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_shards_have_the_checkpoint_of_one_process_with_batches_of_both(name, layout, tmp_path):
+    ranks, smp = LAYOUTS[layout]
+    with quiet():
+        expected, everything, _, norm = fit(tmp_path / "one", name, None)
+    found = on_ranks(fit, ranks, tmp_path / "smp", name, smp)
+    if name != "mixed precision":  # halves of a batch are rounded to bfloat16 apart
+        assert_close(found[0][0], expected)
+    assert set.union(*(kept for _, kept, _, _ in found)) == everything
+    assert all(each == pytest.approx(norm, rel=1e-5) if norm else each is None for *_, each in found)
+
+
+@pytest.mark.parametrize(("before", "after"), [(FULL, None), (None, FULL), (FULL, FULL), (SMP, FULL), (FULL, SMP)])
+def test_a_checkpoint_of_one_is_resumed_by_the_other(before, after, tmp_path):
+    name = "accumulation"
+    with quiet():
+        expected, *_ = fit(tmp_path / "one", name, None, epochs=2)
+
+    def run(folder, smp, epochs, checkpoint=None):
+        if smp is None:
+            with quiet():
+                return fit(folder, name, None, epochs, checkpoint)[0]
+        return on_ranks(fit, 2, folder, name, smp, epochs, checkpoint)[0][0]
+
+    run(tmp_path / "first", before, 1)
+    assert_close(run(tmp_path / "second", after, 2, tmp_path / "first" / "end.ckpt"), expected)
+
+
+def test_averages_of_weights_are_those_of_one_process(tmp_path):
+    with quiet():
+        expected = averaged(tmp_path / "one", None)
+    for found in on_ranks(averaged, 2, tmp_path / "smp", FULL):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
