@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
-from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.microbatch import split
+from smp_strategy.share import Share
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY, Text, WeightsInTheGlue
 
@@ -276,40 +276,77 @@ class LivingBytes(TorchDispatchMode):
         return result
 
 
-def bytes_while_materialising(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int, int]:
+def bytes_while_a_share_is_taken(monkeypatch: pytest.MonkeyPatch, pp: int, **options: Any) -> tuple[int, ...]:
     model = on_meta(lambda: LabelledText(width=256))
-    engine = engine_for(model)
+    engine = engine_for(model, pp=pp, sdp_param_persistence_threshold=0, **options)
     counter = LivingBytes()
-    settle, release = type(engine._delayed).settle, Ownership.release
+    construct = Share.__init__
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+    def counted(self: Share, *args: Any, **kwargs: Any) -> None:
         with counter:
-            settle(self, *args, **kwargs)
+            construct(self, *args, **kwargs)
+        replicated = [each for each in self.parameters if self.sharded is None or not self.sharded.has(each)]
+        share = sum(each.untyped_storage().nbytes() for each in replicated)
+        found.append(share + (self.sharded.held_bytes if self.sharded is not None else 0))
 
-    def released(self: Ownership, stage: int, copies: Any = ()) -> None:
-        release(self, stage, copies)
-        mine = sum(parameter.nbytes for parameter in self.local_parameters(stage))
-        units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine._units]
-        total = sum(parameter.nbytes for parameter in model.parameters())
-        really = {
-            parameter.untyped_storage()._cdata: parameter.untyped_storage().nbytes()
-            for parameter in self.local_parameters(stage)
-        }
-        found.append((counter.most, mine, max(units), total))
-        assert sum(really.values()) == mine
-
-    found: list[tuple[int, int, int, int]] = []
-    monkeypatch.setattr(type(engine._delayed), "settle", counted)
-    monkeypatch.setattr(Ownership, "release", released)
+    found: list[int] = []
+    monkeypatch.setattr(Share, "__init__", counted)
     engine.train_step(model.loss, batch(0), loss_of=loss_of)
-    return found[0]
+    units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine._units]
+    return counter.most, found[0], max(units), sum(parameter.nbytes for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("pp", [2, 4])
-def test_no_rank_ever_has_more_than_its_share_and_one_unit(pp, monkeypatch):
-    for most, share, unit, total in run_ranks(bytes_while_materialising, pp, monkeypatch):
-        assert 0.5 * share < most <= share + unit
+def test_no_stage_ever_has_more_than_its_share_and_one_unit(pp, monkeypatch):
+    for most, share, unit, total in run_ranks(bytes_while_a_share_is_taken, pp, monkeypatch, pp):
+        assert 0.9 * share <= most <= share + unit  # what no unit has was there before
         assert share < 0.75 * total
+
+
+def bytes_in_a_shard_group(monkeypatch: pytest.MonkeyPatch, pp: int, degree: int) -> tuple[int, ...]:
+    return bytes_while_a_share_is_taken(monkeypatch, pp, sharded_data_parallel_degree=degree)
+
+
+@pytest.mark.parametrize(("pp", "degree"), [(1, 4), (2, 2)])
+def test_no_rank_of_a_shard_group_ever_has_more_than_its_share_and_one_unit_with_its_flat_buffer(
+    pp, degree, monkeypatch
+):
+    for most, share, unit, total in run_ranks(bytes_in_a_shard_group, pp * degree, monkeypatch, pp, degree):
+        assert 0.9 * share <= most <= share + 2 * unit
+        assert share < 0.5 * total
+
+
+def values_and_training_under(pp: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All ranks see the same samples, so replicas change nothing; their seeds differ."""
+    found = []
+    for steps in (range(0), range(STEPS)):
+        torch.manual_seed(3 + dist.get_rank())
+        with torch.device("meta"):
+            model = LabelledText(tied=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        engine = engine_for(model, optimizer, pp=pp, **options)
+        engine.eval_step(model.loss, batch(0))
+        for step in steps:
+            result = engine.train_step(model.loss, batch(step), loss_of=loss_of)
+            optimizer.zero_grad()
+            result.commit(torch.ones(()), reduce=True)
+            engine.begin_update(optimizer)
+            optimizer.step()
+            engine.end_update(optimizer)
+        engine.restore_everywhere()
+        found.append(tensors_of(model))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(
+    ("world", "pp", "degree", "threshold"), [(2, 1, 2, 0), (4, 2, 1, 0), (4, 2, 2, 0), (4, 1, 2, 200), (4, 1, 4, 0)]
+)
+def test_values_do_not_depend_on_replicas_and_shards(world, pp, degree, threshold):
+    [(values, trained)] = run_ranks(values_and_training_under, 1, 1, {})
+    options = {"sharded_data_parallel_degree": degree, "sdp_param_persistence_threshold": threshold}
+    for found, found_trained in run_ranks(values_and_training_under, world, pp, options):
+        assert_same(found, values)
+        assert_same(found_trained, trained, 1e-6)
 
 
 def build_differently() -> str:
@@ -352,22 +389,6 @@ def train_what_has_values(is_on: bool) -> dict[str, Tensor]:
 
 def test_a_module_that_has_values_keeps_them():
     assert_same(run_ranks(train_what_has_values, 2, True)[0], run_ranks(train_what_has_values, 2, False)[0])
-
-
-def values_on_replicas() -> dict[str, Tensor]:
-    torch.manual_seed(dist.get_rank())
-    with torch.device("meta"):
-        model = LabelledText(tied=True)
-    engine = engine_for(model, pp=2)
-    engine.eval_step(model.loss, batch(0))
-    engine.restore_everywhere()
-    return tensors_of(model)
-
-
-def test_replicas_have_the_same_values_whatever_their_seeds():
-    first, *others = run_ranks(values_on_replicas, 4)
-    for each in others:
-        assert_same(each, first)
 
 
 def step_that_looks(skip_tracing: bool) -> str:
