@@ -57,6 +57,19 @@ def test_configure_model_builds_on_the_meta_device_and_all_layouts_begin_alike(r
     assert_same_weights(weights_of(tmp_path / "2"), weights_of(tmp_path / "1"), rtol=0, atol=0)
 
 
+def test_shard_groups_begin_with_the_values_of_one_rank(tmp_path):
+    on_ranks(begin, 1, tmp_path / "1", smp(1))
+    on_ranks(begin, 2, tmp_path / "2", smp(1, sharded_data_parallel_degree=2, sdp_param_persistence_threshold=0))
+    assert_same_weights(weights_of(tmp_path / "2"), weights_of(tmp_path / "1"), rtol=0, atol=0)
+
+
+def begin(folder, options):
+    module = toy_module(configure_model=configure_model)
+    trainer = toy_trainer(folder, smp=options)
+    trainer.validate(module, toy_loader(shuffle=False), verbose=False)
+    trainer.save_checkpoint(folder / "end.ckpt")
+
+
 def test_without_the_option_configure_model_builds_as_in_one_process(tmp_path):
     for found in on_ranks(fit, 2, tmp_path, NEWER, smp(2, delayed_parameter_initialization=False)):
         assert found[1] == "cpu"
