@@ -250,7 +250,8 @@ class ShardingOptions:
     """Global gradient norm to clip to before each step of an optimizer. SageMaker's default is 1.0, always on. Here
     ``None``: off, because front doors clip themselves (in Lightning ``gradient_clip_val``, by the same true norm)."""
     delayed_parameter_initialization: bool = False
-    """Build the model on the meta device; every rank materialises its own share."""
+    """Give values to a model on the meta device, on every rank to its own share only, in the first step; Lightning's
+    `configure_model` then builds on that device. A model that has values keeps them."""
 
     def _problems(self) -> list[str]:
         found = _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
