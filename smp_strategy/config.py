@@ -148,7 +148,6 @@ class SMPConfig(
 
 # Options whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {
-    "delayed_parameter_initialization": "delayed parameter initialization",
     "tensor_parallel_degree": "tensor parallelism",
     "prescaled_batch": "tensor parallelism",
     "activation_checkpointing": "activation checkpointing",

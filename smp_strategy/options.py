@@ -226,7 +226,8 @@ class ShardingOptions:
     sharded_data_parallel_degree: int = 1
     """Ranks over which parameters, gradients and optimizer state are sharded."""
     shard_optimizer_state: bool = False
-    """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each."""
+    """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each. With
+    ``sharded_data_parallel_degree``: over the replicas of each shard group as well, pieces of parameters."""
     sdp_reduce_bucket_size: int = 500_000_000
     """Gradients, in elements, that are added up over a shard group at once. A unit is reduced as a whole when its
     backward is over; one that is larger is reduced in slices, one after the other, which need less memory in between.
@@ -249,7 +250,8 @@ class ShardingOptions:
     """Global gradient norm to clip to before each step of an optimizer. SageMaker's default is 1.0, always on. Here
     ``None``: off, because front doors clip themselves (in Lightning ``gradient_clip_val``, by the same true norm)."""
     delayed_parameter_initialization: bool = False
-    """Build the model on the meta device; every rank materialises its own share."""
+    """Give values to a model on the meta device, on every rank to its own share only, in the first step; Lightning's
+    `configure_model` then builds on that device. A model that has values keeps them."""
 
     def _problems(self) -> list[str]:
         found = _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
@@ -261,12 +263,6 @@ class ShardingOptions:
         norm = self.sdp_gradient_clipping
         if norm is not None and not norm > 0:
             found.append(f"`sdp_gradient_clipping` must be above 0, or None for no clipping, but is {norm}.")
-        if self.sharded_data_parallel_degree > 1 and self.shard_optimizer_state:
-            found.append(
-                f"`shard_optimizer_state=True` contradicts `sharded_data_parallel_degree` "
-                f"({self.sharded_data_parallel_degree}), which shards optimizer state along with the parameters. Leave "
-                "`shard_optimizer_state` out, or the degree to shard nothing but state and gradients."
-            )
         return found + self._without_effect()
 
     def gathers_once(self, num_stages: int) -> bool:

@@ -33,12 +33,14 @@ def _sharding(shape: MeshShape, config: SMPConfig) -> list[str]:
     found = []
     if config.shard_optimizer_state and shape.dp == 1:
         found.append("`shard_optimizer_state` changes nothing: there is one replica only.")
-    elif config.shard_optimizer_state:
+    elif config.shard_optimizer_state and shape.dp_shard == 1:
         found.append(f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each.")
     if shape.dp_shard > 1:
         when = "once per batch" if config.gathers_once(shape.pp) else "for each use"
         groups = shape.dp // shape.dp_shard
         copies = f"; {groups} groups of ranks have one copy each" if groups > 1 else ""
+        if config.shard_optimizer_state and groups > 1:
+            copies += ", and deal the state for it out among each other"
         found.append(
             f"Each unit is spread over {shape.dp_shard} ranks, with its gradients and the state of its optimizer, and "
             f"gathered {when} (which takes time that is not simulated){copies}."

@@ -43,6 +43,8 @@ class Spreading:
     num_stages: int = 1
     state_shards: int = 1
     """Ranks over which the state of the optimizers is dealt out, whole parameters to each."""
+    num_owners: int = 1
+    """Replicas of a shard group among which the state for each shard is dealt out."""
 
     @property
     def reduces_early(self) -> bool:
@@ -58,7 +60,8 @@ class Spreading:
             most_live=config.sdp_max_live_parameters,
             gathers_once=config.gathers_once(shape.pp),
             num_stages=shape.pp,
-            state_shards=shape.dp if config.shard_optimizer_state else 1,
+            state_shards=shape.dp if config.shard_optimizer_state and shape.dp_shard == 1 else 1,
+            num_owners=shape.dp // shape.dp_shard if config.shard_optimizer_state and shape.dp_shard > 1 else 1,
         )
 
 
@@ -119,7 +122,10 @@ def _spread(
     groups = flat_groups(members)
     layouts = {
         group.number: UnitLayout.of(
-            [_entry(*named[number]) for number in group.parameters], spreading.degree, spreading.persistence_threshold
+            [_entry(*named[number]) for number in group.parameters],
+            spreading.degree,
+            spreading.persistence_threshold,
+            spreading.num_owners,
         )
         for group in groups
     }

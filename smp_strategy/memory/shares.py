@@ -13,11 +13,11 @@ gradients       reduced early: of the unit in backward,      reduced when a pass
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import TypeVar, final
 
 from smp_strategy.partitioner.costs import Held
-from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.layout import Entry, FlatLayout, UnitLayout
 
 __all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of"]
 
@@ -67,16 +67,21 @@ def share_of(
     """
     trained = [flat for flat in layout.flats if flat.is_trained]
 
-    def state_of(rank: int) -> int:
-        return sum(state_bytes(slot.entry, flat.piece(slot, rank).numel) for flat in trained for slot in flat.slots)
+    def state_of(rank: int, owner: int) -> int:
+        pieces = [(slot.entry, flat.own_piece(slot, rank, owner)) for flat in trained for slot in flat.slots]
+        return sum(state_bytes(entry, piece.numel) for entry, piece in pieces)
 
     return Held(
         parameter=layout.resting_bytes,
         gradient=sum(flat.shard_bytes for flat in trained),
-        optimizer=max((state_of(rank) for rank in range(trained[0].degree)), default=0) if trained else 0,
+        optimizer=max(state_of(*place) for place in product(*_places(trained[0]))) if trained else 0,
         gathered=layout.transient_bytes if gathers_once else 0,
         unreduced=0 if reduces_early else _unreduced(layout),
     )
+
+
+def _places(flat: FlatLayout) -> tuple[range, range]:
+    return range(flat.degree), range(flat.num_owners)
 
 
 def most_gathered(

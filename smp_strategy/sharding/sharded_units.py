@@ -8,6 +8,13 @@ When gradients are summed. Backward adds up those of the shard group, as soon as
 size. What other shard groups have computed (the replicas of the group), and other stages where they hold the same
 parameter, is added once per step of the optimizer (MiCS; Zhang et al. 2022, section 3.4). So gradients that are summed
 already, and to which more is added, stay right if they are averaged over the replicas again.
+
+Replicas of a shard group all update their shards alike, or they **deal them out**: of its shard each updates a part,
+and passes it on. Instead of an all-reduce of the gradients there is a reduction to the owners with half of the bytes,
+and the new values are the other half. These travel while the next forward computes with the units before, so that a
+slow link has something to do all the time; and optimizer state takes less memory. Pieces, their gradients and their
+state are then spread over the shard group and its replicas, all together; what differs is how a unit is gathered and
+reduced, which is done in the shard group. Gradients are summed in every pass of several that accumulate.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,9 +62,11 @@ class ShardedUnits:
             the same pieces on all of these stages, and whether this stage is the first of them.
         persistence_threshold: parameters with fewer elements stay gathered until the optimizer's step.
         timing: when units are gathered and reduced.
+        deals_out: let each of the replicas update a part of its shards and pass it on.
 
     Attributes:
         units: by name.
+        deals_out: as given. Pieces are those of the shard group and its replicas, and not of the shard group alone.
     """
 
     def __init__(
@@ -70,9 +79,14 @@ class ShardedUnits:
         timing: Timing = Timing(),
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
+        deals_out: bool = False,
     ) -> None:
+        assert replicas is not None or not deals_out
+        owners = replicas if deals_out else None
         self.units = {
-            "+".join(users): FlatUnit(members, shards, device, persistence_threshold=persistence_threshold)
+            "+".join(users): FlatUnit(
+                members, shards, device, persistence_threshold=persistence_threshold, owners=owners
+            )
             for users, members in parameters.items()
         }
         self._parts: dict[str, list[str]] = {}
@@ -82,6 +96,7 @@ class ShardedUnits:
         self._unit_of = {each: unit for unit in self.units.values() for each in unit.parameters}
         self._shards = shards
         self._replicas = replicas
+        self.deals_out = deals_out
         self._uses = UnitUses(
             self.units,
             shards,
@@ -89,9 +104,10 @@ class ShardedUnits:
             most_live=timing.most_live,
             gathers_once=timing.gathers_once,
             replicas=replicas,
+            deals_out=deals_out,
         )
         self._uses.reduces_early = timing.reduces_early
-        self._uses.factor = 1 / shards.size
+        self._uses.factor = 1 / (shards.size * (1 if owners is None else owners.size))
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
         self._has_sums = False
@@ -145,9 +161,9 @@ class ShardedUnits:
         yield
         self._uses.is_last = sums
         self.end_pass()
-        if sums:
+        self._has_sums = sums or self.deals_out
+        if self._has_sums:
             self._finish_sums()
-        self._has_sums = sums
         for unit in self.units.values():
             unit.end_gradients()
 
@@ -196,7 +212,7 @@ class ShardedUnits:
     def _sum_between_passes(self) -> None:
         for unit in self.units.values():
             unit.begin_gradients()
-        if not self._has_sums:
+        if not self._has_sums and not self.deals_out:
             self._finish_sums()
         for name, (stages, _) in self._across.items():
             for shard in self.units[name].gradient_shards:
@@ -217,7 +233,7 @@ class ShardedUnits:
 
     def _finish_sums(self) -> None:
         self._uses.finish_sums()
-        if self._replicas is not None:
+        if self._replicas is not None and not self.deals_out:
             for unit in self.units.values():
                 for shard in unit.gradient_shards:
                     shard.div_(self._replicas.size)
