@@ -107,7 +107,7 @@ class Share:
     @property
     def reads_refused(self) -> str:
         """Why steps must not read values; empty: they may."""
-        if self.sharded is None or self._mesh.pp == 1 or _gathers_once(self._config, self._mesh):
+        if self.sharded is None or self._mesh.pp == 1 or self._config.gathers_once(self._mesh.pp):
             return ""
         return (
             "With `sdp_gather=use` ranks of a shard group wait for each other at each use of a unit, and with several "
@@ -176,7 +176,7 @@ class Share:
             return
         mesh = self._mesh
         if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0):
-            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0)
+            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
         if where == "all" or mesh.dp_rank == 0:
             keep = where == "all" or mesh.rank == 0
             restore(self._module, self._units, self.ownership, mesh, keep=keep)
@@ -256,7 +256,7 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed
         across=across,
         persistence_threshold=config.sdp_param_persistence_threshold,
         timing=Timing(
-            gathers_once=_gathers_once(config, mesh),
+            gathers_once=config.gathers_once(mesh.pp),
             reduces_early=mesh.pp == 1,
             most_live=config.sdp_max_live_parameters,
         ),
@@ -269,7 +269,3 @@ def _with_values(
     """``members``, which have values when they are asked for, and not before: each unit is cut before the next."""
     delayed.materialise(parameter for _, parameter in members)
     yield from members
-
-
-def _gathers_once(config: SMPConfig, mesh: ProcessMesh) -> bool:
-    return config.sdp_gather == "step" or (config.sdp_gather == "auto" and mesh.pp > 1)
