@@ -21,6 +21,9 @@ with a weight that is not gathered could give a plausible number. NaN is no plau
 In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
 over the group, and what is left of it is this rank's shard, to which later microbatches are added. Between passes the
 ``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.sharding.piece_gradient`).
+
+Frozen parameters have buffers without gradients. From the pass on before which one of them has been unfrozen, its
+buffer has gradients like all others; those of its neighbours that are still frozen are zero, and nobody sees them.
 """
 
 from collections.abc import Sequence
@@ -52,6 +55,7 @@ class FlatBuffer:
     Attributes:
         layout, parameters: as given.
         shard: this rank's share of the values.
+        is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
         gradients: this rank's share of the gradients; ``None`` where there are none.
         is_used: for each parameter, whether it has had a gradient on this rank since :meth:`begin_gradients`, or those
             that it went on with.
@@ -61,6 +65,7 @@ class FlatBuffer:
         self, layout: FlatLayout, parameters: Sequence[nn.Parameter], collectives: Collectives, device: torch.device
     ) -> None:
         self.layout = layout
+        self.is_trained = layout.is_trained
         self.gradients: Tensor | None = None
         self.parameters = parameters
         self._collectives = collectives
@@ -130,7 +135,7 @@ class FlatBuffer:
     def collect(self) -> None:
         """Move the parameters' gradients into the buffer, to those that are there."""
         for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
-            if not self.layout.is_trained:
+            if not self.is_trained:
                 _refuse_gradient(parameter, slot)
             elif _has_new_gradient(parameter):
                 gradient, parameter.grad = parameter.grad, None
@@ -144,7 +149,7 @@ class FlatBuffer:
     def reduce(self, factor: float) -> None:
         """Begin to add up the gradients of all ranks, each multiplied by a factor of its own, to those of before."""
         self.collect()
-        if not self.layout.is_trained:
+        if not self.is_trained:
             return
         self.wait_reduced()
         full = self._gradient_buffer()
@@ -171,6 +176,8 @@ class FlatBuffer:
         """Go on with the gradients that the parameters have, which are pieces."""
         self.wait_reduced()
         self._collected = None
+        # On all ranks alike: what is trained is decided by the same code.
+        self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
         found = [_taken(parameter) for parameter in self.parameters]
         self.is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
@@ -381,6 +388,6 @@ def _has_new_gradient(parameter: nn.Parameter) -> bool:
 def _refuse_gradient(parameter: nn.Parameter, slot: Slot) -> None:
     if parameter.requires_grad or parameter.grad is not None:
         raise UnsupportedError(
-            f"`{slot.entry.names[0]}` was frozen when it was sharded, and is to be trained now. Unfreeze it before the "
-            "run begins, or begin another run."
+            f"`{slot.entry.names[0]}`, which is spread over ranks, was frozen when the step began, and has been "
+            "unfrozen in it. Unfreeze it between steps."
         )

@@ -91,6 +91,11 @@ class FlatUnit:
         return [is_used for buffer in self._buffers for is_used in buffer.is_used]
 
     @property
+    def is_trained(self) -> bool:
+        """Whether any of its parameters is trained, or was in an earlier pass."""
+        return bool(self._trained)
+
+    @property
     def memory(self) -> list[range]:
         """The addresses of the parameters, while they are gathered."""
         return [buffer.memory for buffer in self._buffers]
@@ -126,7 +131,7 @@ class FlatUnit:
         """Take the gradients that the parameters have by now, and leave them without.
 
         Raises:
-            UnsupportedError: a parameter was frozen when the unit was sharded, or its gradient is sparse.
+            UnsupportedError: a parameter was frozen when the pass began, or its gradient is sparse.
         """
         with _untracked():
             for buffer in self._buffers:
@@ -251,7 +256,7 @@ class FlatUnit:
 
     @property
     def _trained(self) -> list[FlatBuffer]:
-        return [buffer for buffer in self._buffers if buffer.layout.is_trained]
+        return [buffer for buffer in self._buffers if buffer.is_trained]
 
 
 @contextmanager
