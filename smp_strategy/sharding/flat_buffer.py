@@ -21,6 +21,9 @@ with a weight that is not gathered could give a plausible number. Now it is refu
 In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
 over the group, and what is left of it is this rank's shard, to which later microbatches are added. Between passes the
 ``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.sharding.piece_gradient`).
+
+Frozen parameters have buffers without gradients. From the pass on before which one of them has been unfrozen, its
+buffer has gradients like all others; those of its neighbours that are still frozen are zero, and nobody sees them.
 """
 
 from collections.abc import Sequence
@@ -35,7 +38,6 @@ from smp_strategy.sharding.layout import FlatLayout, Slot
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import Resting, placeholder
-from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["FlatBuffer"]
 
@@ -46,14 +48,14 @@ class FlatBuffer:
 
     Args:
         layout: where the parameters stand.
-        parameters: in the order of the layout's slots; those on the meta device are zero until their pieces are
-            filled in.
+        parameters: in the order of the layout's slots.
         collectives: those of the shard group.
         device: where the buffer is.
         owners: those of the ranks that have the same shard, if each of them updates a part of it.
 
     Attributes:
         layout, parameters: as given.
+        is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
         shard: this rank's share of the values.
         own: the part of it that this rank updates.
         gradients: of that part; ``None`` where there are none.
@@ -70,6 +72,7 @@ class FlatBuffer:
         owners: Collectives | None = None,
     ) -> None:
         self.layout = layout
+        self.is_trained = layout.is_trained
         self.gradients: Tensor | None = None
         self.parameters = parameters
         self._collectives = collectives
@@ -89,10 +92,7 @@ class FlatBuffer:
         start = 0 if owners is None else owners.rank * layout.own_numel
         self.own = self.shard[start : start + layout.own_numel]
         for number, parameter in enumerate(parameters):
-            if parameter.is_meta:
-                _leave_meta(parameter, device)
-            else:
-                self._put(number, parameter)
+            self._put(number, parameter)
         self._refreshing: list[Pending] = []
         self._arriving: Pending | None = None
         self._is_gathered = False
@@ -150,7 +150,7 @@ class FlatBuffer:
     def collect(self) -> None:
         """Move the parameters' gradients into the buffer, to those that are there."""
         for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
-            if not self.layout.is_trained:
+            if not self.is_trained:
                 _refuse_gradient(parameter, slot)
             elif _has_new_gradient(parameter):
                 gradient, parameter.grad = parameter.grad, None
@@ -164,7 +164,7 @@ class FlatBuffer:
     def reduce(self, factor: float) -> None:
         """Begin to add up the gradients of all ranks, each multiplied by a factor of its own, to those of before."""
         self.collect()
-        if not self.layout.is_trained:
+        if not self.is_trained:
             return
         self.wait_reduced()
         full = self._gradient_buffer()
@@ -194,6 +194,8 @@ class FlatBuffer:
         """Go on with the gradients that the parameters have, which are pieces."""
         self.wait_reduced()
         self._collected = self._of_group = None
+        # On all ranks alike: what is trained is decided by the same code.
+        self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
         found = [_taken(parameter) for parameter in self.parameters]
         self.is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
@@ -239,7 +241,7 @@ class FlatBuffer:
         """Let the parameters rest; what was done to their pieces stays, what was gathered before is out of date."""
         pieces = [parameter.grad for parameter in self.parameters]
         self._rest(pieces)
-        if self._owners is not None and self.layout.is_trained:
+        if self._owners is not None and self.is_trained:
             self._refreshing = [self._owners.gather(self.shard, self.own)]
 
     def show_whole(self) -> None:
@@ -372,8 +374,7 @@ class FlatBuffer:
     def _hide(self) -> None:
         for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
             parameter.__class__ = Resting
-            with in_plain_sight():
-                parameter.data = tensor
+            parameter.data = tensor
 
     def _pieces(self, own: Tensor) -> list[Tensor]:
         return [own[piece.offset : piece.offset + piece.numel] for piece in self._own_pieces]
@@ -432,13 +433,6 @@ def _whole_of(pieces: Sequence[Tensor | None], places: Sequence[int], shard: Ten
     return None if storage is None else shard.new_empty(0).set_(storage, 0, shard.shape, (1,))
 
 
-def _leave_meta(parameter: nn.Parameter, device: torch.device) -> None:
-    """Give it memory of another device, which an exchange of ``data`` cannot."""
-    real = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
-    vars(real).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, real)
-
-
 def _has_new_gradient(parameter: nn.Parameter) -> bool:
     """Whether it has one that a backward has computed, and not one of before."""
     return parameter.grad is not None and not isinstance(parameter.grad, PieceGradient)
@@ -447,6 +441,6 @@ def _has_new_gradient(parameter: nn.Parameter) -> bool:
 def _refuse_gradient(parameter: nn.Parameter, slot: Slot) -> None:
     if parameter.requires_grad or parameter.grad is not None:
         raise UnsupportedError(
-            f"`{slot.entry.names[0]}` was frozen when it was sharded, and is to be trained now. Unfreeze it before the "
-            "run begins, or begin another run."
+            f"`{slot.entry.names[0]}`, which is spread over ranks, was frozen when the step began, and has been "
+            "unfrozen in it. Unfreeze it between steps."
         )

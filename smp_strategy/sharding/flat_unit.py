@@ -31,6 +31,7 @@ from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
 from smp_strategy.sharding.layout import Entry, UnitLayout
 from smp_strategy.sharding.messages import Pending
+from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["FlatUnit"]
 
@@ -95,6 +96,11 @@ class FlatUnit:
         return [is_used for buffer in self._buffers for is_used in buffer.is_used]
 
     @property
+    def is_trained(self) -> bool:
+        """Whether any of its parameters is trained, or was in an earlier pass."""
+        return bool(self._trained)
+
+    @property
     def memory(self) -> list[range]:
         """The addresses of the parameters, while they are gathered."""
         return [buffer.memory for buffer in self._buffers]
@@ -102,7 +108,8 @@ class FlatUnit:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients that have not been reduced."""
-        return any(buffer.has_gradients for buffer in self._buffers)
+        with in_plain_sight():
+            return any(buffer.has_gradients for buffer in self._buffers)
 
     def gather(self, *, anew: bool = False) -> None:
         """Begin to gather the values; does nothing while they are gathered. Collective.
@@ -130,7 +137,7 @@ class FlatUnit:
         """Take the gradients that the parameters have by now, and leave them without.
 
         Raises:
-            UnsupportedError: a parameter was frozen when the unit was sharded, or its gradient is sparse.
+            UnsupportedError: a parameter was frozen when the pass began, or its gradient is sparse.
         """
         with _untracked():
             for buffer in self._buffers:
@@ -264,13 +271,13 @@ class FlatUnit:
 
     @property
     def _trained(self) -> list[FlatBuffer]:
-        return [buffer for buffer in self._buffers if buffer.layout.is_trained]
+        return [buffer for buffer in self._buffers if buffer.is_trained]
 
 
 @contextmanager
 def _untracked() -> Iterator[None]:
-    """Buffers are ordinary tensors, also where they are first used in inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
+    """Buffers are ordinary tensors, also where they are first used in inference mode; parameters can be touched."""
+    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         yield
 
 

@@ -74,10 +74,15 @@ class ReplicaSums:
         self._units = units
         self._replicas = replicas
         self._device = device
-        trained = [number for number, unit in enumerate(units) if any(flat.is_trained for flat in unit.layout.flats)]
-        self._order = trained[::-1]
+        self._order: list[int] = []
+        self.begin_pass()
         self._usual_counts = [1] * len(units)
         self._step = self._new_step()
+
+    def begin_pass(self) -> None:
+        """A pass with backward begins: units that are trained for the first time are added up as well."""
+        numbers = reversed(range(len(self._units)))
+        self._order += [n for n in numbers if self._units[n].is_trained and n not in self._order]
 
     def reduced(self, number: int) -> None:
         """A unit is being reduced, in the last backward or at the end of its pass."""

@@ -169,6 +169,7 @@ class ShardedUnits:
         """
         for unit in self.units.values():
             unit.begin_gradients()
+        self._uses.begin_training()
         yield
         self._uses.is_last = sums
         self.end_pass()

@@ -135,6 +135,11 @@ class UnitUses:
         finally:
             self._release(number)
 
+    def begin_training(self) -> None:
+        """A pass with backward begins, with the gradients that the units have by now."""
+        if self._sums is not None:
+            self._sums.begin_pass()
+
     def end_pass(self) -> None:
         """All calls of this pass, and all of its backwards, are through: a microbatch or a step, trained or not.
 

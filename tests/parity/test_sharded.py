@@ -1,0 +1,73 @@
+"""Cases of the other files with their parameters spread over shard groups: the numbers of one process.
+
+Both replicas read the same batch, so the mean of their gradients is the gradient, bit for bit, and cases need no
+second description.
+"""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+
+from . import (
+    test_additions,
+    test_architectures,
+    test_collected,
+    test_control_flow,
+    test_interfaces,
+    test_operations,
+    test_sequence_models,
+)
+from .compare import STEPS, Case, Outcome, _batch, _start, check
+
+SHARDS = 2
+
+
+def sharded(case: Case, ranks: int, counts: Iterable[int]) -> list[Outcome]:
+    """On a rank: :func:`~.compare.pipeline` with two shards of each stage."""
+    found = []
+    for microbatches in counts:
+        module, optimizer = _start(case)
+        degrees = {"pipeline_parallel_degree": ranks // SHARDS, "sharded_data_parallel_degree": SHARDS}
+        engine = Engine(SMPConfig(**degrees, microbatches=microbatches, **case.options))
+        engine.attach(module, [optimizer])
+        losses = []
+        for step in range(STEPS):
+            result = engine.train_step(module.loss, _batch(module, step), loss_of=lambda loss: loss, reduces=True)
+            optimizer.zero_grad()
+            result.commit(torch.ones(()), reduce=True)
+            engine.begin_update(optimizer)
+            optimizer.step()
+            engine.end_update(optimizer)
+            losses += [loss.item() for loss in result.outputs]
+        found.append(Outcome(losses, list(getattr(module, "seen", ())), engine.full_state_dict()))
+        engine.close()
+    return found
+
+
+CASES = {
+    name: table[name]
+    for table, names in (
+        (test_architectures.CASES, ["u-net", "resnet", "class token", "two towers", "cumulative batch statistics"]),
+        (test_sequence_models.CASES, ["albert", "nn.Transformer", "packed sequences", "mixture of experts"]),
+        (test_control_flow.STEPS, ["several_passes", "with_autocast", "modes"]),
+        (test_control_flow.NETWORKS, ["target network"]),
+        (test_interfaces.STEPS, ["complex numbers", "other methods", "weights by name", "functional_call"]),
+        (test_interfaces.CONTAINERS, ["chosen by the batch", "lazy modules"]),
+        (test_additions.CASES, ["hooks on weights", "adapters", "spectral_norm", "orthogonal", "checkpoint of glue"]),
+        (test_additions.CASES, ["hook on a unit's backward", "TorchScript", "gradient reversal"]),
+        (test_additions.MODELS, ["LoRA on GPT-2"]),
+        (test_operations.STEPS, ["in_place", "products"]),
+        (test_collected.ATTRIBUTES, ["a hook inside fills a dict above", "a sum over calls"]),
+    )
+    for name in names
+}
+IN_STAGES = ["u-net", "resnet", "albert", "weights by name", "adapters", "checkpoint of units", "mixture of experts"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_shards_have_the_numbers_of_one_process(name: str) -> None:
+    check(CASES[name], SHARDS, (1,), sharded)
