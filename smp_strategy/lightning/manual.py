@@ -46,8 +46,8 @@ class ManualOptimization:
             schedulers: of their learning rates.
         """
         for index, pair in enumerate(zip(optimizers, wrapped, strict=True)):
-            for optimizer in pair:
-                self._replace(optimizer, "step", self._step(optimizer, f"`step` of optimizer {index}"))
+            for optimizer, step in zip(pair, (self._step(pair[0]), pair[1].step), strict=True):
+                self._replace(optimizer, "step", self._step_once(step, f"`step` of optimizer {index}"))
                 self._replace(
                     optimizer, "zero_grad", self._once(optimizer.zero_grad, f"`zero_grad` of optimizer {index}")
                 )
@@ -117,18 +117,26 @@ class ManualOptimization:
 
         return call
 
-    def _step(self, optimizer: Any, name: str) -> Callable[..., Any]:
+    def _step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Of an optimizer of the user. That of its LightningOptimizer leads here as well."""
         method = optimizer.step
 
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._reduce(optimizer)
-            self._engine.begin_update(optimizer)
-            result = method(*args, **kwargs)
-            self._engine.end_update(optimizer)
-            return result
+            if args or kwargs.get("closure") is not None:
+                # Lightning's hooks run in the closure. Then the strategy begins the update, and ends it.
+                return method(*args, **kwargs)
+            with self._engine.views.put_aside():
+                self._engine.begin_update(optimizer)
+                result = method(*args, **kwargs)
+                self._engine.end_update(optimizer)
+                return result
 
-        once = self._once(step, name)
+        return step
+
+    def _step_once(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        once = self._once(method, name)
 
         @functools.wraps(method)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +159,8 @@ class ManualOptimization:
 
     def _reduce(self, optimizer: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._engine.manual.reduce_gradients(parameters)
+        with self._engine.views.put_aside():
+            self._engine.manual.reduce_gradients(parameters)
 
 
 def _agreed(name: str, given: list[Any], mean: Callable[[list[Any]], Tensor] | None) -> Any:

@@ -96,6 +96,7 @@ class ShardedUnits:
         self._is_final = True
         self._has_sums = False
         self._is_whole = False
+        self._is_open = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -157,9 +158,25 @@ class ShardedUnits:
         self._uses.is_last = True
         yield
 
+    def begin_pass(self) -> None:
+        """Code begins, or goes on, that will stop while it still has graphs: units may be gathered for it.
+
+        The pass ends when a backward that :meth:`training` is around has ended, when values are shown or gradients
+        summed up, or by :meth:`end_pass`. What has saved weights by then finds them again, gathered anew, or learns
+        that they have changed.
+        """
+        self._is_open = True
+        self._uses.may_return_weights = False
+
     def end_pass(self) -> None:
         """A pass has ended: nothing stays gathered. Collective."""
+        self._is_open = False
         self._uses.end_pass()
+
+    def _end_open_pass(self) -> None:
+        """What is gathered would be out of date, and ranks that still gather must not meet other collectives."""
+        if self._is_open:
+            self.end_pass()
 
     # Gradients
 
@@ -181,6 +198,7 @@ class ShardedUnits:
             group: all ranks of this stage, the shard group and its replicas: they tell each other what they have used,
                 and let go of gradients of what none of them has, as one process would have none.
         """
+        self._end_open_pass()
         if self._is_final:
             return
         self._is_final = True
@@ -226,6 +244,7 @@ class ShardedUnits:
 
     def show_whole(self) -> None:
         """Until :meth:`hide_whole`, every parameter and gradient is whole. Collective."""
+        self._end_open_pass()
         self._is_whole = True
         for unit in self.units.values():
             unit.show_whole()
@@ -238,6 +257,7 @@ class ShardedUnits:
 
     def show_pieces(self) -> None:
         """Until :meth:`hide_pieces`, every parameter and gradient is this rank's piece of it."""
+        self._end_open_pass()
         for unit in self.units.values():
             unit.show_pieces()
 
