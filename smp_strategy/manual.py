@@ -62,6 +62,7 @@ class ManualSteps:
         with self._hidden.hidden():
             result = self._calls.runtime.run_with_barriers(job, microbatches)
         if sharded is not None:
+            sharded.stop_at("the end of the step")
             sharded.end_pass()
         return result
 
@@ -89,6 +90,8 @@ class ManualSteps:
         def with_gradients(values: list[Any]) -> Any:
             if hidden is None:
                 return act(values)
+            if self._sharded is not None:
+                self._sharded.stop_at(name)
             with hidden.shown():
                 result = act(values)
             if self._sharded is not None:
@@ -111,6 +114,12 @@ class ManualSteps:
         real = [torch.as_tensor(value).reshape(()) for value in self._calls.runtime.make_real(list(values))]
         stacked = torch.stack(real)
         return (stacked * stacked.new_tensor(self._weights)).sum()
+
+    def over_replicas(self, value: Tensor) -> Tensor:
+        """The mean of the replicas' ``value``. Collective."""
+        if self._sharded is not None:
+            self._sharded.let_go()
+        return value if self._reduction is None else self._reduction.over_replicas(value)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make the gradients of ``parameters`` whole: summed over stages and averaged over replicas; collective."""

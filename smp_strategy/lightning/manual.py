@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.lightning.gradients import loss_that_commits
 from smp_strategy.lightning.steps import Context
+from smp_strategy.manual import ManualSteps
 
 __all__ = ["ManualOptimization"]
 
@@ -109,7 +111,7 @@ class ManualOptimization:
                 return method(*args, **kwargs)
 
             def act(given: list[Any]) -> Any:
-                args, kwargs = _agreed(name, given, manual.mean if averaged else None)
+                args, kwargs = _agreed(name, given, manual if averaged else None)
                 with self._context():
                     return method(*args, **kwargs)
 
@@ -163,18 +165,21 @@ class ManualOptimization:
             self._engine.manual.reduce_gradients(parameters)
 
 
-def _agreed(name: str, given: list[Any], mean: Callable[[list[Any]], Tensor] | None) -> Any:
-    """The arguments for the batch, of those that the microbatches have given; numbers by ``mean`` where they differ."""
+def _agreed(name: str, given: list[Any], averages: ManualSteps | None) -> Any:
+    """The arguments for the batch, of those that the microbatches have given; ``averages``: means of numbers."""
 
     def agree(values: list[Any]) -> Any:
         if not any(isinstance(value, Tensor) for value in values) and all(value == values[0] for value in values):
-            return values[0]
-        if mean is None or not all(isinstance(value, (Tensor, Number)) for value in values):
+            if averages is None or not isinstance(values[0], float):
+                return values[0]
+            # Replicas have samples of their own.
+            return averages.over_replicas(torch.tensor(values[0], dtype=torch.float64)).item()
+        if averages is None or not all(isinstance(value, (Tensor, Number)) for value in values):
             raise UnsupportedError(
                 f"{name} is done once for the batch, but its microbatches give it different arguments: "
                 f"{', '.join(map(repr, values))}. Compute them from something that is the same for all samples."
             )
-        return mean(values)
+        return averages.over_replicas(averages.mean(values))
 
     args = [agree(list(column)) for column in zip(*(args for args, _ in given), strict=True)]
     return args, {key: agree([kwargs[key] for _, kwargs in given]) for key in given[0][1]}
