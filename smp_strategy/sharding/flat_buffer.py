@@ -97,6 +97,7 @@ class FlatBuffer:
         self._arriving: Pending | None = None
         self._is_gathered = False
         self.is_used = [False] * len(parameters)
+        self._goes_on = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
         self._reducing: Pending | None = None
@@ -197,6 +198,7 @@ class FlatBuffer:
         # On all ranks alike: what is trained is decided by the same code.
         self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
         found = [_taken(parameter) for parameter in self.parameters]
+        self._goes_on = [gradient is not None for gradient in found]
         self.is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
 
@@ -221,11 +223,11 @@ class FlatBuffer:
         """Let the parameters have the gradients of this pass, as pieces."""
         self.wait_reduced()
         if self.gradients is not None:
-            for parameter, piece, is_used in zip(
-                self.parameters, self._pieces(self.gradients), self.is_used, strict=True
-            ):
-                if parameter.requires_grad:
-                    parameter.grad = PieceGradient(parameter, piece, is_used=is_used)
+            for number, piece in enumerate(self._pieces(self.gradients)):
+                parameter = self.parameters[number]
+                # One that is frozen for a while keeps what it has had before.
+                if parameter.requires_grad or self._goes_on[number]:
+                    parameter.grad = PieceGradient(parameter, piece, is_used=self.is_used[number])
         self.gradients = None
 
     def show_pieces(self) -> None:
