@@ -46,7 +46,7 @@ WARM_UPS = 2
 QUIET_SECONDS = 0.1
 SPEED_UPS = {
     "mics": ("fsdp2_full", "hsdp", "ds_zero3"),
-    "mics_dealt": ("fsdp2_full", "hsdp", "ds_zero3"),
+    "mics_alike": ("fsdp2_full", "hsdp", "ds_zero3"),
     "hier": ("fsdp2_full", "ds_zero3"),
     "full": ("fsdp2_full", "ds_zero3"),
     "hsdp": ("fsdp2_full",),

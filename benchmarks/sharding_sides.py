@@ -65,8 +65,8 @@ def sides() -> Mapping[str, Make]:
     if world >= 4:
         degree = world // max(num_nodes(), 2)
         found["hsdp"] = partial(FSDP2, degree=degree)
-        found["mics"] = sharded(degree)
-        found["mics_dealt"] = sharded(degree, deals_out=True)
+        found["mics"] = sharded(degree, deals_out=True)
+        found["mics_alike"] = sharded(degree)
     if num_nodes() > 1:
         found["hier"] = sharded(world, in_two_hops=True)
     if importlib.util.find_spec("deepspeed"):
