@@ -263,6 +263,10 @@ class ShardingOptions:
             found.append(f"`sdp_gradient_clipping` must be above 0, or None for no clipping, but is {norm}.")
         return found + self._without_effect()
 
+    def gathers_once(self, num_stages: int) -> bool:
+        """Whether the parameters of all units of a stage are gathered for a whole step, and not each for each use."""
+        return self.sdp_gather == "step" or (self.sdp_gather == "auto" and num_stages > 1)
+
     def _without_effect(self) -> list[str]:
         if self.sharded_data_parallel_degree != 1:
             return []

@@ -26,10 +26,8 @@ def render_layout(shape: MeshShape, partition: Partition, *, shards_state: bool 
     elif shards_state and shape.dp_shard == 1:
         sharding = [f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each."]
     if shape.dp_shard > 1:
-        when = "once per step" if shape.pp > 1 else "for each use"
         sharding.append(
-            f"Each unit is spread over {shape.dp_shard} ranks, with its gradients and the state of its optimizer, and "
-            f"gathered {when}."
+            f"Each unit is spread over {shape.dp_shard} ranks, with its gradients and the state of its optimizer."
         )
     if shards_state and 1 < shape.dp_shard < shape.dp:
         sharding.append(

@@ -99,7 +99,7 @@ class Share:
     @property
     def reads_refused(self) -> str:
         """Why steps must not read values; empty: they may."""
-        if self.sharded is None or self._mesh.pp == 1 or _gathers_once(self._config, self._mesh):
+        if self.sharded is None or self._mesh.pp == 1 or self._config.gathers_once(self._mesh.pp):
             return ""
         return (
             "With `sdp_gather=use` ranks of a shard group wait for each other at each use of a unit, and with several "
@@ -167,8 +167,8 @@ class Share:
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
-        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
-            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0)
+        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0):
+            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
         if where == "all" or mesh.dp_rank == 0:
             keep = where == "all" or mesh.rank == 0
             restore(self._module, self._units, self.ownership, mesh, keep=keep)
@@ -247,13 +247,9 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device:
         across=across,
         persistence_threshold=config.sdp_param_persistence_threshold,
         timing=Timing(
-            gathers_once=_gathers_once(config, mesh),
+            gathers_once=config.gathers_once(mesh.pp),
             reduces_early=mesh.pp == 1,
             most_live=config.sdp_max_live_parameters,
         ),
         deals_out=has_replicas and config.shard_optimizer_state,
     )
-
-
-def _gathers_once(config: SMPConfig, mesh: ProcessMesh) -> bool:
-    return config.sdp_gather == "step" or (config.sdp_gather == "auto" and mesh.pp > 1)

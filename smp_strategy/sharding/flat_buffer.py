@@ -9,14 +9,14 @@ autograd finds its saved tensors unchanged (and notices when somebody else has c
 
 ============  ==============================================================================================
 gathered      a view of the buffer
-resting       shape, dtype and device as ever, without values: NaN, stored once
+resting       shape, dtype and device as ever, without values (:mod:`smp_strategy.sharding.resting`)
 pieces shown  this rank's piece, one-dimensional, a view of the shard; ``grad`` likewise
 whole shown   with all values, in memory of its own that code of the user may keep; ``grad`` likewise
 ============  ==============================================================================================
 
 Between uses a parameter could show its piece all the time, so that an optimizer would find it without further ado.
 But then its shape would be another one whenever somebody looks (weight decay by ``ndim``, summaries), and a computation
-with a weight that is not gathered could give a plausible number. NaN is no plausible number.
+with a weight that is not gathered could give a plausible number. Now it is refused.
 
 In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
 over the group, and what is left of it is this rank's shard, to which later microbatches are added. Between passes the
@@ -34,6 +34,8 @@ from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.layout import FlatLayout, Slot
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
+from smp_strategy.sharding.resting import Resting, placeholder
+from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["FlatBuffer"]
 
@@ -75,7 +77,8 @@ class FlatBuffer:
         self._own_pieces = [
             layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
         ]
-        self._placeholders = [_placeholder(parameter, device) for parameter in parameters]
+        self._kinds = [type(parameter) for parameter in parameters]
+        self._placeholders = [placeholder(parameter, device) for parameter in parameters]
         self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.dtype), device=device)
         self._views = [_view(self._full, slot) for slot in layout.slots]
         if layout.is_persistent:
@@ -101,7 +104,7 @@ class FlatBuffer:
         self._of_group: Tensor | None = None
         # Of the parameters that are shown: the gradients that they had while they rested.
         self._before: list[PieceGradient | None] = []
-        self._show(self._placeholders)
+        self._hide()
 
     @property
     def held_bytes(self) -> int:
@@ -295,13 +298,26 @@ class FlatBuffer:
         piece = self._own_pieces[number]
         return _elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
 
-    def dissolve(self) -> None:
-        """Let the parameters own all of their values again, without gradients. Collective."""
+    def restore(self, *, keep: bool) -> None:
+        """Let the parameters own all of their values again, without gradients. Collective.
+
+        Args:
+            keep: whether on this rank as well; otherwise they rest.
+        """
         self.gather()
         self.wait()
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._show([view.clone() for view in self._views])
+        if keep:
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._show([view.clone() for view in self._views])
+        else:
+            self._retire()
+
+    def release(self) -> None:
+        """Let go of the values: the parameters have their own."""
+        self._wait_refreshed()
+        self.shard.untyped_storage().resize_(0)
+        self._full.untyped_storage().resize_(0)
 
     def _joined(self, gradients: Sequence[PieceGradient | None]) -> Tensor | None:
         """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
@@ -330,7 +346,7 @@ class FlatBuffer:
 
     def _retire(self) -> None:
         self.wait()
-        self._show(self._placeholders)
+        self._hide()
         self._is_gathered = False
         if not self.layout.is_persistent:
             self._full.untyped_storage().resize_(0)
@@ -350,8 +366,15 @@ class FlatBuffer:
         return self._collected
 
     def _show(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+        for parameter, tensor, kind in zip(self.parameters, tensors, self._kinds, strict=True):
+            parameter.__class__ = kind
             parameter.data = tensor
+
+    def _hide(self) -> None:
+        for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
+            parameter.__class__ = Resting
+            with in_plain_sight():
+                parameter.data = tensor
 
     def _pieces(self, own: Tensor) -> list[Tensor]:
         return [own[piece.offset : piece.offset + piece.numel] for piece in self._own_pieces]
@@ -415,12 +438,6 @@ def _leave_meta(parameter: nn.Parameter, device: torch.device) -> None:
     real = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)
-
-
-def _placeholder(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    one = torch.full((1,) * parameter.ndim, fill, dtype=parameter.dtype, device=device)
-    return one.expand(parameter.shape)
 
 
 def _has_new_gradient(parameter: nn.Parameter) -> bool:

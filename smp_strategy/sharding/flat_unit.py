@@ -230,11 +230,20 @@ class FlatUnit:
                 if value is not None
             }
 
-    def dissolve(self) -> None:
-        """Give the parameters all of their values back, in memory of their own. Collective, and the end of the unit."""
+    def restore(self, *, keep: bool = True) -> None:
+        """Give the parameters all of their values back, in memory of their own, without gradients. Collective.
+
+        Args:
+            keep: whether on this rank as well.
+        """
         with _untracked():
             for buffer in self._buffers:
-                buffer.dissolve()
+                buffer.restore(keep=keep)
+
+    def release(self) -> None:
+        """The parameters have been given back on all ranks, for good: let go of the shards."""
+        for buffer in self._buffers:
+            buffer.release()
 
     def take_gradients(self) -> tuple[list[Tensor], list[Pending]]:
         """Hand over what the shard group has added up of the gradients; the unit has nothing of it afterwards.

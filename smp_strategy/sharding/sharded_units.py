@@ -287,16 +287,17 @@ class ShardedUnits:
         for unit in self.units.values():
             unit.fill(values)
 
-    def restore(self, *, keep: bool) -> None:
+    def restore(self, *, keep: bool, is_last: bool) -> None:
         """Give the parameters all of their values back, and no gradients. Collective.
 
         Args:
             keep: whether on this rank as well.
+            is_last: let go of the shards: all ranks keep what they get.
         """
-        for values in self.values():
-            for parameter, value in values.items() if keep else ():
-                parameter.grad = None
-                parameter.data = value
+        for unit in self.units.values():
+            unit.restore(keep=keep)
+            if is_last:
+                unit.release()
 
     def close(self) -> None:
         """Let go of what is needed in the background."""

@@ -107,7 +107,7 @@ class Sharded:
 
     def weights(self) -> dict[str, Tensor]:
         for unit in self.units.values():
-            unit.dissolve()
+            unit.restore()
         self.shards.close()
         self.replicas.close()
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}

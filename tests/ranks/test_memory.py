@@ -139,6 +139,21 @@ def test_replicas_of_a_shard_group_hold_a_part_of_the_state_for_their_shards_eac
         assert max(each.parameters for each in ranks) < 1.05 * max(each.parameters for each in alike)
 
 
+GATHERS = [(1, 2, "step"), (2, 4, "use"), (2, 4, "step"), (1, 2, "use")]
+
+
+@pytest.mark.parametrize(("pp", "world", "gather"), GATHERS)
+def test_whether_units_are_gathered_once_or_for_each_use_is_predicted(pp, world, gather):
+    options = {"pipeline_parallel_degree": pp, "microbatches": 2, "sharded_data_parallel_degree": 2}
+    (_, report), *_ = run_ranks(reports, world, "text", {**options, "sdp_gather": gather})
+    # Of several stages it is not known which units they will have, so all get room for the largest.
+    room = [max(each.gathered for each in report.ranks if each.stage == stage) for stage in range(pp)]
+    predicted = [held.gathered for held in report.predicted]
+    assert max(room) == max(predicted)
+    if gather == "step" or pp == 1:
+        assert room == predicted
+
+
 def layouts(kind: type[Model], setting: Setting) -> dict[str, UnitLayout]:
     return {name: unit.layout for name, unit in Sharded(kind, setting).units.items()}
 

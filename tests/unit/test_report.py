@@ -13,8 +13,6 @@ from tests.unit.explain.test_explanation import partition
         (MeshShape(pp=2, dp=2), True, "The state of the optimizers is dealt out over 2 replicas, whole parameters"),
         (MeshShape(pp=2, dp=1), True, "`shard_optimizer_state` changes nothing: there is one replica only."),
         (MeshShape(pp=2, dp=4, dp_shard=4), False, "spread over 4 ranks, with its gradients and the state"),
-        (MeshShape(pp=2, dp=4, dp_shard=4), False, "and gathered once per step."),
-        (MeshShape(pp=1, dp=4, dp_shard=2), False, "and gathered for each use."),
     ],
 )
 def test_the_layout_says_what_is_shared_among_ranks(shape, shards_state, said):
