@@ -4,6 +4,9 @@ state spread over ranks in one way or another.
 Peers are set up as their users would: a unit for each part of the model, the next one gathered while one computes,
 forward and backward, and the last one kept in between.
 
+``mics`` and ``hsdp`` spread parameters over the ranks of a node. In ``mics`` the replicas on the nodes deal the updates
+of their shards out (``shard_optimizer_state``); in ``mics_alike``, as in ``hsdp``, each of them makes all updates.
+
 DeepSpeed takes part where it can be imported. It wants an environment of its own.
 """
 
