@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
+from smp_strategy.delayed import DelayedModule
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
 from smp_strategy.optim.reduction import Reduction
@@ -53,7 +54,7 @@ class Share:
         ownership: which stages hold which parameter.
         mesh: where the ranks stand.
         config: all options.
-        device: where this rank computes.
+        delayed: what of the module has no values yet, and where they are made.
         copies: of the module, which are spread with it.
         everyone_sees: whether all replicas keep averaged gradients until the optimizer's step.
 
@@ -71,7 +72,7 @@ class Share:
         ownership: Ownership,
         mesh: ProcessMesh,
         config: SMPConfig,
-        device: torch.device,
+        delayed: DelayedModule,
         *,
         copies: Iterable[nn.Module] = (),
         everyone_sees: bool = False,
@@ -81,10 +82,18 @@ class Share:
         self._units = units
         self._mesh = mesh
         self._config = config
+        self._delayed = delayed
+        copies = list(copies)
+        spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
+        delayed.settle(
+            lambda tensor: mesh.stage in ownership.holders(tensor),
+            later={parameter for members in spread.values() for _, parameter in members},
+            copies=copies,
+        )
         ownership.release(mesh.stage, copies)
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
         self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
-        self.sharded = _sharded(ownership, mesh, config, device) if mesh.shard_group is not None else None
+        self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
         self.reduction = Reduction(ownership, mesh, self._state, self.sharded)
         is_spread = mesh.pp > 1 or self.sharded is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
@@ -167,7 +176,7 @@ class Share:
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
-        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0):
+        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
             self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
         if where == "all" or mesh.dp_rank == 0:
             keep = where == "all" or mesh.rank == 0
@@ -197,6 +206,7 @@ class Share:
             refuse_whole_tensor_optimizers(optimizers, spread, degree=self._mesh.shape.dp_shard)
         for optimizer in optimizers:
             full.keep_share(optimizer, self._state, self.sharded)
+        self._delayed.load_late_states(self.load_optimizer_state)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`smp_strategy.engine.Engine.full_optimizer_state`."""
@@ -225,8 +235,9 @@ def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iter
         yield
 
 
-def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device: torch.device) -> ShardedUnits:
+def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule) -> ShardedUnits:
     assert mesh.shard_group is not None
+    device = delayed.device
     hops = None
     if config.sdp_hierarchical_allgather and mesh.shape.nodes_of_shard_group > 1:
         hops = torch.distributed.get_world_size(mesh.hop_groups()[0])
@@ -235,7 +246,7 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device:
         stages = frozenset(ownership.stage_of[user] for user in users)
         group = mesh.group_of(stages) if len(stages) > 1 else None
         if mesh.stage in stages:
-            parameters[users] = members
+            parameters[users] = _with_values(members, delayed)
         if group is not None:
             across[users] = (group, mesh.stage == min(stages))
     has_replicas = mesh.dp > mesh.shape.dp_shard
@@ -253,3 +264,11 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device:
         ),
         deals_out=has_replicas and config.shard_optimizer_state,
     )
+
+
+def _with_values(
+    members: Sequence[tuple[str, nn.Parameter]], delayed: DelayedModule
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``members``, which have values when they are asked for, and not before: each unit is cut before the next."""
+    delayed.materialise(parameter for _, parameter in members)
+    yield from members

@@ -75,12 +75,12 @@ class FlatBuffer:
         self.gradients: Tensor | None = None
         self.parameters = parameters
         self._collectives = collectives
+        self._kinds = [type(parameter) for parameter in parameters]
+        self._placeholders = [placeholder(parameter, device) for parameter in parameters]
         self._owners = owners
         self._own_pieces = [
             layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
         ]
-        self._kinds = [type(parameter) for parameter in parameters]
-        self._placeholders = [placeholder(parameter, device) for parameter in parameters]
         self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.dtype), device=device)
         self._views = [_view(self._full, slot) for slot in layout.slots]
         if layout.is_persistent:
@@ -317,7 +317,6 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Let go of the values: the parameters have their own."""
-        self._wait_refreshed()
         self.shard.untyped_storage().resize_(0)
         self._full.untyped_storage().resize_(0)
 
