@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.piece_gradient import PieceGradient
+from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import UnitUses
 
 __all__ = ["ShardedUnits", "Timing"]
@@ -112,6 +113,9 @@ class ShardedUnits:
         self._is_final = True
         self._has_sums = False
         self._is_whole = False
+        self._on_use = OnUse()
+        for parameter in self._unit_of:
+            self._on_use.watch(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -128,6 +132,11 @@ class ShardedUnits:
         """Bytes of values that were gathered for passes and let go again, at most at a time."""
         return self._uses.most_bytes
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter and gradient is whole just now, for code of the user."""
+        return self._is_whole
+
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is spread."""
         return parameter in self._unit_of
@@ -142,6 +151,8 @@ class ShardedUnits:
             function: what to call.
             token: equal for calls that one thread makes one after the other: those of a microbatch.
         """
+        if self._on_use.make_whole is not None:
+            self._on_use.make_whole()
         for part in () if self._is_whole else self._parts.get(name, ()):
             function = partial(self._call, part, function, token)
         return function
@@ -240,16 +251,34 @@ class ShardedUnits:
 
     # The optimizer's step, and code of the user
 
+    @contextmanager
+    def in_sight(self, make_whole: Callable[[], None] | None = None) -> Iterator[None]:
+        """Code of the user runs in here. From its first use on every parameter and gradient is whole.
+
+        What is done to them, on all ranks alike, stays. Collective over those that use them.
+
+        Args:
+            make_whole: called at the first use, to call :meth:`show_whole`.
+        """
+        self._on_use.make_whole = make_whole or self.show_whole
+        try:
+            yield
+        finally:
+            self._on_use.make_whole = None
+            self.hide_whole()
+
     def show_whole(self) -> None:
-        """Until :meth:`hide_whole`, every parameter and gradient is whole. Collective."""
+        """Inside of :meth:`in_sight`: let every parameter and gradient be whole. Collective."""
+        self._on_use.make_whole = None
         self._is_whole = True
         for unit in self.units.values():
             unit.show_whole()
 
     def hide_whole(self) -> None:
-        """Let the parameters rest again, with what was done to them and to their gradients, on all ranks alike."""
-        for unit in self.units.values():
-            unit.hide_whole()
+        """Let the parameters rest again, if they are whole, with what was done to them and to their gradients."""
+        if self._is_whole:
+            for unit in self.units.values():
+                unit.hide_whole()
         self._is_whole = False
 
     def show_pieces(self) -> None:
