@@ -19,7 +19,9 @@ But then its shape would be another one whenever somebody looks (weight decay by
 with a weight that is not gathered could give a plausible number. Now it is refused.
 
 In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
-over the group, and what is left of it is this rank's shard, to which later microbatches are added. Between passes the
+over the group, and what is left of it is this rank's shard, to which later microbatches are added. Where other ranks
+have the same shard, too, and share its updates, this rank's gradients and its pieces are those of a part of it, its
+*own*. What the others have updated arrives in the background, and the next gather waits for it. Between passes the
 ``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.sharding.piece_gradient`).
 
 Frozen parameters have buffers without gradients. From the pass on before which one of them has been unfrozen, its
