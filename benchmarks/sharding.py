@@ -18,14 +18,14 @@ weights of all sides are compared.
 The last line is JSON. Two nodes: ``A_vs_B``, how many times as fast as B a side A is, and
 ``slow_link_bytes_over_bound``, bytes per node and step over 1.5 times those of all parameters: half of them for each of
 two gathers and one reduction. One node: ``one_node_time_vs_fsdp2`` and ``one_node_memory_vs_fsdp2``, ours over theirs
-at the worst number of ranks, and ``world1_overhead``, what an engine costs where it has nothing to do. Figures of parts
-of ours that no engine drives yet are called ``preview_``.
+at the worst number of ranks, and ``world1_overhead``, what an engine costs where it has nothing to do.
 """
 
 import copy
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from live_bytes import Baseline, peak_of
-from sharding_sides import PREVIEW, Make, Side, num_nodes, sides
+from sharding_sides import Make, Side, num_nodes, sides
 from timing import over_ranks, seconds_of
 from torch import Tensor
 from workloads import GPT, Batch, Chain
@@ -43,8 +43,10 @@ from workloads import GPT, Batch, Chain
 from smp_strategy.testing import run_ranks
 
 WARM_UPS = 2
+QUIET_SECONDS = 0.1
 SPEED_UPS = {
     "mics": ("fsdp2_full", "hsdp", "ds_zero3"),
+    "mics_dealt": ("fsdp2_full", "hsdp", "ds_zero3"),
     "hier": ("fsdp2_full", "ds_zero3"),
     "full": ("fsdp2_full", "ds_zero3"),
     "hsdp": ("fsdp2_full",),
@@ -111,12 +113,24 @@ def row(turns: Sequence[tuple[float, float | None]], peak: float) -> Row:
 
 def turn(side: Side, steps: int) -> tuple[float, float | None]:
     """Seconds of a step until the last rank is through, and bytes that a node sends in it."""
+    side.step()  # what it leaves for the next step to finish is under way when time begins, as it is when time ends
     sent_before = sent_by_this_node()
     seconds = seconds_of(lambda: [side.step() for _ in range(steps)]) / steps
     if sent_before is None:
         return seconds, None
+    sent = sent_by_this_node() - sent_before
+    wait_until_quiet()
     # All ranks of a node read the same counter.
-    return seconds, over_ranks(sent_by_this_node() - sent_before, dist.ReduceOp.SUM) / dist.get_world_size() / steps
+    return seconds, over_ranks(sent, dist.ReduceOp.SUM) / dist.get_world_size() / steps
+
+
+def wait_until_quiet() -> None:
+    """Until nothing crosses the slow link that the next side would have to wait for."""
+    sent = None
+    while sent != sent_by_this_node():
+        sent = sent_by_this_node()
+        time.sleep(QUIET_SECONDS)
+    dist.barrier()
 
 
 def sent_by_this_node() -> int | None:
@@ -171,7 +185,7 @@ def speed_ups(rows: Rows) -> dict[str, float]:
     return {
         f"{name}_vs_{peer}": ratio(rows[peer], rows[name])
         for name in rows
-        for peer in SPEED_UPS.get(name.removeprefix(PREVIEW), ())
+        for peer in SPEED_UPS.get(name, ())
         if peer in rows
     }
 
@@ -179,20 +193,20 @@ def speed_ups(rows: Rows) -> dict[str, float]:
 def figures_of_two_nodes(rows: Rows, parameter_bytes: int) -> dict[str, float]:
     """The last line in the laboratory."""
     found = speed_ups(rows)
-    sent = rows[PREVIEW + "hier"].sent
+    sent = rows["hier"].sent
     assert sent is not None
-    found[PREVIEW + "slow_link_bytes_over_bound"] = sent / (1.5 * parameter_bytes)
+    found["slow_link_bytes_over_bound"] = sent / (1.5 * parameter_bytes)
     return found
 
 
 def figures_of_one_node(by_ranks: Mapping[int, Rows]) -> dict[str, float]:
     """The last line of local ranks."""
     several = [rows for ranks, rows in by_ranks.items() if ranks > 1]
-    pairs = [(rows[PREVIEW + "full"], rows["fsdp2_full"]) for rows in several]
+    pairs = [(rows["full"], rows["fsdp2_full"]) for rows in several]
     found = {
         "world1_overhead": ratio(by_ranks[1]["replicas"], by_ranks[1]["plain"]) - 1,
-        PREVIEW + "one_node_time_vs_fsdp2": max(ratio(ours, theirs) for ours, theirs in pairs),
-        PREVIEW + "one_node_memory_vs_fsdp2": max(ours.peak / theirs.peak for ours, theirs in pairs),
+        "one_node_time_vs_fsdp2": max(ratio(ours, theirs) for ours, theirs in pairs),
+        "one_node_memory_vs_fsdp2": max(ours.peak / theirs.peak for ours, theirs in pairs),
     }
     for ranks, rows in by_ranks.items():
         found |= {f"{name}_{ranks}_ranks": value for name, value in speed_ups(rows).items()}

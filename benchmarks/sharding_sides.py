@@ -5,9 +5,6 @@ Peers are set up as their users would: a unit for each part of the model, the ne
 forward and backward, and the last one kept in between.
 
 DeepSpeed takes part where it can be imported. It wants an environment of its own.
-
-The engine does not shard parameters yet. Until then its parts are driven by hooks here, in the sides that are called
-*previews*: what an engine adds (any module, units used twice, clipping, and so on) costs nothing in them.
 """
 
 import importlib
@@ -15,11 +12,9 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,13 +25,8 @@ from torch.optim import AdamW, Optimizer
 from workloads import GPT, Batch, Chain, EngineSteps
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.sharding.flat_unit import FlatUnit
-from smp_strategy.sharding.messages import Pending
-from smp_strategy.sharding.point_to_point import PointToPoint
 
-__all__ = ["PREVIEW", "Make", "Side", "num_nodes", "sides"]
-
-PREVIEW = "preview_"
+__all__ = ["Make", "Side", "num_nodes", "sides"]
 
 
 class Side(Protocol):
@@ -64,20 +54,21 @@ def sides() -> Mapping[str, Make]:
     """Those for the ranks that there are; the first is what the weights of the others are compared with."""
     world = dist.get_world_size()
     if world == 1:
-        return {"plain": Wrapped, "replicas": partial(Ours, shards=False)}
+        return {"plain": Wrapped, "replicas": Ours}
     found: dict[str, Make] = {
         "ddp": Wrapped,
         "fsdp2_full": FSDP2,
-        "replicas": partial(Ours, shards=False),
-        "state": partial(Ours, shards=True),
-        PREVIEW + "full": partial(Preview, degree=world),
+        "replicas": Ours,
+        "state": partial(Ours, shard_optimizer_state=True),
+        "full": sharded(world),
     }
     if world >= 4:
         degree = world // max(num_nodes(), 2)
         found["hsdp"] = partial(FSDP2, degree=degree)
-        found[PREVIEW + "mics"] = partial(Preview, degree=degree)
+        found["mics"] = sharded(degree)
+        found["mics_dealt"] = sharded(degree, deals_out=True)
     if num_nodes() > 1:
-        found[PREVIEW + "hier"] = partial(Preview, degree=world, per_node=world // num_nodes())
+        found["hier"] = sharded(world, in_two_hops=True)
     if importlib.util.find_spec("deepspeed"):
         found["ds_zero3"] = DeepSpeed
     elif dist.get_rank() == 0:
@@ -181,92 +172,27 @@ class DeepSpeed:
 
 
 class Ours(EngineSteps):
-    """An engine with replicas."""
+    """An engine with the given options."""
 
-    def __init__(self, workload: GPT, model: Chain, batch: Batch, *, shards: bool) -> None:
-        config = SMPConfig(pipeline_parallel_degree=1, shard_optimizer_state=shards)
+    def __init__(self, workload: GPT, model: Chain, batch: Batch, **options: Any) -> None:
+        config = SMPConfig(pipeline_parallel_degree=1, **options)
         super().__init__(workload, model, optimizer_of(model), batch, config)
 
     def weights(self) -> Iterator[Tensor]:
-        yield from self.model.parameters()
+        found: list[Tensor] = self.engine.run_hook(
+            lambda: [parameter.detach().clone() for parameter in self.model.parameters()]
+        )
+        yield from found
 
     def close(self) -> None:
         self.engine.close()
 
 
-class Preview:
-    """Sharded units over groups of ``degree`` neighbouring ranks, on nodes of ``per_node`` of them."""
-
-    def __init__(self, workload: GPT, model: Chain, batch: Batch, degree: int, per_node: int | None = None) -> None:
-        self._model, self._loss, self._batch = model, workload.loss, batch
-        self._optimizer = optimizer_of(model)
-        world, rank = dist.get_world_size(), dist.get_rank()
-        shards = [dist.new_group(list(range(first, first + degree))) for first in range(0, world, degree)]
-        replicas = [dist.new_group(list(range(first, world, degree))) for first in range(degree)]
-        self._shards = PointToPoint(shards[rank // degree], per_node)
-        self._replicas = PointToPoint(replicas[rank % degree])
-        self._sums: list[Pending] = []
-        self._units = [FlatUnit(part.named_parameters(), self._shards, torch.device("cpu")) for part in model.parts]
-        for number, part in enumerate(model.parts):
-            part.register_forward_pre_hook(partial(self._before_forward, number))
-            part.register_forward_hook(partial(self._after_forward, number))
-
-    def step(self) -> None:
-        self._loss(self._model(self._batch[0]), self._batch[1]).backward()
-        self._after_backward(0, None)
-        self._add_up(0)
-        for pending in self._sums:
-            pending.wait()
-        self._sums.clear()
-        with ExitStack() as stack:
-            for unit in self._units:
-                unit.end_gradients()
-                unit.show_pieces()
-                stack.callback(unit.hide_pieces)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-
-    def weights(self) -> Iterator[Tensor]:
-        for part, unit in zip(self._model.parts, self._units, strict=True):
-            unit.gather()
-            unit.wait()
-            yield from (parameter.detach().clone() for parameter in part.parameters())
-            unit.free()
-
-    def close(self) -> None:
-        self._shards.close()
-        self._replicas.close()
-
-    def _use(self, number: int, following: int) -> None:
-        self._units[number].gather()
-        if following in range(len(self._units)):
-            self._units[following].gather()
-        self._units[number].wait()
-
-    def _before_forward(self, number: int, _: nn.Module, args: tuple[Tensor]) -> None:
-        self._use(number, number + 1)
-        if args[0].requires_grad:
-            args[0].register_hook(partial(self._after_backward, number))
-
-    def _after_forward(self, number: int, _: nn.Module, __: Any, result: Tensor) -> Tensor:
-        if number < len(self._units) - 1:
-            self._units[number].free()
-        result.register_hook(partial(self._before_backward, number))
-        # Another tensor, for hooks run in the order of registration: the next part is freed before this is gathered.
-        return result.view_as(result)
-
-    def _before_backward(self, number: int, _: Tensor) -> None:
-        self._use(number, number - 1)
-
-    def _after_backward(self, number: int, _: Tensor | None) -> None:
-        self._units[number].free()
-        self._units[number].reduce(1 / dist.get_world_size())
-        # By now that of the part above is through, or nearly so.
-        if number + 1 < len(self._units):
-            self._add_up(number + 1)
-
-    def _add_up(self, number: int) -> None:
-        """Begin to add up a part's gradients over replicas, while others are computed."""
-        shards = self._units[number].gradient_shards
-        if self._replicas.size > 1:
-            self._sums += [self._replicas.all_reduce(shard) for shard in shards]
+def sharded(degree: int, *, in_two_hops: bool = False, deals_out: bool = False) -> Make:
+    """An engine that spreads parameters over ``degree`` neighbouring ranks."""
+    return partial(
+        Ours,
+        sharded_data_parallel_degree=degree,
+        sdp_hierarchical_allgather=in_two_hops,
+        shard_optimizer_state=deals_out,
+    )

@@ -117,8 +117,8 @@ class LanguageModel(L.LightningModule):
         return loss
 
     def validation_step(self, windows: Tensor, batch_idx: int) -> None:
-        """The same loss on held-out text."""
-        self.log("val_loss", self._loss(windows), prog_bar=True)
+        """The same loss on held-out text, and its mean over replicas, if there are any."""
+        self.log("val_loss", self._loss(windows), prog_bar=True, sync_dist=True)
 
     def _loss(self, windows: Tensor) -> Tensor:
         logits = self.model(windows[:, :-1])

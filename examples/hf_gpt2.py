@@ -39,8 +39,9 @@ class LanguageModel(L.LightningModule):
         return loss
 
     def validation_step(self, windows: Tensor, batch_idx: int) -> None:
-        """The same loss on held-out text."""
-        self.log("val_loss", self.model(input_ids=windows, labels=windows).loss, prog_bar=True)
+        """The same loss on held-out text, and its mean over replicas, if there are any."""
+        loss = self.model(input_ids=windows, labels=windows).loss
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a warm-up and a half cosine."""

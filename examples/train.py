@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> float:
     module: L.LightningModule = hydra.utils.instantiate(cfg.model)
     data: L.LightningDataModule = hydra.utils.instantiate(cfg.data)
     trainer: L.Trainer = hydra.utils.instantiate(cfg.trainer)
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=data, ckpt_path=cfg.resume)
     if "val_loss" not in trainer.callback_metrics:  # max_steps were over before an epoch was
         trainer.validate(module, datamodule=data, verbose=False)
     if trainer.is_global_zero:

@@ -49,7 +49,9 @@ class ImageClassifier(L.LightningModule):
         logits = self(images)
         loss = F.cross_entropy(logits, labels)
         accuracy = (logits.argmax(dim=-1) == labels).float().mean()
-        self.log_dict({f"{name}_loss": loss, f"{name}_accuracy": accuracy}, prog_bar=True)
+        # Of a validation the mean over replicas counts, if there are any.
+        values = {f"{name}_loss": loss, f"{name}_accuracy": accuracy}
+        self.log_dict(values, prog_bar=True, sync_dist=name == "val")
         return loss
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

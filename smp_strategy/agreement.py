@@ -1,5 +1,6 @@
 """What must be the same on all ranks before the first step, and is made or checked to be."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,25 +8,53 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_strategy.errors import SMPError
+from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.partitioner.partition import Partition
 
 __all__ = ["agree_on", "start_alike"]
 
 
-def start_alike(module: nn.Module) -> int:
+def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
     """Give every rank the parameters and buffers of rank 0; collective.
+
+    Args:
+        module: what the ranks train.
+        may_lack_values: whether tensors may be on the meta device, the same ones on all ranks.
 
     Returns:
         A seed that is the same on every rank: that of rank 0's generator.
+
+    Raises:
+        ConfigError: tensors are on the meta device, and may not be.
+        SMPError: not the same tensors are on the meta device everywhere.
     """
+    tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64)
     dist.broadcast(seed, 0)
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     with torch.no_grad():
-        for tensor in tensors.values():
-            dist.broadcast(tensor.detach(), 0)
+        for tensor in tensors:
+            if not tensor.is_meta:
+                dist.broadcast(tensor.detach(), 0)
     return int(seed)
+
+
+def _agree_on_meta(names: Sequence[str], may_lack_values: bool) -> None:
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (digest, len(names), names[:1]))
+    some = next((first[0] for _, _, first in found if first), None)
+    if some is not None and not may_lack_values:
+        raise ConfigError(
+            f"`{some}` is on the meta device and has no values. Set `delayed_parameter_initialization=True`, so that "
+            "every rank gives values to its own share of the model, or build the model on a real device."
+        )
+    if len({digest for digest, _, _ in found}) > 1:
+        counts = [count for _, count, _ in found]
+        raise SMPError(
+            f"Ranks have different tensors on the meta device: `{some}`, for example; by rank, so many: {counts}. "
+            "Build the same model on every rank."
+        )
 
 
 def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partition, list[str]]:

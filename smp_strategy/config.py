@@ -142,12 +142,12 @@ class SMPConfig(
         """Microbatches that a full batch is cut into, for ``num_stages`` pipeline stages."""
         if self.microbatches is not None:
             return self.microbatches
-        return 1 if self.pipeline_parallel_degree is not None else MICROBATCHES_PER_STAGE * num_stages
+        is_filled = self.pipeline_parallel_degree is None and num_stages > 1
+        return MICROBATCHES_PER_STAGE * num_stages if is_filled else 1
 
 
 # Options whose feature is still to come. An entry disappears in the commit that builds it.
 _NOT_BUILT = {
-    "delayed_parameter_initialization": "delayed parameter initialization",
     "tensor_parallel_degree": "tensor parallelism",
     "prescaled_batch": "tensor parallelism",
     "activation_checkpointing": "activation checkpointing",

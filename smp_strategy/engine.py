@@ -27,6 +27,7 @@ from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.decision import decide
+from smp_strategy.delayed import DelayedModule
 from smp_strategy.dry_run import Surroundings, look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.explain.explanation import Explanation
@@ -118,9 +119,7 @@ class Engine:
         self.gradients_are_seen = False
         self.costs = Costs.modelled(self._device)
         self._timetables: Timetables | None = None
-        self._seed = 0
-        self._num_steps = 0
-        self._num_evaluations = 0
+        self._seed = self._num_steps = self._num_evaluations = 0
         self._kinds: set[str] = set()
 
     # Setting up
@@ -168,9 +167,10 @@ class Engine:
             self._units = choose_placed_units(self.config, module, shape.pp)
             self._given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
-            self._seed = start_alike(module)
+            self._seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
+            self._delayed = DelayedModule(module, self._seed, self._device)
         else:
-            start_alike(module)
+            start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         self._calls.intercept(self._units)
 
     def serves(self, module: nn.Module) -> bool:
@@ -208,16 +208,16 @@ class Engine:
     def _spread(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
         """Let go of what belongs to other stages, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
+        self._delayed.prepare(self._units, self._optimizers)
         if self.partition is None:
             self._decide(kind, step, microbatch, loss_of)
         assert self.partition is not None
         stage_of = self.partition.stage_of
-        self._take_share(stage_of)
+        share = self._take_share(stage_of)
         self._transport = None
         if self.mesh.pp > 1:
             self._transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
-        share, parameters = self.share, list(self._module.parameters())
-        self.views.begin(parameters, share.ownership, self.mesh, self._transport, share.sharded)
+        self.views.begin(list(self._module.parameters()), share.ownership, self.mesh, self._transport, share.sharded)
         stage = Stage(
             number=self.mesh.stage,
             stage_of=stage_of,
@@ -268,7 +268,7 @@ class Engine:
         self._timetables = Timetables(self.config, self.partition, self.costs, self._report)
         if found.trace is not None and found.trace.loss is not None:
             self._timetables.learn(kind, found.trace)
-        layout = render_layout(self.mesh.shape, self.partition, shards_state=self.config.shard_optimizer_state)
+        layout = render_layout(self.mesh.shape, self.partition, self.config)
         notes = self.costs.render()
         self._report(f"{notes}\n{layout}" if notes else layout)
 
@@ -278,7 +278,7 @@ class Engine:
         inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, self._keep_shared))
         return [module for module in self._module.modules() if id(module) not in inside], units
 
-    def _take_share(self, stage_of: Mapping[str, int]) -> None:
+    def _take_share(self, stage_of: Mapping[str, int]) -> Share:
         assert self._module is not None
         # Anew each time: buffers may have been replaced in the meantime.
         ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
@@ -288,12 +288,13 @@ class Engine:
             ownership,
             self.mesh,
             self.config,
-            self._device,
+            self._delayed,
             copies=self.copies(),
             everyone_sees=self.gradients_are_seen,
         )
         self._share.take_optimizers(self._optimizers)
         self.manual.begin(self._share.parameters, self._share.reduction)
+        return self._share
 
     # Every step
 
@@ -386,9 +387,8 @@ class Engine:
             SMPError: no training step has run after a timetable yet, or a step runs just now.
         """
         self._calls.refuse_inside_of_step("A timeline")
-        recorded = None if self._timetables is None else self._timetables.recorded
         with self.views.put_aside():
-            return gather(recorded, self.mesh, self._timeout)
+            return gather(None if self._timetables is None else self._timetables.recorded, self.mesh, self._timeout)
 
     def memory_report(self) -> MemoryReport:
         """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""
@@ -455,6 +455,7 @@ class Engine:
     def full_state_dict(self) -> dict[str, Any]:
         """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
         assert self._module is not None
+        self._delayed.refuse_saving()
         if self._share is not None:
             return self._share.full_state_dict()
         return self._module.state_dict() if self.mesh.rank == 0 else {}
@@ -476,7 +477,7 @@ class Engine:
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""
         if self._share is None:
-            optimizer.load_state_dict(state)
+            optimizer.load_state_dict(self._delayed.postponed(optimizer, state))
         else:
             self._share.load_optimizer_state(optimizer, state)
 

@@ -16,7 +16,7 @@ their stages as in a step.
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -84,6 +84,7 @@ class HookView:
         self._num_draws = 0
         self._exists: dict[int, bool] | None = None
         self._gradients: dict[int, Tensor | None] = {}
+        self._whole = ExitStack()
         self._transport = transport
         self._foresight = foresight
         # What travelled, in order: the same on all stages, or they do not run the same code.
@@ -109,26 +110,40 @@ class HookView:
 
     def _open(self) -> None:
         if self._sharded is not None:
-            self._sharded.show_whole()
+            self._whole.enter_context(self._sharded.in_sight(self._make_whole))
+        self._watch()
+
+    def _close(self) -> None:
+        self._unwatch()
+        self._whole.close()
+        self._exists = None
+        self._gradients.clear()
+
+    def _make_whole(self) -> None:
+        """Before the first use of anything: what is spread over ranks."""
+        if self._sharded is None or self._sharded.is_whole:
+            return
+        self._unwatch()
+        self._sharded.show_whole()
+        self._watch()
+
+    def _watch(self) -> None:
         ownership = self._ownership
         for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
             if home.is_here and home_of(tensor) is None:
                 StageTensor.watch(tensor, home)
         ownership.sight.call, ownership.sight.copy = self.call, self._copy
 
-    def _close(self) -> None:
+    def _unwatch(self) -> None:
         ownership = self._ownership
         ownership.sight.call = ownership.sight.copy = None
-        self._exists = None
-        self._gradients.clear()
         for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
             if home.is_here and home_of(tensor) is not None:
                 StageTensor.unwatch(tensor)
-        if self._sharded is not None:
-            self._sharded.hide_whole()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Carry out an operation on tensors with a home."""
+        self._make_whole()
         if func == _GRADIENT.__get__:
             return self._gradient(args[0])
         if func in (_GRADIENT.__set__, _GRADIENT.__delete__):
@@ -245,6 +260,7 @@ class HookView:
                 tensor.data = _placeholder(spec_of(value))
 
     def _copy(self, tensor: StageTensor) -> Tensor:
+        self._make_whole()
         home = _home(tensor)
         with in_plain_sight():
             value = tensor.detach().clone() if home.is_here else None
@@ -358,28 +374,29 @@ class HookView:
 
 @final
 class WholeView:
-    """All weights and gradients of ``sharded`` units in sight, where there is one stage: they are whole meanwhile."""
+    """All weights and gradients of ``sharded`` units in sight, where there is one stage."""
 
     def __init__(self, sharded: ShardedUnits) -> None:
         self._sharded = sharded
+        self._whole = ExitStack()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is open, they are whole."""
-        self._sharded.show_whole()
+        """While this is open, they are whole from their first use on."""
+        self._whole.enter_context(self._sharded.in_sight())
         try:
             yield
         finally:
-            self._sharded.hide_whole()
+            self._whole.close()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """While this is open, inside of :meth:`shown`, they rest."""
-        self._sharded.hide_whole()
+        self._whole.close()
         try:
             yield
         finally:
-            self._sharded.show_whole()
+            self._whole.enter_context(self._sharded.in_sight())
 
     def collected(self, tree: Any) -> Any:
         """``tree``, which has values on every rank."""

@@ -41,9 +41,10 @@ class PipelineOptions:
     """How a batch flows through the stages."""
 
     pipeline_parallel_degree: int | None = None
-    """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units."""
+    """Number of pipeline stages; ``partitions`` is an alias. ``None``: as many as there are ranks and units, but 1
+    (SageMaker's default) where parameters or optimizer state are sharded."""
     microbatches: int | None = None
-    """Microbatches per step. ``None``: 1 where a degree is given, 4 per stage where none is given anywhere."""
+    """Microbatches per step. ``None``: 1 where a degree is given or there is one stage, else 4 per stage."""
     active_microbatches: int | None = None
     """Most microbatches in flight on a rank at once; it caps activation memory. ``None``: what the schedule needs
     (``interleaved``: number of stages + 2)."""
@@ -225,7 +226,8 @@ class ShardingOptions:
     sharded_data_parallel_degree: int = 1
     """Ranks over which parameters, gradients and optimizer state are sharded."""
     shard_optimizer_state: bool = False
-    """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each."""
+    """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each. With
+    ``sharded_data_parallel_degree``: over the replicas of each shard group as well, pieces of parameters."""
     sdp_reduce_bucket_size: int = 500_000_000
     """Gradients, in elements, that are added up over a shard group at once. A unit is reduced as a whole when its
     backward is over; one that is larger is reduced in slices, one after the other, which need less memory in between.
@@ -241,14 +243,15 @@ class ShardingOptions:
     """Gather between nodes first, then inside each node."""
     sdp_gather: Gather = "auto"
     """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
-    keep them until the optimizer's step, for less communication and more memory. ``auto``: ``step`` with a pipeline,
+    keep them until the batch is through, for less communication and more memory. ``auto``: ``step`` with a pipeline,
     where a unit is used once per microbatch, else ``use``. Under ``use`` with a pipeline, steps must not read values
     (``.item()``, ``if loss > 1``), which could lead replicas to different units."""
     sdp_gradient_clipping: float | None = None
     """Global gradient norm to clip to before each step of an optimizer. SageMaker's default is 1.0, always on. Here
     ``None``: off, because front doors clip themselves (in Lightning ``gradient_clip_val``, by the same true norm)."""
     delayed_parameter_initialization: bool = False
-    """Build the model on the meta device; every rank materialises its own share."""
+    """Give values to a model on the meta device, on every rank to its own share only, in the first step; Lightning's
+    `configure_model` then builds on that device. A model that has values keeps them."""
 
     def _problems(self) -> list[str]:
         found = _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
@@ -260,13 +263,11 @@ class ShardingOptions:
         norm = self.sdp_gradient_clipping
         if norm is not None and not norm > 0:
             found.append(f"`sdp_gradient_clipping` must be above 0, or None for no clipping, but is {norm}.")
-        if self.sharded_data_parallel_degree > 1 and self.shard_optimizer_state:
-            found.append(
-                f"`shard_optimizer_state=True` contradicts `sharded_data_parallel_degree` "
-                f"({self.sharded_data_parallel_degree}), which shards optimizer state along with the parameters. Leave "
-                "`shard_optimizer_state` out, or the degree to shard nothing but state and gradients."
-            )
         return found + self._without_effect()
+
+    def gathers_once(self, num_stages: int) -> bool:
+        """Whether the parameters of all units of a stage are gathered for a whole step, and not each for each use."""
+        return self.sdp_gather == "step" or (self.sdp_gather == "auto" and num_stages > 1)
 
     def _without_effect(self) -> list[str]:
         if self.sharded_data_parallel_degree != 1:

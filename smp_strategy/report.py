@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+from smp_strategy.config import SMPConfig
 from smp_strategy.explain.text import WIDTH, stage_table, summary
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
@@ -11,28 +12,37 @@ from smp_strategy.partitioner.partition import Partition
 __all__ = ["render_layout"]
 
 
-def render_layout(shape: MeshShape, partition: Partition, *, shards_state: bool = False) -> str:
+def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig) -> str:
     """The mesh, what was decided, and the stages as plain text.
 
     Args:
         shape: the mesh.
         partition: what was decided.
-        shards_state: whether replicas shall share the state of the optimizers.
+        config: all options.
     """
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
-    sharding = []
-    if shards_state and shape.dp == 1:
-        sharding = ["`shard_optimizer_state` changes nothing: there is one replica only."]
-    elif shards_state:
-        sharding = [f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each."]
-    if shape.dp_shard > 1:
-        when = "once per step" if shape.pp > 1 else "for each use"
-        sharding.append(
-            f"Each unit is spread over {shape.dp_shard} ranks, with its gradients and the state of its optimizer, and "
-            f"gathered {when}."
-        )
-    for line in (shape.draw(), *summary(partition), *sharding):
+    for line in (shape.draw(), *summary(partition), *_sharding(shape, config)):
         console.print(line, highlight=False)
     console.print(stage_table(partition))
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def _sharding(shape: MeshShape, config: SMPConfig) -> list[str]:
+    """What ranks share out among each other."""
+    found = []
+    if config.shard_optimizer_state and shape.dp == 1:
+        found.append("`shard_optimizer_state` changes nothing: there is one replica only.")
+    elif config.shard_optimizer_state and shape.dp_shard == 1:
+        found.append(f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each.")
+    if shape.dp_shard > 1:
+        when = "once per batch" if config.gathers_once(shape.pp) else "for each use"
+        groups = shape.dp // shape.dp_shard
+        copies = f"; {groups} groups of ranks have one copy each" if groups > 1 else ""
+        if config.shard_optimizer_state and groups > 1:
+            copies += ", and deal the state for it out among each other"
+        found.append(
+            f"Each unit is spread over {shape.dp_shard} ranks, with its gradients and the state of its optimizer, and "
+            f"gathered {when} (which takes time that is not simulated){copies}."
+        )
+    return found

@@ -1,4 +1,8 @@
-"""How many stages, where the user does not say: as many as ranks and units allow."""
+"""How many stages, where the user does not say: as many as ranks and units allow.
+
+Where parameters or optimizer state are to be sharded, one: sharding is about replicas, so these are what the ranks are
+wanted for, and a pipeline beside it is asked for by its degree. So it is in SageMaker's library, whose default is 1.
+"""
 
 from collections.abc import Callable
 
@@ -26,12 +30,11 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
     """
     world_size, dp_shard = dist.get_world_size(), config.sharded_data_parallel_degree
     degree = config.pipeline_parallel_degree
-    if degree is None and config.shard_optimizer_state:
-        degree = 1  # it is about replicas, so these are wanted
+    if degree is None and (config.shard_optimizer_state or dp_shard > 1):
+        degree = 1
     elif degree is None:
         num_units = len(choose_placed_units(config, module, world_size))
-        fits = [d for d in range(1, num_units + 1) if world_size % (d * dp_shard) == 0]
-        degree = max(fits, default=1)
+        degree = max((d for d in range(1, num_units + 1) if world_size % d == 0), default=1)
         report(
             f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
             f"{config.num_microbatches(degree)} microbatches where the batch has as many samples."

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from smp_strategy.checkpoint import full
 from smp_strategy.checkpoint.restore import restore
 from smp_strategy.config import RestoreModule, SMPConfig
+from smp_strategy.delayed import DelayedModule
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
 from smp_strategy.optim.reduction import Reduction
@@ -53,7 +54,7 @@ class Share:
         ownership: which stages hold which parameter.
         mesh: where the ranks stand.
         config: all options.
-        device: where this rank computes.
+        delayed: what of the module has no values yet, and where they are made.
         copies: of the module, which are spread with it.
         everyone_sees: whether all replicas keep averaged gradients until the optimizer's step.
 
@@ -71,7 +72,7 @@ class Share:
         ownership: Ownership,
         mesh: ProcessMesh,
         config: SMPConfig,
-        device: torch.device,
+        delayed: DelayedModule,
         *,
         copies: Iterable[nn.Module] = (),
         everyone_sees: bool = False,
@@ -81,9 +82,20 @@ class Share:
         self._units = units
         self._mesh = mesh
         self._config = config
+        self._delayed = delayed
+        copies = list(copies)
+        spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
+        delayed.settle(
+            lambda tensor: mesh.stage in ownership.holders(tensor),
+            later={parameter for members in spread.values() for _, parameter in members},
+            copies=copies,
+        )
         ownership.release(mesh.stage, copies)
-        self._state = StateSharding(ownership, mesh, is_on=config.shard_optimizer_state, everyone_sees=everyone_sees)
-        self.sharded = _sharded(ownership, mesh, config, device) if mesh.shard_group is not None else None
+        deals_out = config.shard_optimizer_state and mesh.shard_group is None
+        self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
+        self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
+        # The parameters, by identity, that optimizers had to train when they were tried.
+        self._tried: dict[Optimizer, list[int]] = {}
         self.reduction = Reduction(ownership, mesh, self._state, self.sharded)
         is_spread = mesh.pp > 1 or self.sharded is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
@@ -98,7 +110,7 @@ class Share:
     @property
     def reads_refused(self) -> str:
         """Why steps must not read values; empty: they may."""
-        if self.sharded is None or self._mesh.pp == 1 or _gathers_once(self._config, self._mesh):
+        if self.sharded is None or self._mesh.pp == 1 or self._config.gathers_once(self._mesh.pp):
             return ""
         return (
             "With `sdp_gather=use` ranks of a shard group wait for each other at each use of a unit, and with several "
@@ -142,6 +154,7 @@ class Share:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
             self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
+        self._try_optimizers([optimizer])
         self._state.begin_update(optimizer)
         if self.sharded is not None:
             self.sharded.show_pieces()
@@ -166,8 +179,8 @@ class Share:
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
-        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0):
-            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0)
+        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
+            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
         if where == "all" or mesh.dp_rank == 0:
             keep = where == "all" or mesh.rank == 0
             restore(self._module, self._units, self.ownership, mesh, keep=keep)
@@ -189,13 +202,10 @@ class Share:
         Raises:
             ConfigError: some of them cannot update pieces of parameters.
         """
-        if self.sharded is not None:
-            # Of all stages, so that all ranks refuse the same.
-            members = self.ownership.parameters_by_units().values()
-            spread = {parameter: name for group in members for name, parameter in group}
-            refuse_whole_tensor_optimizers(optimizers, spread, degree=self._mesh.shape.dp_shard)
+        self._try_optimizers(optimizers)
         for optimizer in optimizers:
             full.keep_share(optimizer, self._state, self.sharded)
+        self._delayed.load_late_states(self.load_optimizer_state)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`smp_strategy.engine.Engine.full_optimizer_state`."""
@@ -205,6 +215,18 @@ class Share:
         """Take this rank's share of a whole optimizer state dict."""
         optimizer.load_state_dict(state)
         full.keep_share(optimizer, self._state, self.sharded)
+
+    def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse those that need whole parameters, also if what they train has been added or unfrozen since."""
+        if self.sharded is None:
+            return
+        new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
+        if new:
+            # Of all stages, so that all ranks refuse the same.
+            members = self.ownership.parameters_by_units().values()
+            spread = {parameter: name for group in members for name, parameter in group}
+            refuse_whole_tensor_optimizers(new, spread, degree=self._mesh.shape.dp_shard)
+            self._tried.update(new)
 
     def close(self) -> None:
         """End what runs in the background."""
@@ -216,6 +238,10 @@ class Share:
         return self.ownership if self.whole_on == "none" else None
 
 
+def _trained_by(optimizer: Optimizer) -> list[int]:
+    return [id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+
 @contextmanager
 def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
     with ExitStack() as stack:
@@ -224,8 +250,9 @@ def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iter
         yield
 
 
-def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device: torch.device) -> ShardedUnits:
+def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule) -> ShardedUnits:
     assert mesh.shard_group is not None
+    device = delayed.device
     hops = None
     if config.sdp_hierarchical_allgather and mesh.shape.nodes_of_shard_group > 1:
         hops = torch.distributed.get_world_size(mesh.hop_groups()[0])
@@ -234,23 +261,29 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, device:
         stages = frozenset(ownership.stage_of[user] for user in users)
         group = mesh.group_of(stages) if len(stages) > 1 else None
         if mesh.stage in stages:
-            parameters[users] = members
+            parameters[users] = _with_values(members, delayed)
         if group is not None:
             across[users] = (group, mesh.stage == min(stages))
+    has_replicas = mesh.dp > mesh.shape.dp_shard
     return ShardedUnits(
         parameters,
         collectives_of(mesh.shard_group, device, hops, most_reduced=config.sdp_reduce_bucket_size),
-        collectives_of(mesh.replicate_group, device) if mesh.dp > mesh.shape.dp_shard else None,
+        collectives_of(mesh.replicate_group, device) if has_replicas else None,
         device,
         across=across,
         persistence_threshold=config.sdp_param_persistence_threshold,
         timing=Timing(
-            gathers_once=_gathers_once(config, mesh),
+            gathers_once=config.gathers_once(mesh.pp),
             reduces_early=mesh.pp == 1,
             most_live=config.sdp_max_live_parameters,
         ),
+        deals_out=has_replicas and config.shard_optimizer_state,
     )
 
 
-def _gathers_once(config: SMPConfig, mesh: ProcessMesh) -> bool:
-    return config.sdp_gather == "step" or (config.sdp_gather == "auto" and mesh.pp > 1)
+def _with_values(
+    members: Sequence[tuple[str, nn.Parameter]], delayed: DelayedModule
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``members``, which have values when they are asked for, and not before: each unit is cut before the next."""
+    delayed.materialise(parameter for _, parameter in members)
+    yield from members

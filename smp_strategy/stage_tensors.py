@@ -26,7 +26,17 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import METADATA
 
-__all__ = ["Home", "Sight", "StageParameter", "StageTensor", "home_of", "in_plain_sight"]
+__all__ = [
+    "GRADIENT",
+    "HARMLESS",
+    "Home",
+    "Sight",
+    "StageParameter",
+    "StageTensor",
+    "home_of",
+    "in_plain_sight",
+    "name_of",
+]
 
 # Where a tensor's home is noted on the tensor itself.
 _HOME = "_smp_home"
@@ -41,9 +51,9 @@ def _accessors(*names: str) -> frozenset[Any]:
     return frozenset([*found, *parts])
 
 
-_GRADIENT = _accessors("grad")
+GRADIENT = _accessors("grad")
 # What neither needs the values nor gives them away: the state of autograd and bookkeeping of optimizers.
-_HARMLESS = METADATA | _accessors(
+HARMLESS = METADATA | _accessors(
     *("requires_grad", "requires_grad_", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_version"),
     *("_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "is_shared"),
     *("register_post_accumulate_grad_hook", "untyped_storage", "__hash__", "__dir__", "grad_dtype"),
@@ -108,12 +118,12 @@ class StageTensor(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _HARMLESS:
+        if func not in HARMLESS:
             home = _first_home(args, kwargs or {})
             if home.sight.call is not None:
                 return home.sight.call(func, args, kwargs or {})
-            if func not in _GRADIENT:
-                raise home.refuse(_name(func))
+            if func not in GRADIENT:
+                raise home.refuse(name_of(func))
         with in_plain_sight():
             return func(*args, **(kwargs or {}))
 
@@ -186,6 +196,7 @@ def _home(tensor: StageTensor) -> Home:
     return home
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
+    """What the user calls the operation that arrives in ``__torch_function__``."""
     name = getattr(func, "__name__", str(func))
     return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name

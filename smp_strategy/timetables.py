@@ -40,7 +40,7 @@ class Timetables:
         config: all options.
         partition: where units are, and under which policy.
         costs: how long calls take.
-        report: told the first timetable of a training step.
+        report: told the first timetable of a training step, where there are several stages.
 
     Attributes:
         recorded: the latest training step that had a timetable.
@@ -69,7 +69,7 @@ class Timetables:
         """
         plan = self.of(kind, len(microbatches))
         if plan is not None:
-            if kind == "train" and not self._is_reported:
+            if kind == "train" and not self._is_reported and len(plan.stages) > 1:
                 self._report(timetable(plan))
                 self._is_reported = True
             job = replace(job, expected=self._traces[kind].path)

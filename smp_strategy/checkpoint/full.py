@@ -33,8 +33,9 @@ def state_dict(
     if ownership is None:
         return module.state_dict() if mesh.rank == 0 else {}
     whole: dict[Any, Tensor] = {}
-    for values in sharded.values() if sharded is not None and mesh.replicate_rank == 0 else ():
-        if mesh.shard_rank == 0:
+    takes_part = sharded is not None and (mesh.replicate_rank == 0 or sharded.deals_out)
+    for values in sharded.values() if sharded is not None and takes_part else ():
+        if mesh.dp_rank == 0:
             whole.update(values)
     with in_plain_sight():
         found = module.state_dict(keep_vars=True)

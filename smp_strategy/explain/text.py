@@ -33,8 +33,14 @@ def text(partition: Partition, plan: Plan | None) -> str:
 
 
 def summary(partition: Partition) -> list[str]:
-    """What was decided, how good it is, and what limits it, a line each."""
+    """What was decided, how good it is, and what limits it, a line each; on one stage nothing is to be decided."""
     chunks = f" in {partition.num_chunks} chunks" if partition.num_chunks > partition.num_stages else ""
+    if partition.num_stages == 1:
+        pieces = f"{partition.num_microbatches} microbatch{'es' * (partition.num_microbatches > 1)}"
+        return [
+            f"{len(partition.units)} units on one stage, {pieces}",
+            f"The work of a step takes {show_seconds(partition.step_seconds)} (simulated).",
+        ]
     return [
         f"{len(partition.units)} units on {partition.num_stages} stages{chunks}, "
         f"schedule {partition.schedule} with {partition.num_microbatches} microbatches",

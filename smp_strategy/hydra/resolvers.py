@@ -110,12 +110,15 @@ def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
     Args:
         layout: a node of the group ``smp``.
         name: what it was chosen by; ``mics2x4`` speaks of four replicas. To deal out state takes two.
+
+    Returns:
+        ``None`` where as many stages as there are ranks are wanted.
     """
     stages = layout.get("pipeline_parallel_degree")
-    if stages is None:
+    shards, deals_out = layout.get("sharded_data_parallel_degree", 1), layout.get("shard_optimizer_state")
+    if stages is None and shards == 1 and not deals_out:
         return None
-    replicas = max(named_replicas(name), 2 if layout.get("shard_optimizer_state") else 1)
-    return stages * layout.get("sharded_data_parallel_degree", 1) * replicas
+    return (stages or 1) * shards * max(named_replicas(name), 2 if deals_out else 1)
 
 
 def _chosen_layout() -> str:

@@ -21,7 +21,7 @@ import gc
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -221,10 +221,22 @@ class SMPHooks(CommunicationHooks):
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
             self._manual.install(self.optimizers, self._lightning_optimizers, schedulers)
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Around `configure_model`: with `delayed_parameter_initialization` tensors get shapes only."""
+        delayed = self.config.delayed_parameter_initialization
+        with super().tensor_init_context(empty_init), torch.device("meta") if delayed else nullcontext():
+            yield
+
     def model_to_device(self) -> None:
-        """Move the whole model; the engine moves the parts once it is partitioned."""
+        """Move the whole model; the engine moves the parts once it is partitioned, and what has no values yet."""
         assert self.model is not None
-        self.model.to(self.root_device)
+        device = self.root_device
+        if any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
+            self.tree.fabric("utilities.device_dtype_mixin")._update_properties(self.model, device=device)
+            self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        else:
+            self.model.to(device)
 
     def _engine_for(self, module: Any) -> Engine:
         """The engine of the last run, if it fits ``module`` as it is now, or a new one."""
@@ -376,6 +388,11 @@ class SMPHooks(CommunicationHooks):
         """Write the file on global rank 0; the Trainer lets the others wait. Collective."""
         checkpoint[CHECKPOINT_KEY] = self.engine.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights are loaded when the engine exists, which remembers them for tensors without memory."""
+        return self.config.delayed_parameter_initialization
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take this rank's share of the weights; before the first step that is all of them."""

@@ -2,8 +2,8 @@
 
 Code above the units runs on every stage, so what it computes with is everywhere, whole. Units are on their stage, and
 there either whole on each rank, or spread over a shard group (:mod:`smp_strategy.memory.shares`), where padding counts.
-Where units take turns to be gathered, the stage needs room for the largest turn. There is one stage then, so this room
-is like a parameter that every stage has.
+Where units take turns to be gathered, or to have whole gradients, a stage needs room for the largest turn. This room is
+like a parameter that every stage has: of several stages all get as much as the one with the largest turn may need.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,8 +40,16 @@ class Spreading:
     """Elements up to which units are gathered ahead; ``None``: any number."""
     gathers_once: bool = False
     """Whether units are gathered for a whole step, and not for each use."""
+    num_stages: int = 1
     state_shards: int = 1
     """Ranks over which the state of the optimizers is dealt out, whole parameters to each."""
+    num_owners: int = 1
+    """Replicas of a shard group among which the state for each shard is dealt out."""
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients are reduced as soon as they are there, and not when a pass ends."""
+        return self.num_stages == 1
 
     @classmethod
     def of(cls, config: SMPConfig, shape: MeshShape) -> "Spreading":
@@ -50,8 +58,10 @@ class Spreading:
             degree=shape.dp_shard,
             persistence_threshold=config.sdp_param_persistence_threshold,
             most_live=config.sdp_max_live_parameters,
-            gathers_once=shape.pp > 1,
+            gathers_once=config.gathers_once(shape.pp),
+            num_stages=shape.pp,
             state_shards=shape.dp if config.shard_optimizer_state and shape.dp_shard == 1 else 1,
+            num_owners=shape.dp // shape.dp_shard if config.shard_optimizer_state and shape.dp_shard > 1 else 1,
         )
 
 
@@ -112,7 +122,10 @@ def _spread(
     groups = flat_groups(members)
     layouts = {
         group.number: UnitLayout.of(
-            [_entry(*named[number]) for number in group.parameters], spreading.degree, spreading.persistence_threshold
+            [_entry(*named[number]) for number in group.parameters],
+            spreading.degree,
+            spreading.persistence_threshold,
+            spreading.num_owners,
         )
         for group in groups
     }
@@ -122,14 +135,19 @@ def _spread(
         return sizes[entry.names[0]].nbytes((numel,))
 
     shares = {
-        number: share_of(layout, state_bytes, gathers_once=spreading.gathers_once) for number, layout in layouts.items()
+        number: share_of(
+            layout, state_bytes, gathers_once=spreading.gathers_once, reduces_early=spreading.reduces_early
+        )
+        for number, layout in layouts.items()
     }
     of_unit = {name: [group.number for group in groups if name in group.users] for name in members}
-    turns = Held(0)
+    uses = [of_unit[name] for name in calls or members]
+    gathered = unreduced = 0
     if not spreading.gathers_once:
-        uses = [of_unit[name] for name in calls or members]
-        gathered = most_gathered(uses, layouts, spreading.most_live)
-        turns = Held(0, gathered=gathered, unreduced=most_unreduced(uses, layouts, MOST_REDUCING))
+        gathered = most_gathered(uses, layouts, spreading.most_live, in_any_order=spreading.num_stages > 1)
+    if spreading.reduces_early:
+        unreduced = most_unreduced(uses, layouts, MOST_REDUCING)
+    turns = Held(0, gathered=gathered, unreduced=unreduced)
     return {name: {number: shares[number] for number in mine} for name, mine in of_unit.items()}, turns
 
 

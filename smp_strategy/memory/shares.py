@@ -2,23 +2,22 @@
 
 At rest it is this rank's shard, of values, gradients and state. In a step more is there for a while:
 
-==============  ===========================================  ======================
-..              gathered for each use                        gathered once per step
-==============  ===========================================  ======================
-values          of the unit in use, and of the one ahead     of all units
-gradients       of the unit in backward, and of those that   of all units
-                are being reduced
-==============  ===========================================  ======================
+==============  ===========================================  =========================
+values          gathered for each use: of the unit in use,   gathered once per step:
+                and of the one ahead                         of all units
+gradients       reduced early: of the unit in backward,      reduced when a pass ends:
+                and of those that are being reduced          of all units
+==============  ===========================================  =========================
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from typing import TypeVar, final
 
 from smp_strategy.partitioner.costs import Held
-from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.layout import Entry, FlatLayout, UnitLayout
 
 __all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of"]
 
@@ -55,39 +54,53 @@ def flat_groups(parameters: Mapping[str, Iterable[int]]) -> list[FlatGroup]:
     return [FlatGroup(names, tuple(members)) for names, members in groups.items()]
 
 
-def share_of(layout: UnitLayout, state_bytes: Callable[[Entry, int], int], *, gathers_once: bool) -> Held:
-    """What the fullest rank holds of a unit's parameters.
+def share_of(
+    layout: UnitLayout, state_bytes: Callable[[Entry, int], int], *, gathers_once: bool, reduces_early: bool
+) -> Held:
+    """What the fullest rank holds of a unit's parameters. What units take turns to need is not counted here.
 
     Args:
         layout: their flat buffers.
         state_bytes: what the optimizer keeps of so many elements of a parameter.
-        gathers_once: whether the values are gathered for a whole step; otherwise units take turns, and what comes and
-            goes is not counted here.
+        gathers_once: whether the values of all units are gathered for a whole step; otherwise units take turns.
+        reduces_early: whether units take turns to have whole gradients; otherwise all have them when a pass ends.
     """
     trained = [flat for flat in layout.flats if flat.is_trained]
 
-    def state_of(rank: int) -> int:
-        return sum(state_bytes(slot.entry, flat.piece(slot, rank).numel) for flat in trained for slot in flat.slots)
+    def state_of(rank: int, owner: int) -> int:
+        pieces = [(slot.entry, flat.own_piece(slot, rank, owner)) for flat in trained for slot in flat.slots]
+        return sum(state_bytes(entry, piece.numel) for entry, piece in pieces)
 
     return Held(
         parameter=layout.resting_bytes,
         gradient=sum(flat.shard_bytes for flat in trained),
-        optimizer=max((state_of(rank) for rank in range(trained[0].degree)), default=0) if trained else 0,
+        optimizer=max(state_of(*place) for place in product(*_places(trained[0]))) if trained else 0,
         gathered=layout.transient_bytes if gathers_once else 0,
-        unreduced=_unreduced(layout) if gathers_once else 0,
+        unreduced=0 if reduces_early else _unreduced(layout),
     )
 
 
-def most_gathered(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLayout], most_live: int | None) -> int:
+def _places(flat: FlatLayout) -> tuple[range, range]:
+    return range(flat.degree), range(flat.num_owners)
+
+
+def most_gathered(
+    uses: Sequence[Collection[Key]],
+    layouts: Mapping[Key, UnitLayout],
+    most_live: int | None,
+    *,
+    in_any_order: bool = False,
+) -> int:
     """Most bytes of values that come and go, where units take turns and one is gathered ahead.
 
     Args:
         uses: what each call uses, in the order of a forward pass. Backward goes the same way back.
         layouts: of what is used.
         most_live: number of elements up to which one is gathered ahead; ``None``: any.
+        in_any_order: any call may follow any other: it is not known which calls are those of a stage.
     """
-    alone = [set(use) for use in uses if use]
-    pairs = [before | after for before, after in pairwise(alone)]
+    alone = [frozenset(use) for use in uses if use]
+    pairs = [one | other for one, other in (combinations(set(alone), 2) if in_any_order else pairwise(alone))]
     if most_live is not None:
         pairs = [pair for pair in pairs if sum(layouts[key].transient_numel for key in pair) <= most_live]
     return max((sum(layouts[key].transient_bytes for key in live) for live in (*alone, *pairs)), default=0)

@@ -113,7 +113,9 @@ class Reduction:
     def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """The norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""
         groups = [self._mesh.pp_group, *([self._mesh.dp_group] if self._sharding.is_on else [])]
-        return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=self._mesh.shard_group)
+        deals_out = self._sharded is not None and self._sharded.deals_out
+        pieces_on = self._mesh.dp_group if deals_out else self._mesh.shard_group
+        return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on)
 
     def _is_first(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's stage is the first that holds it."""

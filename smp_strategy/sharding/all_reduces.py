@@ -13,7 +13,7 @@ One travels while another is added up, and no more than a few need memory. A ste
 the same and of earlier ones only, and all ranks start them in the same order, so some step can always be done.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, final
@@ -42,7 +42,7 @@ class AllReduces:
         self._relay = relay
         self._under_way: list[_UnderWay] = []
 
-    def start(self, tensor: Tensor, after: Iterable[Pending]) -> Pending:
+    def start(self, tensor: Tensor, after: Sequence[Pending]) -> Pending:
         """Add up all ranks' ``tensor``, in place, when everything in ``after`` is over."""
         tag = self._messages.new_tags(2)
         steps = self._exchange(tensor, after, tag) if self._messages.size <= 2 else self._in_parts(tensor, after, tag)
@@ -69,7 +69,7 @@ class AllReduces:
         while self._under_way:
             self._go_on()
 
-    def _exchange(self, tensor: Tensor, after: Iterable[Pending], tag: int) -> Iterator[None]:
+    def _exchange(self, tensor: Tensor, after: Sequence[Pending], tag: int) -> Iterator[None]:
         """Of two ranks: as many bytes as in parts, and one way less. Two summands have no order."""
         messages = self._messages
         others = [torch.empty_like(tensor) for _ in messages.peers]
@@ -80,7 +80,7 @@ class AllReduces:
         wait_for(under_way)
         direct.add_up(tensor, others, is_first=False)
 
-    def _in_parts(self, tensor: Tensor, after: Iterable[Pending], tag: int) -> Iterator[None]:
+    def _in_parts(self, tensor: Tensor, after: Sequence[Pending], tag: int) -> Iterator[None]:
         messages = self._messages
         parts = tensor.tensor_split(messages.size)
         mine = torch.empty_like(parts[messages.rank])

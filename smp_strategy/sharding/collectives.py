@@ -6,7 +6,7 @@ them in place and on a stream of its own (NCCL), they are its own; for gloo they
 (:mod:`smp_strategy.sharding.point_to_point`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol, final
 
 import torch
@@ -29,29 +29,31 @@ class Collectives(Protocol):
     rank: int
     size: int
 
-    def gather(self, full: Tensor, shard: Tensor) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """Fill ``full`` with the shards of all ranks, one behind the other.
 
         Args:
             full: gets the elements in place.
             shard: this rank's; may be its own part of ``full``.
+            after: what must be over before the shard is ready. The caller need not wait for it.
         """
 
-    def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
         """Add up this rank's part of all ranks' ``full``.
 
         Args:
             full: its parts for the ranks, one behind the other; used up.
             into: gets the sum, when it is waited for.
+            after: what must be over before ``full`` is ready. The caller need not wait for it.
             is_first: whether the sum replaces what is there, and is not added to it.
         """
 
-    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """Add up all ranks' ``tensor``, in place; all get the same bits.
 
         Args:
             tensor: what is added up.
-            after: what must be over before the tensor is ready. Nobody has to wait for it.
+            after: what must be over before the tensor is ready. The caller need not wait for it.
         """
 
     def close(self) -> None:
@@ -88,14 +90,17 @@ class Native:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
 
-    def gather(self, full: Tensor, shard: Tensor) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.gather`."""
+        # On a stream this only puts it behind, here and below.
+        wait_for(after)
         # Bytes, because a backend does not know every dtype.
         work = self._group._allgather_base(full.view(torch.uint8), shard.view(torch.uint8))
         return Pending(work.wait)
 
-    def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
         """See :meth:`Collectives.reduce`."""
+        wait_for(after)
         total = into if is_first else torch.empty_like(into)
         work = self._group._reduce_scatter_base(total, full, dist.ReduceScatterOptions())
 
@@ -106,9 +111,8 @@ class Native:
 
         return Pending(finish)
 
-    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
-        # On a stream this only puts it behind.
         wait_for(after)
         return Pending(self._group.allreduce([tensor]).wait)
 

@@ -9,14 +9,14 @@ autograd finds its saved tensors unchanged (and notices when somebody else has c
 
 ============  ==============================================================================================
 gathered      a view of the buffer
-resting       shape, dtype and device as ever, without values: NaN, stored once
+resting       shape, dtype and device as ever, without values (:mod:`smp_strategy.sharding.resting`)
 pieces shown  this rank's piece, one-dimensional, a view of the shard; ``grad`` likewise
 whole shown   with all values, in memory of its own that code of the user may keep; ``grad`` likewise
 ============  ==============================================================================================
 
 Between uses a parameter could show its piece all the time, so that an optimizer would find it without further ado.
 But then its shape would be another one whenever somebody looks (weight decay by ``ndim``, summaries), and a computation
-with a weight that is not gathered could give a plausible number. NaN is no plausible number.
+with a weight that is not gathered could give a plausible number. Now it is refused.
 
 In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
 over the group, and what is left of it is this rank's shard, to which later microbatches are added. Between passes the
@@ -35,8 +35,10 @@ from torch import Tensor, nn
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.layout import FlatLayout, Slot
-from smp_strategy.sharding.messages import Pending
+from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
+from smp_strategy.sharding.resting import Resting, placeholder
+from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["FlatBuffer"]
 
@@ -51,25 +53,37 @@ class FlatBuffer:
             filled in.
         collectives: those of the shard group.
         device: where the buffer is.
+        owners: those of the ranks that have the same shard, if each of them updates a part of it.
 
     Attributes:
         layout, parameters: as given.
         shard: this rank's share of the values.
         is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
-        gradients: this rank's share of the gradients; ``None`` where there are none.
+        own: the part of it that this rank updates.
+        gradients: of that part; ``None`` where there are none.
         is_used: for each parameter, whether it has had a gradient on this rank since :meth:`begin_gradients`, or those
             that it went on with.
     """
 
     def __init__(
-        self, layout: FlatLayout, parameters: Sequence[nn.Parameter], collectives: Collectives, device: torch.device
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        device: torch.device,
+        owners: Collectives | None = None,
     ) -> None:
         self.layout = layout
         self.is_trained = layout.is_trained
         self.gradients: Tensor | None = None
         self.parameters = parameters
         self._collectives = collectives
-        self._placeholders = [_placeholder(parameter, device) for parameter in parameters]
+        self._kinds = [type(parameter) for parameter in parameters]
+        self._placeholders = [placeholder(parameter, device) for parameter in parameters]
+        self._owners = owners
+        self._own_pieces = [
+            layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
+        ]
         self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.dtype), device=device)
         self._views = [_view(self._full, slot) for slot in layout.slots]
         if layout.is_persistent:
@@ -77,20 +91,25 @@ class FlatBuffer:
         else:
             self.shard = self._full.new_zeros(layout.shard_numel)
             self._full.untyped_storage().resize_(0)
-        for number, (parameter, piece) in enumerate(zip(parameters, self._pieces(self.shard), strict=True)):
+        start = 0 if owners is None else owners.rank * layout.own_numel
+        self.own = self.shard[start : start + layout.own_numel]
+        for number, parameter in enumerate(parameters):
             if parameter.is_meta:
                 _leave_meta(parameter, device)
             else:
-                piece.copy_(self.piece_of(number, parameter))
+                self._put(number, parameter)
+        self._refreshing: list[Pending] = []
         self._arriving: Pending | None = None
         self._is_gathered = False
         self.is_used = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
         self._reducing: Pending | None = None
+        # Where a shard has several owners: what the group has added up of gradients, for all of them.
+        self._of_group: Tensor | None = None
         # Of the parameters that are shown: the gradients that they had while they rested.
         self._before: list[PieceGradient | None] = []
-        self._show(self._placeholders)
+        self._hide()
 
     @property
     def held_bytes(self) -> int:
@@ -117,13 +136,14 @@ class FlatBuffer:
             self.wait()
         elif not self.layout.is_persistent:
             self._full.untyped_storage().resize_(self.layout.full_bytes)
-        self._arriving = self._collectives.gather(self._full, self.shard)
+        self._arriving = self._collectives.gather(self._full, self.shard, self._refreshing)
 
     def wait(self) -> None:
         """Until the values that are being gathered are there."""
         if self._arriving is not None:
             self._arriving.wait()
             self._arriving = None
+            self._refreshing = []
             self._is_gathered = True
             self._show(self._views)
 
@@ -161,10 +181,13 @@ class FlatBuffer:
         if factor != 1.0:
             full.mul_(factor)
         self._collected = None
-        is_first = self.gradients is None
-        if self.gradients is None:
-            self.gradients = torch.empty_like(self.shard)
-        self._reducing = self._collectives.reduce(full, self.gradients, is_first=is_first)
+        before = self.gradients if self._owners is None else self._of_group
+        into = torch.empty_like(self.shard) if before is None else before
+        if self._owners is None:
+            self.gradients = into
+        else:
+            self._of_group = into
+        self._reducing = self._collectives.reduce(full, into, is_first=before is None)
 
     def wait_reduced(self) -> None:
         """Until the gradients that are being reduced are there."""
@@ -175,7 +198,7 @@ class FlatBuffer:
     def begin_gradients(self) -> None:
         """Go on with the gradients that the parameters have, which are pieces."""
         self.wait_reduced()
-        self._collected = None
+        self._collected = self._of_group = None
         # On all ranks alike: what is trained is decided by the same code.
         self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
         found = [_taken(parameter) for parameter in self.parameters]
@@ -183,10 +206,21 @@ class FlatBuffer:
         self.gradients = self._joined(found)
 
     def take_gradients(self) -> tuple[Tensor, Pending | None]:
-        """Hand over the gradients, zeros where there are none, and what is left to wait for. It has none then."""
-        shard, self.gradients = self.gradients, None
+        """Hand over what the group has added up, zeros where there is nothing, and what is left to wait for."""
+        if self._owners is None:
+            shard, self.gradients = self.gradients, None
+        else:
+            shard, self._of_group = self._of_group, None
         reducing, self._reducing = self._reducing, None
         return torch.zeros_like(self.shard) if shard is None else shard, reducing
+
+    def put_gradients(self, sums: Tensor) -> None:
+        """Take the sums of what was handed over, where there are several owners of what this rank owns."""
+        if self.gradients is None:
+            self.gradients = sums
+        else:
+            assert self._owners is not None, "gradients have come that nobody has taken"
+            self.gradients.add_(sums)
 
     def end_gradients(self) -> None:
         """Let the parameters have the gradients of this pass, as pieces."""
@@ -202,8 +236,9 @@ class FlatBuffer:
     def show_pieces(self) -> None:
         """Let every parameter be this rank's piece of it, and its gradient likewise."""
         self.wait()
+        self._wait_refreshed()
         self._before = [_taken(parameter) for parameter in self.parameters]
-        self._show(self._pieces(self.shard))
+        self._show(self._pieces(self.own))
         for parameter, gradient in zip(self.parameters, self._before, strict=True):
             parameter.grad = None if gradient is None else gradient.piece
 
@@ -211,6 +246,8 @@ class FlatBuffer:
         """Let the parameters rest; what was done to their pieces stays, what was gathered before is out of date."""
         pieces = [parameter.grad for parameter in self.parameters]
         self._rest(pieces)
+        if self._owners is not None and self.is_trained:
+            self._refreshing = [self._owners.gather(self.shard, self.own)]
 
     def show_whole(self) -> None:
         """Let every parameter and gradient be whole, in memory of its own. Collective."""
@@ -224,15 +261,17 @@ class FlatBuffer:
     def hide_whole(self) -> None:
         """Let the parameters rest; what was done to them and to their gradients stays."""
         pieces: list[Tensor | None] = []
-        for number, (parameter, own) in enumerate(zip(self.parameters, self._pieces(self.shard), strict=True)):
-            own.copy_(self.piece_of(number, parameter))
+        self._wait_refreshed()
+        for number, parameter in enumerate(self.parameters):
+            self._put(number, parameter)
             pieces.append(None if parameter.grad is None else self.piece_of(number, parameter.grad))
         self._rest(pieces)
 
     def fill(self, number: int, value: Tensor) -> None:
         """Give the parameter ``number`` a new value, which is whole."""
         self._retire()
-        self._pieces(self.shard)[number].copy_(self.piece_of(number, value))
+        self._wait_refreshed()
+        self._put(number, value)
 
     def whole_of(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Put together what ranks have pieces of, in memory of its own. Collective.
@@ -244,10 +283,13 @@ class FlatBuffer:
         there = [piece for piece in pieces if piece is not None]
         if not there:
             return [None] * len(pieces)
-        shard = torch.zeros_like(self.shard, dtype=there[0].dtype)
-        for place, piece in zip(self._pieces(shard), pieces, strict=True):
+        shard = own = torch.zeros_like(self.own, dtype=there[0].dtype)
+        for place, piece in zip(self._pieces(own), pieces, strict=True):
             if piece is not None:
                 place.copy_(piece)
+        if self._owners is not None:
+            shard = own.new_empty(self.layout.shard_numel)
+            self._owners.gather(shard, own).wait()
         full = shard.new_empty(self.layout.full_numel)
         self._collectives.gather(full, shard).wait()
         found = zip(self.layout.slots, pieces, strict=True)
@@ -255,31 +297,43 @@ class FlatBuffer:
 
     def values(self) -> list[Tensor | None]:
         """All values of the parameters, in memory of their own. Collective."""
-        return self.whole_of(self._pieces(self.shard))
+        self._wait_refreshed()
+        return self.whole_of(self._pieces(self.own))
 
     def piece_of(self, number: int, tensor: Tensor) -> Tensor:
         """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
-        slot = self.layout.slots[number]
-        piece = self.layout.piece(slot, self._collectives.rank)
-        return _elements(tensor, slot)[piece.start : piece.start + piece.numel].clone()
+        piece = self._own_pieces[number]
+        return _elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
 
-    def dissolve(self) -> None:
-        """Let the parameters own all of their values again, without gradients. Collective."""
+    def restore(self, *, keep: bool) -> None:
+        """Let the parameters own all of their values again, without gradients. Collective.
+
+        Args:
+            keep: whether on this rank as well; otherwise they rest.
+        """
         self.gather()
         self.wait()
-        for parameter in self.parameters:
-            parameter.grad = None
-        self._show([view.clone() for view in self._views])
+        if keep:
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._show([view.clone() for view in self._views])
+        else:
+            self._retire()
+
+    def release(self) -> None:
+        """Let go of the values: the parameters have their own."""
+        self.shard.untyped_storage().resize_(0)
+        self._full.untyped_storage().resize_(0)
 
     def _joined(self, gradients: Sequence[PieceGradient | None]) -> Tensor | None:
         """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
         if all(gradient is None for gradient in gradients):
             return None
-        places = [self.layout.piece(slot, self._collectives.rank).offset for slot in self.layout.slots]
-        whole = _whole_of([None if each is None else each.piece for each in gradients], places, self.shard)
+        places = [piece.offset for piece in self._own_pieces]
+        whole = _whole_of([None if each is None else each.piece for each in gradients], places, self.own)
         if whole is not None:
             return whole
-        joined = torch.zeros_like(self.shard)
+        joined = torch.zeros_like(self.own)
         for gradient, piece in zip(gradients, self._pieces(joined), strict=True):
             if gradient is not None:
                 piece.copy_(gradient.piece)
@@ -298,7 +352,7 @@ class FlatBuffer:
 
     def _retire(self) -> None:
         self.wait()
-        self._show(self._placeholders)
+        self._hide()
         self._is_gathered = False
         if not self.layout.is_persistent:
             self._full.untyped_storage().resize_(0)
@@ -318,12 +372,30 @@ class FlatBuffer:
         return self._collected
 
     def _show(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
+        for parameter, tensor, kind in zip(self.parameters, tensors, self._kinds, strict=True):
+            parameter.__class__ = kind
             parameter.data = tensor
 
-    def _pieces(self, shard: Tensor) -> list[Tensor]:
-        pieces = [self.layout.piece(slot, self._collectives.rank) for slot in self.layout.slots]
-        return [shard[piece.offset : piece.offset + piece.numel] for piece in pieces]
+    def _hide(self) -> None:
+        for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
+            parameter.__class__ = Resting
+            with in_plain_sight():
+                parameter.data = tensor
+
+    def _pieces(self, own: Tensor) -> list[Tensor]:
+        return [own[piece.offset : piece.offset + piece.numel] for piece in self._own_pieces]
+
+    def _put(self, number: int, value: Tensor) -> None:
+        """Take what this rank keeps of a parameter's value, which is whole."""
+        slot = self.layout.slots[number]
+        piece = self.layout.piece(slot, self._collectives.rank)
+        elements = _elements(value, slot)[piece.start : piece.start + piece.numel]
+        self.shard[piece.offset : piece.offset + piece.numel].copy_(elements)
+
+    def _wait_refreshed(self) -> None:
+        """Until the shard is as its owners have updated it, and theirs as well."""
+        wait_for(self._refreshing)
+        self._refreshing = []
 
 
 def _view(flat: Tensor, slot: Slot) -> Tensor:
@@ -372,12 +444,6 @@ def _leave_meta(parameter: nn.Parameter, device: torch.device) -> None:
     real = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
     vars(real).update(vars(parameter))
     torch.utils.swap_tensors(parameter, real)
-
-
-def _placeholder(parameter: nn.Parameter, device: torch.device) -> Tensor:
-    fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    one = torch.full((1,) * parameter.ndim, fill, dtype=parameter.dtype, device=device)
-    return one.expand(parameter.shape)
 
 
 def _has_new_gradient(parameter: nn.Parameter) -> bool:

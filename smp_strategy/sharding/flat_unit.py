@@ -46,6 +46,7 @@ class FlatUnit:
         device: where the parameters are.
         persistence_threshold: parameters with fewer elements stay gathered from their first use to the optimizer's
             step.
+        owners: collectives of the ranks that have the same shards, if each of them is to update a part of them.
 
     Attributes:
         layout: which elements of which parameter each rank has.
@@ -58,13 +59,16 @@ class FlatUnit:
         device: torch.device,
         *,
         persistence_threshold: int = 0,
+        owners: Collectives | None = None,
     ) -> None:
         members = _without_doubles(parameters)
         entries = {_entry(names, parameter): parameter for names, parameter in members}
-        self.layout = UnitLayout.of(entries, collectives.size, persistence_threshold)
+        self.layout = UnitLayout.of(
+            entries, collectives.size, persistence_threshold, 1 if owners is None else owners.size
+        )
         with _untracked():
             self._buffers = [
-                FlatBuffer(flat, [entries[slot.entry] for slot in flat.slots], collectives, device)
+                FlatBuffer(flat, [entries[slot.entry] for slot in flat.slots], collectives, device, owners)
                 for flat in self.layout.flats
             ]
 
@@ -231,17 +235,26 @@ class FlatUnit:
                 if value is not None
             }
 
-    def dissolve(self) -> None:
-        """Give the parameters all of their values back, in memory of their own. Collective, and the end of the unit."""
+    def restore(self, *, keep: bool = True) -> None:
+        """Give the parameters all of their values back, in memory of their own, without gradients. Collective.
+
+        Args:
+            keep: whether on this rank as well.
+        """
         with _untracked():
             for buffer in self._buffers:
-                buffer.dissolve()
+                buffer.restore(keep=keep)
+
+    def release(self) -> None:
+        """The parameters have been given back on all ranks, for good: let go of the shards."""
+        for buffer in self._buffers:
+            buffer.release()
 
     def take_gradients(self) -> tuple[list[Tensor], list[Pending]]:
-        """Hand over this rank's share of the gradients; the unit has none afterwards.
+        """Hand over what the shard group has added up of the gradients; the unit has nothing of it afterwards.
 
         Returns:
-            The share of each kind of parameters that are trained, zeros where there are none, and what must be over
+            The shard of each kind of parameters that are trained, zeros where there are none, and what must be over
             before it is complete.
         """
         with _untracked():
@@ -249,10 +262,10 @@ class FlatUnit:
         return [shard for shard, _ in found], [reducing for _, reducing in found if reducing is not None]
 
     def put_gradients(self, shards: Iterable[Tensor]) -> None:
-        """Let the unit have the gradients that were taken, and nothing else."""
-        for buffer, shard in zip(self._trained, shards, strict=True):
-            assert buffer.gradients is None, "gradients have come that nobody has taken"
-            buffer.gradients = shard
+        """Take the sums of that over the replicas, of this rank's own parts where each has some."""
+        with _untracked():
+            for buffer, shard in zip(self._trained, shards, strict=True):
+                buffer.put_gradients(shard)
 
     @property
     def _trained(self) -> list[FlatBuffer]:

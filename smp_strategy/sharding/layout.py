@@ -92,13 +92,20 @@ class FlatLayout:
     """Whether the buffer stays gathered: its parameters have fewer elements than the persistence threshold."""
     degree: int
     """Over how many ranks it is cut."""
+    num_owners: int
+    """Among how many ranks that have the same shard its elements are dealt out, each of which updates its own."""
     slots: tuple[Slot, ...]
 
     @cached_property
     def shard_numel(self) -> int:
         """Elements of a shard, padding included."""
+        return self.num_owners * self.own_numel
+
+    @cached_property
+    def own_numel(self) -> int:
+        """Elements of a shard that one rank updates, padding included."""
         block = _block(self.itemsize)
-        return block * -(-self.slots[-1].stop // (block * self.degree))
+        return block * -(-self.slots[-1].stop // (block * self.degree * self.num_owners))
 
     @property
     def full_numel(self) -> int:
@@ -124,9 +131,16 @@ class FlatLayout:
 
     def piece(self, slot: Slot, rank: int) -> Piece:
         """What ``rank`` of the group keeps of the parameter in ``slot``."""
-        first = rank * self.shard_numel
+        return self._piece(slot, rank, self.shard_numel)
+
+    def own_piece(self, slot: Slot, rank: int, owner: int) -> Piece:
+        """What of that ``owner`` updates, whose number is that of the replica; a part of its shard."""
+        return self._piece(slot, rank * self.num_owners + owner, self.own_numel)
+
+    def _piece(self, slot: Slot, number: int, numel: int) -> Piece:
+        first = number * numel
         start = min(max(slot.offset, first), slot.stop)
-        stop = max(start, min(slot.stop, first + self.shard_numel))
+        stop = max(start, min(slot.stop, first + numel))
         if start == stop:
             return Piece(start=0, numel=0, offset=0)
         return Piece(start=start - slot.offset, numel=stop - start, offset=start - first)
@@ -140,7 +154,9 @@ class UnitLayout:
     flats: tuple[FlatLayout, ...]
 
     @classmethod
-    def of(cls, entries: Iterable[Entry], degree: int, persistence_threshold: int = 0) -> "UnitLayout":
+    def of(
+        cls, entries: Iterable[Entry], degree: int, persistence_threshold: int = 0, num_owners: int = 1
+    ) -> "UnitLayout":
         """Lay out the parameters of a unit; the same on every rank.
 
         Args:
@@ -148,6 +164,7 @@ class UnitLayout:
             degree: number of ranks in the shard group.
             persistence_threshold: parameters with fewer elements stay gathered. Their gradients and what the optimizer
                 keeps for them are cut like all others.
+            num_owners: number of ranks that have the same shard, if each of them updates a part of it.
         """
 
         def kind(entry: Entry) -> tuple[str, int, bool, bool]:
@@ -162,6 +179,7 @@ class UnitLayout:
                     is_trained=is_trained,
                     is_persistent=is_persistent,
                     degree=degree,
+                    num_owners=num_owners,
                     slots=_slots(members, _block(itemsize)),
                 )
                 for (dtype, itemsize, is_trained, is_persistent), members in by_kind

@@ -13,7 +13,7 @@ much, a buffer is reduced in slices, one after the other, in the background.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from smp_strategy.sharding import direct
 from smp_strategy.sharding.all_reduces import AllReduces
-from smp_strategy.sharding.messages import Messages, Pending
+from smp_strategy.sharding.messages import Messages, Pending, wait_for
 from smp_strategy.sharding.relay import Relay
 from smp_strategy.sharding.two_hops import LEAST_CHUNK_BYTES, TwoHops
 
@@ -57,36 +57,44 @@ class PointToPoint:
             assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
             self._two_hops = TwoHops(self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes)
 
-    def gather(self, full: Tensor, shard: Tensor) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.gather`."""
         parts = full.chunk(self.size)
         if self._two_hops is not None:
+            wait_for(after)
             pending = self._two_hops.gather(parts, shard)
-        else:
-            pending = direct.gather(self._messages, parts, shard, self._messages.new_tags())
-        if parts[self.rank].data_ptr() != shard.data_ptr():
-            parts[self.rank].copy_(shard)
-        return pending
+            _copy(parts[self.rank], shard)
+            return pending
+        tag = self._messages.new_tags()
 
-    def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
+        def start() -> Pending:
+            started = direct.gather(self._messages, parts, shard, tag)
+            _copy(parts[self.rank], shard)
+            return started
+
+        return self._start(start, after)
+
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
         """See :meth:`Collectives.reduce`."""
         parts, runs = full.chunk(self.size), self._runs(into)
         if self._two_hops is not None:
+            wait_for(after)
             if len(runs) > 1:
                 return self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first)
             return self._two_hops.reduce(parts, into, is_first=is_first)
         tag = self._messages.new_tags(len(runs))
         if len(runs) == 1:
-            return direct.reduce(self._messages, parts, into, tag, is_first=is_first)
+            return self._start(lambda: direct.reduce(self._messages, parts, into, tag, is_first=is_first), after)
 
         def in_turn() -> None:
+            wait_for(after)
             for number, run in enumerate(runs):
                 of_run = [part[run] for part in parts]
                 direct.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
 
         return Pending(self._relay.submit(in_turn).result)
 
-    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
         return self._all_reduces.start(tensor, after)
 
@@ -94,8 +102,25 @@ class PointToPoint:
         """See :meth:`Collectives.close`."""
         self._relay.close()
 
+    def _start(self, start: Callable[[], Pending], after: Sequence[Pending]) -> Pending:
+        """Start something, in the background where it has to wait for something."""
+        if not after:
+            return start()
+
+        def start_later() -> Pending:
+            wait_for(after)
+            return start()
+
+        started = self._relay.submit(start_later)
+        return Pending(lambda: started.result().wait())
+
     def _runs(self, shard: Tensor) -> list[slice]:
         """A shard in as many runs as its buffer has slices."""
         most = max(1, (self._most_reduced or shard.numel() * self.size) // self.size)
         edges = [*range(0, max(1, shard.numel()), most), shard.numel()]
         return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def _copy(into: Tensor, shard: Tensor) -> None:
+    if into.data_ptr() != shard.data_ptr():
+        into.copy_(shard)

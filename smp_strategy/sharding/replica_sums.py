@@ -35,7 +35,7 @@ _NEVER = 2**31
 class _Sum(NamedTuple):
     """Of what a unit had."""
 
-    shards: list[Tensor]
+    sums: list[Tensor]
     reduced: list[Pending]
     added_up: list[Pending]
 
@@ -64,9 +64,13 @@ class ReplicaSums:
         units: in the same order on all ranks.
         replicas: the collectives of this rank and those that have its shards elsewhere.
         device: where messages of the group are.
+        deals_out: let each of the replicas have the sum of its own part alone.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], replicas: Collectives, device: torch.device) -> None:
+    def __init__(
+        self, units: Sequence[FlatUnit], replicas: Collectives, device: torch.device, *, deals_out: bool = False
+    ) -> None:
+        self._deals_out = deals_out
         self._units = units
         self._replicas = replicas
         self._device = device
@@ -124,8 +128,8 @@ class ReplicaSums:
             wait_for(now.added_up)
             if number in late:
                 wait_for(late[number].added_up)
-                torch._foreach_add_(now.shards, late[number].shards)
-            self._units[number].put_gradients(now.shards)
+                torch._foreach_add_(now.sums, late[number].sums)
+            self._units[number].put_gradients(now.sums)
         self._usual_counts = [max(count, 1) for count in step.counts]
         self._order.sort(key=lambda number: words[number][1])
 
@@ -138,4 +142,8 @@ class ReplicaSums:
     def _sum_of(self, number: int) -> _Sum:
         shards, reduced = self._units[number].take_gradients()
         # They are sent off together, so each waits for all.
-        return _Sum(shards, reduced, [self._replicas.all_reduce(shard, reduced) for shard in shards])
+        if not self._deals_out:
+            return _Sum(shards, reduced, [self._replicas.all_reduce(shard, reduced) for shard in shards])
+        sums = [shard.new_empty(shard.numel() // self._replicas.size) for shard in shards]
+        pairs = zip(shards, sums, strict=True)
+        return _Sum(sums, reduced, [self._replicas.reduce(shard, own, reduced, is_first=True) for shard, own in pairs])

@@ -8,6 +8,13 @@ When gradients are summed. Backward adds up those of the shard group, as soon as
 size. What other shard groups have computed (the replicas of the group), and other stages where they hold the same
 parameter, is added once per step of the optimizer (MiCS; Zhang et al. 2022, section 3.4). So gradients that are summed
 already, and to which more is added, stay right if they are averaged over the replicas again.
+
+Replicas of a shard group all update their shards alike, or they **deal them out**: of its shard each updates a part,
+and passes it on. Instead of an all-reduce of the gradients there is a reduction to the owners with half of the bytes,
+and the new values are the other half. These travel while the next forward computes with the units before, so that a
+slow link has something to do all the time; and optimizer state takes less memory. Pieces, their gradients and their
+state are then spread over the shard group and its replicas, all together; what differs is how a unit is gathered and
+reduced, which is done in the shard group. Gradients are summed in every pass of several that accumulate.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +31,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.piece_gradient import PieceGradient
+from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import UnitUses
 
 __all__ = ["ShardedUnits", "Timing"]
@@ -55,9 +63,11 @@ class ShardedUnits:
             the same pieces on all of these stages, and whether this stage is the first of them.
         persistence_threshold: parameters with fewer elements stay gathered until the optimizer's step.
         timing: when units are gathered and reduced.
+        deals_out: let each of the replicas update a part of its shards and pass it on.
 
     Attributes:
         units: by name.
+        deals_out: as given. Pieces are those of the shard group and its replicas, and not of the shard group alone.
     """
 
     def __init__(
@@ -70,9 +80,14 @@ class ShardedUnits:
         timing: Timing = Timing(),
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
+        deals_out: bool = False,
     ) -> None:
+        assert replicas is not None or not deals_out
+        owners = replicas if deals_out else None
         self.units = {
-            "+".join(users): FlatUnit(members, shards, device, persistence_threshold=persistence_threshold)
+            "+".join(users): FlatUnit(
+                members, shards, device, persistence_threshold=persistence_threshold, owners=owners
+            )
             for users, members in parameters.items()
         }
         self._parts: dict[str, list[str]] = {}
@@ -82,6 +97,7 @@ class ShardedUnits:
         self._unit_of = {each: unit for unit in self.units.values() for each in unit.parameters}
         self._shards = shards
         self._replicas = replicas
+        self.deals_out = deals_out
         self._uses = UnitUses(
             self.units,
             shards,
@@ -89,13 +105,17 @@ class ShardedUnits:
             most_live=timing.most_live,
             gathers_once=timing.gathers_once,
             replicas=replicas,
+            deals_out=deals_out,
         )
         self._uses.reduces_early = timing.reduces_early
-        self._uses.factor = 1 / shards.size
+        self._uses.factor = 1 / (shards.size * (1 if owners is None else owners.size))
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
         self._has_sums = False
         self._is_whole = False
+        self._on_use = OnUse()
+        for parameter in self._unit_of:
+            self._on_use.watch(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -112,6 +132,11 @@ class ShardedUnits:
         """Bytes of values that were gathered for passes and let go again, at most at a time."""
         return self._uses.most_bytes
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter and gradient is whole just now, for code of the user."""
+        return self._is_whole
+
     def has(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is spread."""
         return parameter in self._unit_of
@@ -126,6 +151,8 @@ class ShardedUnits:
             function: what to call.
             token: equal for calls that one thread makes one after the other: those of a microbatch.
         """
+        if self._on_use.make_whole is not None:
+            self._on_use.make_whole()
         for part in () if self._is_whole else self._parts.get(name, ()):
             function = partial(self._call, part, function, token)
         return function
@@ -146,9 +173,9 @@ class ShardedUnits:
         yield
         self._uses.is_last = sums
         self.end_pass()
-        if sums:
+        self._has_sums = sums or self.deals_out
+        if self._has_sums:
             self._finish_sums()
-        self._has_sums = sums
         for unit in self.units.values():
             unit.end_gradients()
 
@@ -197,7 +224,7 @@ class ShardedUnits:
     def _sum_between_passes(self) -> None:
         for unit in self.units.values():
             unit.begin_gradients()
-        if not self._has_sums:
+        if not self._has_sums and not self.deals_out:
             self._finish_sums()
         for name, (stages, _) in self._across.items():
             for shard in self.units[name].gradient_shards:
@@ -218,23 +245,41 @@ class ShardedUnits:
 
     def _finish_sums(self) -> None:
         self._uses.finish_sums()
-        if self._replicas is not None:
+        if self._replicas is not None and not self.deals_out:
             for unit in self.units.values():
                 for shard in unit.gradient_shards:
                     shard.div_(self._replicas.size)
 
     # The optimizer's step, and code of the user
 
+    @contextmanager
+    def in_sight(self, make_whole: Callable[[], None] | None = None) -> Iterator[None]:
+        """Code of the user runs in here. From its first use on every parameter and gradient is whole.
+
+        What is done to them, on all ranks alike, stays. Collective over those that use them.
+
+        Args:
+            make_whole: called at the first use, to call :meth:`show_whole`.
+        """
+        self._on_use.make_whole = make_whole or self.show_whole
+        try:
+            yield
+        finally:
+            self._on_use.make_whole = None
+            self.hide_whole()
+
     def show_whole(self) -> None:
-        """Until :meth:`hide_whole`, every parameter and gradient is whole. Collective."""
+        """Inside of :meth:`in_sight`: let every parameter and gradient be whole. Collective."""
+        self._on_use.make_whole = None
         self._is_whole = True
         for unit in self.units.values():
             unit.show_whole()
 
     def hide_whole(self) -> None:
-        """Let the parameters rest again, with what was done to them and to their gradients, on all ranks alike."""
-        for unit in self.units.values():
-            unit.hide_whole()
+        """Let the parameters rest again, if they are whole, with what was done to them and to their gradients."""
+        if self._is_whole:
+            for unit in self.units.values():
+                unit.hide_whole()
         self._is_whole = False
 
     def show_pieces(self) -> None:
@@ -272,16 +317,17 @@ class ShardedUnits:
         for unit in self.units.values():
             unit.fill(values)
 
-    def restore(self, *, keep: bool) -> None:
+    def restore(self, *, keep: bool, is_last: bool) -> None:
         """Give the parameters all of their values back, and no gradients. Collective.
 
         Args:
             keep: whether on this rank as well.
+            is_last: let go of the shards: all ranks keep what they get.
         """
-        for values in self.values():
-            for parameter, value in values.items() if keep else ():
-                parameter.grad = None
-                parameter.data = value
+        for unit in self.units.values():
+            unit.restore(keep=keep)
+            if is_last:
+                unit.release()
 
     def close(self) -> None:
         """Let go of what is needed in the background."""

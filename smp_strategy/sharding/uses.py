@@ -48,6 +48,7 @@ class UnitUses:
             are gathered ahead; ``None``: any.
         gathers_once: gather all units when a pass begins and keep them until it ends, instead of for each use.
         replicas: the collectives of the ranks that have the same shards in other shard groups, if there are any.
+        deals_out: whether each of these ranks updates a part of the shards.
 
     Attributes:
         factor: what this rank's gradients are multiplied by when they are reduced.
@@ -70,6 +71,7 @@ class UnitUses:
         most_live: int | None = None,
         gathers_once: bool = False,
         replicas: Collectives | None = None,
+        deals_out: bool = False,
     ) -> None:
         self.factor = 1.0
         self.is_last = False
@@ -89,7 +91,9 @@ class UnitUses:
         # How many uses of each unit are under way.
         self._claims = [0] * len(self._units)
         self._reducing: deque[int] = deque()
-        self._sums = ReplicaSums(self._units, replicas, device) if replicas is not None and replicas.size > 1 else None
+        self._sums = None
+        if replicas is not None and replicas.size > 1:
+            self._sums = ReplicaSums(self._units, replicas, device, deals_out=deals_out)
         self._order = CommonOrder(collectives, device, start=self._start, pass_by=self._pass_by)
         self._backwards = Backwards(
             claim=self._claim, release=self._release, done=self._reduce_early, keeps_weights=gathers_once

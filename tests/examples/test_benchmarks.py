@@ -20,6 +20,7 @@ SCRIPTS = {
         ["--quick"],
         {"world1_overhead", "dp_vs_ddp", "state_vs_zero", "state_share", "state_share_zero"},
     ),
+    "delayed.py": (["GPT2LMHeadModel", "LlamaForCausalLM"], {"models", "filled", "refused", "differs"}),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
     "pipeline.py": (
         ["--quick"],

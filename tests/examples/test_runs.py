@@ -97,6 +97,27 @@ def test_replicas_that_deal_out_the_optimizer_state_train_and_write_the_best_mod
     assert len(optimizer["state"]) == sum(len(group["params"]) for group in optimizer["param_groups"])
 
 
+def test_shards_train_and_one_process_goes_on_from_their_checkpoint(tmp_path):
+    for name in ("sdp2", "single"):
+        (tmp_path / name).mkdir()
+    told = train(tmp_path / "sdp2", "smp=sdp2", *SMALL_GPT)
+    assert told.count("Each unit is spread over 2 ranks") == 1
+    losses = validation_losses(tmp_path / "sdp2")
+    assert losses[-1] < losses[0]
+    last = tmp_path / "sdp2" / "checkpoints" / "last.ckpt"
+    train(tmp_path / "single", "smp=single", *SMALL_GPT, "trainer.max_steps=6", f"resume={last}")
+    assert validation_losses(tmp_path / "single")[-1] < losses[-1]
+    state = torch.load(tmp_path / "single" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["global_step"] == 6
+
+
+def test_shards_of_stages_train_on_four_ranks(tmp_path):
+    told = train(tmp_path, "smp=pp2_sdp2", *SMALL_GPT)
+    assert told.count("4 ranks = pp 2 x dp_replicate 1 x dp_shard 2") == 1
+    losses = validation_losses(tmp_path)
+    assert losses[-1] < losses[0]
+
+
 def test_a_sweep_runs_one_layout_after_the_other_in_one_folder_each(tmp_path):
     run(tmp_path, TRAIN, "-m", "smp=pp2,single", f"hydra.sweep.dir={tmp_path}/sweep", *SMALL_GPT)
     first, second = (weights(tmp_path / "sweep" / number) for number in "01")

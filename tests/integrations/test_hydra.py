@@ -95,6 +95,8 @@ def test_every_file_opens_with_a_sentence_about_it(group):
         (["smp=zero1", "trainer.devices=4"], 4),
         (["smp=pp2_zero1"], 4),
         (["smp=base"], None),
+        (["smp=base", "smp.sharded_data_parallel_degree=2"], 2),
+        (["smp=base", "smp.shard_optimizer_state=true"], 2),
     ],
     ids=str,
 )

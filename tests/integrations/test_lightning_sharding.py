@@ -7,8 +7,11 @@ from test_lightning_state_sharding import CASES, SMP, assert_close, averaged, fi
 
 SHARDED = {"sharded_data_parallel_degree": 2}
 FULL = {"pipeline_parallel_degree": 1, **SHARDED}
+DEALT_OUT = {**FULL, "shard_optimizer_state": True}
 LAYOUTS = {
     "2 shards": (2, FULL),
+    "2 shards and 2 replicas of them": (4, FULL),
+    "2 shards that 2 replicas deal out": (4, DEALT_OUT),
     "2 shards of 2 stages": (4, {"pipeline_parallel_degree": 2, "microbatches": 2, **SHARDED}),
 }
 NAMES = sorted(CASES.keys() - {"whole matrices", "manual optimization"})
@@ -25,6 +28,16 @@ def test_shards_have_the_checkpoint_of_one_process_with_batches_of_both(name, la
         assert_close(found[0][0], expected)
     assert set.union(*(kept for _, kept, _, _ in found)) == everything
     assert all(each == pytest.approx(norm, rel=1e-5) if norm else each is None for *_, each in found)
+
+
+@pytest.mark.parametrize(("before", "after"), [(DEALT_OUT, FULL), (FULL, DEALT_OUT), (DEALT_OUT, DEALT_OUT)])
+def test_a_checkpoint_does_not_tell_who_has_updated_which_part(before, after, tmp_path):
+    name = "accumulation"
+    with quiet():
+        expected, *_ = fit(tmp_path / "one", name, None, epochs=2)
+    on_ranks(fit, 4, tmp_path / "first", name, before, 1)
+    found = on_ranks(fit, 4, tmp_path / "second", name, after, 2, tmp_path / "first" / "end.ckpt")
+    assert_close(found[0][0], expected)
 
 
 @pytest.mark.parametrize(("before", "after"), [(FULL, None), (None, FULL), (FULL, FULL), (SMP, FULL), (FULL, SMP)])

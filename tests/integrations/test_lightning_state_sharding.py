@@ -49,7 +49,7 @@ CASES = {
 
 
 def fit(folder, name, smp, epochs=1, checkpoint=None):
-    """Train on this replica's share of each batch; plain Lightning gets the batches of both replicas."""
+    """Train on this replica's share of each batch; plain Lightning gets the batches of all replicas."""
     overrides, options = CASES[name]
 
     def train_dataloader(self):
@@ -57,8 +57,9 @@ def fit(folder, name, smp, epochs=1, checkpoint=None):
         mesh = getattr(self.trainer.strategy, "mesh", None)
         if mesh is None:
             return DataLoader(data, batch_size=2 * BATCH)
-        mine = [index for index in range(len(data)) if index // BATCH % mesh.dp == mesh.dp_rank]
-        return DataLoader(Subset(data, mine), batch_size=BATCH)
+        size = 2 * BATCH // mesh.dp
+        mine = [index for index in range(len(data)) if index // size % mesh.dp == mesh.dp_rank]
+        return DataLoader(Subset(data, mine), batch_size=size)
 
     module = toy_module(train_dataloader=train_dataloader, **overrides)
     trainer = toy_trainer(folder, smp=smp, max_epochs=epochs, use_distributed_sampler=False, **options)

@@ -34,6 +34,7 @@ class Setting(NamedTuple):
     gathers_once: bool = False
     threshold: int = 0
     evaluates: bool = False
+    deals_out: bool = False
 
 
 class Sharded:
@@ -51,6 +52,7 @@ class Sharded:
                 self.shards,
                 CPU,
                 persistence_threshold=setting.threshold,
+                owners=self.replicas if setting.deals_out else None,
             )
             for name, module in self.model.units.items()
         }
@@ -62,6 +64,7 @@ class Sharded:
             most_live=setting.most_live,
             gathers_once=setting.gathers_once,
             replicas=self.replicas,
+            deals_out=setting.deals_out,
         )
         self.most_numel = 0
         self.gathers: list[str] = []
@@ -104,7 +107,7 @@ class Sharded:
 
     def weights(self) -> dict[str, Tensor]:
         for unit in self.units.values():
-            unit.dissolve()
+            unit.restore()
         self.shards.close()
         self.replicas.close()
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}

@@ -122,6 +122,38 @@ def test_ranks_of_a_shard_group_hold_their_shards_and_the_fullest_what_was_predi
         assert (held.gathered > 0) == (name != "weights in the glue"), "whose loss looks at every parameter"
 
 
+GATHERS = [(1, 2, "step"), (2, 4, "use"), (2, 4, "step"), (1, 2, "use")]
+
+
+@pytest.mark.parametrize(("pp", "world", "gather"), GATHERS)
+def test_whether_units_are_gathered_once_or_for_each_use_is_predicted(pp, world, gather):
+    options = {"pipeline_parallel_degree": pp, "microbatches": 2, "sharded_data_parallel_degree": 2}
+    (_, report), *_ = run_ranks(reports, world, "text", {**options, "sdp_gather": gather})
+    # Of several stages it is not known which units they will have, so all get room for the largest.
+    room = [max(each.gathered for each in report.ranks if each.stage == stage) for stage in range(pp)]
+    predicted = [held.gathered for held in report.predicted]
+    assert max(room) == max(predicted)
+    if gather == "step" or pp == 1:
+        assert room == predicted
+
+
+@pytest.mark.parametrize(("pp", "name"), [(1, "text"), (1, "text, tied"), (2, "text")])
+def test_replicas_of_a_shard_group_hold_a_part_of_the_state_for_their_shards_each(pp, name):
+    options = {"pipeline_parallel_degree": pp, "microbatches": pp, "sharded_data_parallel_degree": 2}
+    world = 4 * pp
+    (_, plain), *_ = run_ranks(reports, world, name, options)
+    (_, report), *_ = run_ranks(reports, world, name, {**options, "shard_optimizer_state": True})
+    for stage, held in enumerate(report.predicted):
+        ranks = [each for each in report.ranks if each.stage == stage]
+        alike = [each for each in plain.ranks if each.stage == stage]
+        assert {each.parameters for each in ranks} == {held.parameter}
+        assert max(each.optimizer for each in ranks) == held.optimizer
+        assert held.optimizer < 0.6 * plain.predicted[stage].optimizer
+        # In the meantime there was the group's sum, which is as large as the shard.
+        assert all(each.gradients < held.gradient < 2 * each.gradients for each in ranks)
+        assert max(each.parameters for each in ranks) < 1.05 * max(each.parameters for each in alike)
+
+
 def layouts(kind: type[Model], setting: Setting) -> dict[str, UnitLayout]:
     return {name: unit.layout for name, unit in Sharded(kind, setting).units.items()}
 

@@ -64,6 +64,26 @@ def test_four_ranks_have_the_weights_and_state_of_one_process(name, kind, pp, de
         assert_equal(restored, weights, tolerance=tolerance)
 
 
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt2", "fused"), ("gpt2, tied", "momentum"), ("forked", "foreach"), ("skips", "groups")]
+)
+def test_replicas_that_deal_out_their_shards_have_the_weights_and_state_of_one_process(name, kind, pp, reduces):
+    options = {"pipeline_parallel_degree": pp, "microbatches": pp, "sharded_data_parallel_degree": 2}
+    world = 4 * pp
+    ranks = run_ranks(rank, world, name, kind, {**options, "shard_optimizer_state": True}, None, reduces)
+    weights, state, _ = one_process(name, OPTIMIZERS[kind], 4, pp, together=2)
+    tolerance = 1e-6 if pp > 1 and "tied" in name else 0.0
+    assert_equal(ranks[0][0], weights, tolerance=tolerance)
+    assert_equal(ranks[0][1], state, tolerance=tolerance)
+    for *_, restored in ranks:
+        assert_equal(restored, weights, tolerance=tolerance)
+    kept = [found[3] for found in ranks]
+    plain = [found[3] for found in run_ranks(rank, world, name, kind, options, None, reduces)]
+    assert max(kept) < 0.6 * max(plain)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "text", "skips"])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_when_units_are_gathered_does_not_change_a_bit(name, pp):
@@ -92,6 +112,11 @@ def test_gradients_are_clipped_by_their_true_norm():
     for found in run_ranks(rank, 4, "gpt2", "momentum", options, 0.5):
         assert found[2] == pytest.approx(norms, rel=1e-6)
     assert_equal(run_ranks(rank, 4, "gpt2", "momentum", options, 0.5)[0][0], weights, tolerance=1e-6)
+    dealt_out = {**options, "pipeline_parallel_degree": 1, "shard_optimizer_state": True}
+    weights_of_four, _, norms_of_four = one_process("gpt2", OPTIMIZERS["momentum"], 4, 1, 0.5, together=2)
+    for found in run_ranks(rank, 4, "gpt2", "momentum", dealt_out, 0.5):
+        assert found[2] == pytest.approx(norms_of_four, rel=1e-6)
+        assert_equal(found[4], weights_of_four, tolerance=1e-6)
     clipping = {**options, "sdp_gradient_clipping": 0.5}
     assert_equal(run_ranks(rank, 4, "gpt2", "momentum", clipping)[0][0], weights, tolerance=1e-6)
 

@@ -21,6 +21,7 @@ from tests.ranks.sharded_training import (
 )
 
 TWO_BY_TWO = Setting(4, 2)
+DEALT_OUT = Setting(4, 2, deals_out=True)
 Paths = Callable[[Model, Tensor, int], Tensor]
 """What a rank computes, by its number."""
 
@@ -101,20 +102,22 @@ def expected_gradients(paths: Paths, num_passes: int) -> dict[str, Tensor]:
     return {name: first[name] + second[name] for name in first}
 
 
+@pytest.mark.parametrize("setting", [TWO_BY_TWO, DEALT_OUT])
 @pytest.mark.parametrize("says_last", [True, False])
 @pytest.mark.parametrize("num_passes", [1, 3])
 @pytest.mark.parametrize("paths", [everything, other_orders])
-def test_gradients_are_sums_over_groups_and_replicas_bit_for_bit(paths, num_passes, says_last):
+def test_gradients_are_sums_over_groups_and_replicas_bit_for_bit(paths, num_passes, says_last, setting):
     expected = expected_gradients(paths, num_passes)
-    for outcome in run_ranks(gradients_of, 4, Model, train_on(paths, num_passes, says_last), TWO_BY_TWO):
+    for outcome in run_ranks(gradients_of, 4, Model, train_on(paths, num_passes, says_last), setting):
         assert_equal(outcome.gradients, expected)
         for step in outcome.seen:
             assert sum(event.startswith("sum") for event in step) == 6, "every unit's sum begins once"
 
 
-def test_ranks_that_differ_in_everything_get_the_same_sums():
+@pytest.mark.parametrize("setting", [TWO_BY_TWO, DEALT_OUT])
+def test_ranks_that_differ_in_everything_get_the_same_sums(setting):
     expected = expected_gradients(all_differ, 2)
-    outcomes = run_ranks(gradients_of, 4, Model, train_on(all_differ, 2, True), TWO_BY_TWO)
+    outcomes = run_ranks(gradients_of, 4, Model, train_on(all_differ, 2, True), setting)
     for outcome in outcomes:
         assert_equal(outcome.gradients, outcomes[0].gradients)
         torch.testing.assert_close(outcome.gradients, expected, rtol=1e-6, atol=1e-7)
@@ -174,9 +177,10 @@ class Twice(NamedTuple):
         return steps
 
 
+@pytest.mark.parametrize("setting", [TWO_BY_TWO, DEALT_OUT])
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (0, 1), (3,)])
-def test_a_sum_that_has_begun_too_early_is_completed(ranks):
-    outcomes = run_ranks(gradients_of, 4, Model, Twice(ranks, 3), TWO_BY_TWO)
+def test_a_sum_that_has_begun_too_early_is_completed(ranks, setting):
+    outcomes = run_ranks(gradients_of, 4, Model, Twice(ranks, 3), setting)
     expected = plain_gradients(
         Model,
         lambda model: (
@@ -210,8 +214,9 @@ def fail_in_the_last_backward(sharded: Sharded) -> None:
     train_on(everything, 1, True)(sharded)
 
 
-def test_a_last_backward_that_fails_leaves_nothing_behind():
-    for outcome in run_ranks(gradients_of, 4, Model, fail_in_the_last_backward, TWO_BY_TWO):
+@pytest.mark.parametrize("setting", [TWO_BY_TWO, DEALT_OUT])
+def test_a_last_backward_that_fails_leaves_nothing_behind(setting):
+    for outcome in run_ranks(gradients_of, 4, Model, fail_in_the_last_backward, setting):
         assert_equal(outcome.gradients, expected_gradients(everything, 1))
 
 
@@ -223,7 +228,7 @@ def leave_out_everything(sharded: Sharded) -> int:
     return sum(len(unit.gradient_shards) for unit in sharded.units.values())
 
 
-@pytest.mark.parametrize("setting", [TWO_BY_TWO, Setting(2, 2)])
+@pytest.mark.parametrize("setting", [TWO_BY_TWO, DEALT_OUT, Setting(2, 2)])
 def test_units_that_no_rank_uses_have_gradients_of_zero(setting):
     for outcome in run_ranks(gradients_of, setting.ranks, Model, leave_out_everything, setting):
         assert outcome.seen == 6
@@ -231,7 +236,8 @@ def test_units_that_no_rank_uses_have_gradients_of_zero(setting):
         assert outcome.gradients["first.bias"].eq(3 * setting.ranks).all()
 
 
-def test_four_replicas_of_one_rank_add_in_their_order():
+@pytest.mark.parametrize("deals_out", [False, True])
+def test_four_replicas_of_one_rank_add_in_their_order(deals_out):
     expected = plain_gradients(Model, lambda model: (model(batch(rank)) for rank in range(4)))
-    for outcome in run_ranks(gradients_of, 4, Model, train_on(everything, 1, True), Setting(4, 1)):
+    for outcome in run_ranks(gradients_of, 4, Model, train_on(everything, 1, True), Setting(4, 1, deals_out=deals_out)):
         assert_equal(outcome.gradients, expected)

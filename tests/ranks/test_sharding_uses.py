@@ -26,6 +26,8 @@ SETTINGS = {
     "2, small stay": Setting(2, 2, threshold=50, evaluates=True),
     "4": Setting(4, 4),
     "2x2": Setting(4, 2, evaluates=True),
+    "2x2, dealt out": Setting(4, 2, evaluates=True, deals_out=True),
+    "2x2, dealt out, small stay": Setting(4, 2, threshold=50, deals_out=True),
 }
 
 

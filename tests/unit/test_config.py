@@ -374,6 +374,10 @@ def test_no_degree_anywhere_means_some_microbatches_per_stage():
     assert SMPConfig().num_microbatches(3) == 3 * MICROBATCHES_PER_STAGE
 
 
+def test_a_single_stage_has_no_idle_time_to_fill_with_microbatches():
+    assert SMPConfig().num_microbatches(1) == 1
+
+
 def test_given_microbatches_are_taken():
     assert SMPConfig(microbatches=5).num_microbatches(3) == 5
 

@@ -49,9 +49,11 @@ def test_uneven_nodes_are_refused_where_shard_groups_are_laid_over_them():
         run_ranks(run_find, 2, ["1", None], 2)
 
 
-def run_shape(pp: int | None, dp_shard: int) -> str:
+def run_shape(pp: int | None, dp_shard: int, shards_state: bool = False) -> str:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    config = SMPConfig(pipeline_parallel_degree=pp, sharded_data_parallel_degree=dp_shard)
+    config = SMPConfig(
+        pipeline_parallel_degree=pp, sharded_data_parallel_degree=dp_shard, shard_optimizer_state=shards_state
+    )
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     return choose_shape(config, module, lambda text: None).draw()
 
@@ -61,11 +63,12 @@ def test_the_mesh_of_a_run_knows_the_nodes():
     assert "dp_replicate 1 x dp_shard 2, placement DPST\n" in run_ranks(run_shape, 4, 2, 2)[0]
 
 
-@pytest.mark.parametrize(("dp_shard", "pp"), [(1, 4), (2, 2), (4, 1)])
-def test_as_many_stages_are_chosen_as_leave_replicas_for_the_shard_groups(dp_shard, pp):
-    assert f"= pp {pp} x" in run_ranks(run_shape, 4, None, dp_shard)[0]
+@pytest.mark.parametrize(("dp_shard", "shards_state", "pp"), [(1, False, 4), (2, False, 1), (1, True, 1)])
+def test_ranks_become_stages_unless_something_is_sharded_over_replicas(dp_shard, shards_state, pp):
+    assert f"= pp {pp} x" in run_ranks(run_shape, 4, None, dp_shard, shards_state)[0]
 
 
-def test_a_shard_degree_that_no_number_of_stages_leaves_room_for_is_refused():
+@pytest.mark.parametrize("pp", [None, 1])
+def test_a_shard_degree_that_does_not_fit_the_replicas_is_refused(pp):
     with pytest.raises(RuntimeError, match=r"`sharded_data_parallel_degree` must divide .* is 3"):
-        run_ranks(run_shape, 4, None, 3)
+        run_ranks(run_shape, 4, pp, 3)

@@ -2,22 +2,38 @@
 
 import pytest
 
+from smp_strategy.config import SMPConfig
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.report import render_layout
 from tests.unit.explain.test_explanation import partition
 
+DEALT_OUT = {"shard_optimizer_state": True}
+SHARDED = {"sharded_data_parallel_degree": 4}
+
 
 @pytest.mark.parametrize(
-    ("shape", "shards_state", "said"),
+    ("pp", "dp", "options", "said"),
     [
-        (MeshShape(pp=2, dp=2), True, "The state of the optimizers is dealt out over 2 replicas, whole parameters"),
-        (MeshShape(pp=2, dp=1), True, "`shard_optimizer_state` changes nothing: there is one replica only."),
-        (MeshShape(pp=2, dp=4, dp_shard=4), False, "spread over 4 ranks, with its gradients and the state"),
-        (MeshShape(pp=2, dp=4, dp_shard=4), False, "and gathered once per step."),
-        (MeshShape(pp=1, dp=4, dp_shard=2), False, "and gathered for each use."),
+        (2, 2, DEALT_OUT, "The state of the optimizers is dealt out over 2 replicas, whole parameters"),
+        (2, 1, DEALT_OUT, "`shard_optimizer_state` changes nothing: there is one replica only."),
+        (
+            2,
+            4,
+            SHARDED,
+            "spread over 4 ranks, with its gradients and the state of its optimizer, and gathered once per",
+        ),
+        (1, 4, SHARDED, "and gathered for each use (which takes time that is not simulated)."),
+        (2, 4, SHARDED | {"sdp_gather": "use"}, "and gathered for each use (which"),
+        (1, 8, SHARDED | {"sdp_gather": "step"}, "once per batch (which takes time that is not simulated); 2 groups"),
     ],
 )
-def test_the_layout_says_what_is_shared_among_ranks(shape, shards_state, said):
-    text = " ".join(render_layout(shape, partition(), shards_state=shards_state).split())
-    assert said in text
-    assert "spread over" not in render_layout(MeshShape(pp=2, dp=4), partition())
+def test_the_layout_says_what_is_shared_among_ranks(pp, dp, options, said):
+    config = SMPConfig(**options)
+    shape = MeshShape(pp=pp, dp=dp, dp_shard=config.sharded_data_parallel_degree)
+    assert said in " ".join(render_layout(shape, partition(), config).split())
+
+
+def test_the_layout_of_replicas_speaks_of_no_shards():
+    text = render_layout(MeshShape(pp=2, dp=4), partition(), SMPConfig())
+    assert "spread over" not in text
+    assert "dealt out" not in text

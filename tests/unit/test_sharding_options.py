@@ -82,12 +82,8 @@ def test_a_value_of_the_wrong_type_is_named(name, value, shown):
     assert shown in problem
 
 
-def test_state_that_is_sharded_with_the_parameters_cannot_be_dealt_out_too():
-    assert problems(**SHARDED, shard_optimizer_state=True) == [
-        "`shard_optimizer_state=True` contradicts `sharded_data_parallel_degree` (2), which shards optimizer state "
-        "along with the parameters. Leave `shard_optimizer_state` out, or the degree to shard nothing but state and "
-        "gradients."
-    ]
+def test_state_for_shards_can_be_dealt_out_over_replicas():
+    assert not problems(**SHARDED, shard_optimizer_state=True)
 
 
 @pytest.mark.parametrize("state", [False, True])

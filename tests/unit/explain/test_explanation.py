@@ -9,7 +9,7 @@ import pytest
 from smp_strategy.errors import ConfigError
 from smp_strategy.explain.__main__ import main
 from smp_strategy.explain.explanation import Explanation
-from smp_strategy.explain.text import sends_on
+from smp_strategy.explain.text import sends_on, summary
 from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
 from smp_strategy.partitioner.costs import Held
 from smp_strategy.partitioner.partition import Partition, PlacedUnit, StageLoad
@@ -55,6 +55,11 @@ def partition(**changes) -> Partition:
 
 def plan(policy: str = "1f1b"):
     return simulate(flow_of(0, 1), 4, Policy(policy))
+
+
+def test_of_one_stage_nothing_is_said_that_takes_several():
+    one = partition(units=UNITS[:1], stages=partition().stages[:1], cut_bytes=(), num_microbatches=1)
+    assert summary(one) == ["1 units on one stage, 1 microbatch", "The work of a step takes 120 ms (simulated)."]
 
 
 def test_the_tree_has_the_modules_of_the_names_and_alike_siblings_in_one_line():

@@ -7,7 +7,7 @@ import torch
 from torch import nn, optim
 
 from smp_strategy.memory.counting import count
-from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
 from smp_strategy.stage_tensors import Home, Sight, StageTensor
 from tests.unit.sharding.world import World
 
@@ -72,8 +72,8 @@ def test_what_is_here_is_counted_also_while_a_hook_looks_at_it():
 def test_parameters_that_are_spread_are_counted_by_who_spreads_them():
     model = nn.ModuleDict({"unit": nn.Linear(64, 64), "glue": nn.Linear(8, 8, bias=False)})
     optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    members = model["unit"].named_parameters()
-    spread = ShardedUnits({("unit",): members}, World(2).members[0], None, torch.device("cpu"))
+    members, timing = model["unit"].named_parameters(), Timing(gathers_once=False, reduces_early=True)
+    spread = ShardedUnits({("unit",): members}, World(2).members[0], None, torch.device("cpu"), timing=timing)
     layout, glue = spread.units["unit"].layout, 4 * 8 * 8
     assert list(count(model, [optimizer], MESH, spread).amounts.values()) == [layout.shard_bytes + glue, 0, 0, 0, 0]
     spread.show_pieces()

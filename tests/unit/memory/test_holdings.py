@@ -163,7 +163,7 @@ def test_a_rank_of_a_shard_group_holds_what_was_said_to_the_byte(name, degree, k
     groups = flat_groups(
         {unit.name: [numbers[id(each)] for each in unit.module.parameters()] for unit in surroundings.units}
     )
-    spreading = Spreading(degree=degree, persistence_threshold=threshold, gathers_once=True)
+    spreading = Spreading(degree=degree, persistence_threshold=threshold, gathers_once=True, num_stages=2)
     found = holdings_of(surroundings, spreading)
     said = {number: held for mine in found.by_unit.values() for number, held in mine.items()}
     ranks = Ranks(models, groups, threshold)
@@ -185,7 +185,7 @@ def test_a_rank_of_a_shard_group_holds_what_was_said_to_the_byte(name, degree, k
 def test_of_a_unit_that_the_code_above_uses_too_that_parameter_stays_whole():
     model = Text(tied=True)
     optimizer = optim.SGD(model.parameters(), 0.1)
-    spreading = Spreading(degree=2, gathers_once=True)
+    spreading = Spreading(degree=2, gathers_once=True, num_stages=2)
     found = holdings_of(surroundings_of(model, optimizer), spreading, used_by_glue=[model.embed.weight])
     whole = Held(model.embed.weight.nbytes, model.embed.weight.nbytes)
     number = [each is model.embed.weight for each in model.parameters()].index(True)

@@ -48,6 +48,22 @@ def test_the_pieces_of_all_ranks_give_every_parameter_back(entries, degree, thre
     assert found == {each.names[0]: list(range(each.numel)) for each in entries}
 
 
+@given(units, degrees, st.integers(1, 3))
+def test_owners_have_a_part_of_their_shard_each_one_behind_the_other(entries, degree, num_owners):
+    for flat in UnitLayout.of(entries, degree, num_owners=num_owners).flats:
+        assert flat.shard_numel == num_owners * flat.own_numel
+        for slot in flat.slots:
+            for rank in range(degree):
+                shard = flat.piece(slot, rank)
+                elements = []
+                for owner in range(num_owners):
+                    piece = flat.own_piece(slot, rank, owner)
+                    offset = owner * flat.own_numel + piece.offset - shard.offset
+                    assert not piece.numel or offset == piece.start - shard.start
+                    elements += range(piece.start, piece.start + piece.numel)
+                assert elements == list(range(shard.start, shard.start + shard.numel))
+
+
 @given(units, degrees)
 def test_a_buffer_has_parameters_of_one_kind_in_their_order(entries, degree):
     layout = UnitLayout.of(entries, degree)

@@ -1,6 +1,6 @@
 """A shard group in one process: every rank has its own collectives, and all ranks take turns by hand."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -30,12 +30,12 @@ class Member:
     def size(self) -> int:
         return len(self._world.members)
 
-    def gather(self, full: Tensor, shard: Tensor) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
         number = len(self.started)
         self.started.append(shard.clone())
         return Pending(lambda: full.copy_(torch.cat([member.started[number] for member in self._world.members])))
 
-    def reduce(self, full: Tensor, into: Tensor, *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
         number = len(self.started)
         self.started.append(full.clone())
         return Pending(
@@ -46,7 +46,7 @@ class Member:
             )
         )
 
-    def all_reduce(self, tensor: Tensor, after: Iterable[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
         raise NotImplementedError
 
     def close(self) -> None:
