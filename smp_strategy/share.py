@@ -94,6 +94,8 @@ class Share:
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
         self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
         self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
+        # The parameters, by identity, that optimizers had to train when they were tried.
+        self._tried: dict[Optimizer, list[int]] = {}
         self.reduction = Reduction(ownership, mesh, self._state, self.sharded)
         is_spread = mesh.pp > 1 or self.sharded is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
@@ -152,6 +154,7 @@ class Share:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
             self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
+        self._try_optimizers([optimizer])
         self._state.begin_update(optimizer)
         if self.sharded is not None:
             self.sharded.show_pieces()
@@ -199,11 +202,7 @@ class Share:
         Raises:
             ConfigError: some of them cannot update pieces of parameters.
         """
-        if self.sharded is not None:
-            # Of all stages, so that all ranks refuse the same.
-            members = self.ownership.parameters_by_units().values()
-            spread = {parameter: name for group in members for name, parameter in group}
-            refuse_whole_tensor_optimizers(optimizers, spread, degree=self._mesh.shape.dp_shard)
+        self._try_optimizers(optimizers)
         for optimizer in optimizers:
             full.keep_share(optimizer, self._state, self.sharded)
         self._delayed.load_late_states(self.load_optimizer_state)
@@ -217,6 +216,18 @@ class Share:
         optimizer.load_state_dict(state)
         full.keep_share(optimizer, self._state, self.sharded)
 
+    def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse those that need whole parameters, also if what they train has been added or unfrozen since."""
+        if self.sharded is None:
+            return
+        new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
+        if new:
+            # Of all stages, so that all ranks refuse the same.
+            members = self.ownership.parameters_by_units().values()
+            spread = {parameter: name for group in members for name, parameter in group}
+            refuse_whole_tensor_optimizers(new, spread, degree=self._mesh.shape.dp_shard)
+            self._tried.update(new)
+
     def close(self) -> None:
         """End what runs in the background."""
         if self.sharded is not None:
@@ -225,6 +236,10 @@ class Share:
     @property
     def _spread(self) -> Ownership | None:
         return self.ownership if self.whole_on == "none" else None
+
+
+def _trained_by(optimizer: Optimizer) -> list[int]:
+    return [id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 
 @contextmanager

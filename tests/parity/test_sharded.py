@@ -21,7 +21,7 @@ from . import (
     test_operations,
     test_sequence_models,
 )
-from .compare import STEPS, Case, Outcome, _batch, _start, check
+from .compare import STEPS, Blocks, Case, Outcome, _batch, _start, check, in_order
 
 SHARDS = 2
 
@@ -65,9 +65,27 @@ CASES = {
     )
     for name in names
 }
-IN_STAGES = ["u-net", "resnet", "albert", "weights by name", "adapters", "checkpoint of units", "mixture of experts"]
+IN_STAGES = ["u-net", "albert", "weights by name", "adapters", "checkpoint of glue", "mixture of experts", "in_place"]
+SCHEDULES = {
+    "simple": {"pipeline": "simple"},
+    "1f1b": {"pipeline": "1f1b"},
+    "interleaved, 2 chunks": {"pipeline": "interleaved", "virtual_pipeline_degree": 2},
+    "zb-h1": {"pipeline": "zb-h1"},
+    "zb-v": {"pipeline": "zb-v"},
+}
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # of transformers, within itself and peft
 @pytest.mark.parametrize("name", CASES)
 def test_two_shards_have_the_numbers_of_one_process(name: str) -> None:
     check(CASES[name], SHARDS, (1,), sharded)
+
+
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_two_stages_of_two_shards_have_the_numbers_of_one_process(name: str) -> None:
+    check(CASES[name], 2 * SHARDS, (4,), sharded)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shards_have_the_numbers_of_one_process_under_every_schedule(schedule: str) -> None:
+    check(Case(lambda: Blocks(in_order), options=SCHEDULES[schedule]), 2 * SHARDS, (4,), sharded)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.config import SMPConfig
@@ -290,3 +290,29 @@ def test_two_stages_of_two_shards_have_the_weights_and_state_of_one_process(case
 @pytest.mark.parametrize("case", IN_GROUPS)
 def test_two_groups_of_two_shards_have_the_weights_and_state_of_one_process(case):
     assert_like_one_process(case, FULL, 4)
+
+
+def test_groups_whose_replicas_share_out_updates_have_the_weights_and_state_of_one_process():
+    assert_like_one_process("unfrozen and frozen between steps", {**FULL, "shard_optimizer_state": True}, 4)
+
+
+def whole_tensor_optimizer_of_unfrozen() -> None:
+    model = Blocks()
+    model.blocks[0].requires_grad_(False)
+    optimizers = [AdamW(model.blocks[1:].parameters()), Adafactor(model.blocks[0].parameters())]
+    engine = Engine(SMPConfig(**FULL))
+    engine.attach(model, optimizers)
+    for _ in range(2):
+        result = engine.train_step(model.loss, batch(0), loss_of=lambda loss: loss)
+        model.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        for optimizer in optimizers:
+            engine.begin_update(optimizer)
+            optimizer.step()
+            engine.end_update(optimizer)
+        model.blocks[0].requires_grad_(True)
+
+
+def test_what_is_unfrozen_may_not_have_an_optimizer_that_needs_whole_parameters():
+    with pytest.raises(RuntimeError, match="Adafactor cannot update pieces of `blocks.0"):
+        run_ranks(whole_tensor_optimizer_of_unfrozen, 2)
