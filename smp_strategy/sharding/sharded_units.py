@@ -114,7 +114,7 @@ class ShardedUnits:
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
         self._has_sums = False
-        self._is_whole = False
+        self._is_whole = self._in_pieces = False
         self._on_use = OnUse()
         for parameter in self._unit_of:
             self._on_use.watch(parameter)
@@ -332,13 +332,15 @@ class ShardedUnits:
     def show_pieces(self) -> None:
         """Until :meth:`hide_pieces`, every parameter and gradient is this rank's piece of it."""
         self.let_go()
+        self._in_pieces = True
         for unit in self.units.values():
             unit.show_pieces()
 
     def hide_pieces(self) -> None:
-        """Let the parameters rest again, with what has become of their pieces."""
-        for unit in self.units.values():
+        """Let the parameters rest again, if they are pieces, with what has become of those."""
+        for unit in self.units.values() if self._in_pieces else ():
             unit.hide_pieces()
+        self._in_pieces = False
 
     # Values
 
