@@ -52,7 +52,8 @@ def test_layers_that_are_unfrozen_during_the_run_have_the_weights_and_state_of_o
         expected = thawed(tmp_path / "one", None)
     found = on_ranks(thawed, ranks, tmp_path / "smp", smp)[0]
     [mine], [theirs] = found["optimizer_states"], expected["optimizer_states"]
-    assert mine["param_groups"] == theirs["param_groups"] and len(theirs["param_groups"]) == 3
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert len(theirs["param_groups"]) == 3
     for name, value in expected["state_dict"].items():
         assert not torch.equal(value, before[name])
         torch.testing.assert_close(found["state_dict"][name], value, rtol=1e-5, atol=1e-6, msg=name)
