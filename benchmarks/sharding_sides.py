@@ -4,6 +4,9 @@ state spread over ranks in one way or another.
 Peers are set up as their users would: a unit for each part of the model, the next one gathered while one computes,
 forward and backward, and the last one kept in between.
 
+``mics`` and ``hsdp`` spread parameters over the ranks of a node. In ``mics`` the replicas on the nodes deal the updates
+of their shards out (``shard_optimizer_state``); in ``mics_alike``, as in ``hsdp``, each of them makes all updates.
+
 DeepSpeed takes part where it can be imported. It wants an environment of its own.
 """
 
@@ -65,8 +68,8 @@ def sides() -> Mapping[str, Make]:
     if world >= 4:
         degree = world // max(num_nodes(), 2)
         found["hsdp"] = partial(FSDP2, degree=degree)
-        found["mics"] = sharded(degree)
-        found["mics_dealt"] = sharded(degree, deals_out=True)
+        found["mics"] = sharded(degree, deals_out=True)
+        found["mics_alike"] = sharded(degree)
     if num_nodes() > 1:
         found["hier"] = sharded(world, in_two_hops=True)
     if importlib.util.find_spec("deepspeed"):

@@ -293,7 +293,7 @@ class Engine:
             everyone_sees=self.gradients_are_seen,
         )
         self._share.take_optimizers(self._optimizers)
-        self.manual.begin(self._share.parameters, self._share.reduction)
+        self.manual.begin(self._share.parameters, self._share.reduction, self._share.sharded)
         return self._share
 
     # Every step

@@ -7,6 +7,7 @@ to ``.grad`` in the order of the microbatches: the numbers of one process that d
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, final
 
 import torch
@@ -16,6 +17,7 @@ from smp_strategy.hidden_gradients import HiddenGradients
 from smp_strategy.interception import UnitCalls
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.pipeline.turns import Barrier, Job, StepRun
+from smp_strategy.sharding.sharded_units import ShardedUnits
 
 __all__ = ["ManualSteps"]
 
@@ -31,12 +33,22 @@ class ManualSteps:
     def __init__(self, calls: UnitCalls) -> None:
         self._calls = calls
         self._reduction: Reduction | None = None
+        self._sharded: ShardedUnits | None = None
         self._hidden: HiddenGradients | None = None
         self._weights: Sequence[float] = ()
 
-    def begin(self, parameters: Sequence[nn.Parameter], reduction: Reduction) -> None:
-        """The model is partitioned: this rank holds ``parameters``, and ``reduction`` sums up their gradients."""
+    def begin(
+        self, parameters: Sequence[nn.Parameter], reduction: Reduction, sharded: ShardedUnits | None = None
+    ) -> None:
+        """The model is partitioned.
+
+        Args:
+            parameters: those that this rank holds, or a part of.
+            reduction: sums up their gradients.
+            sharded: those that a shard group holds together, if there are any.
+        """
         self._reduction = reduction
+        self._sharded = sharded
         self._hidden = HiddenGradients(parameters)
 
     def run(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
@@ -44,8 +56,15 @@ class ManualSteps:
         assert self._calls.runtime is not None
         assert self._hidden is not None
         self._weights = job.weights
+        sharded = self._sharded
+        if sharded is not None:
+            sharded.begin_pass()
         with self._hidden.hidden():
-            return self._calls.runtime.run_with_barriers(job, microbatches)
+            result = self._calls.runtime.run_with_barriers(job, microbatches)
+        if sharded is not None:
+            sharded.stop_at("the end of the step")
+            sharded.end_pass()
+        return result
 
     @property
     def is_in_step(self) -> bool:
@@ -71,8 +90,13 @@ class ManualSteps:
         def with_gradients(values: list[Any]) -> Any:
             if hidden is None:
                 return act(values)
+            if self._sharded is not None:
+                self._sharded.stop_at(name)
             with hidden.shown():
-                return act(values)
+                result = act(values)
+            if self._sharded is not None:
+                self._sharded.begin_pass()
+            return result
 
         return runtime.once(Barrier(name, with_gradients, value), also_dry=also_dry)
 
@@ -81,7 +105,8 @@ class ManualSteps:
         assert self._calls.runtime is not None
         assert self._reduction is not None
         self._reduction.begin_backward()
-        self._calls.runtime.backward(losses, factor, retain_graph=retain_graph)
+        with nullcontext() if self._sharded is None else self._sharded.training(sums=False):
+            self._calls.runtime.backward(losses, factor, retain_graph=retain_graph)
 
     def mean(self, values: Sequence[Any]) -> Tensor:
         """In an action of :meth:`once`: the mean over the batch of a number of each microbatch, real everywhere."""
@@ -89,6 +114,12 @@ class ManualSteps:
         real = [torch.as_tensor(value).reshape(()) for value in self._calls.runtime.make_real(list(values))]
         stacked = torch.stack(real)
         return (stacked * stacked.new_tensor(self._weights)).sum()
+
+    def over_replicas(self, value: Tensor) -> Tensor:
+        """The mean of the replicas' ``value``. Collective."""
+        if self._sharded is not None:
+            self._sharded.let_go()
+        return value if self._reduction is None else self._reduction.over_replicas(value)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make the gradients of ``parameters`` whole: summed over stages and averaged over replicas; collective."""

@@ -31,8 +31,9 @@ def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig) -> 
 def _sharding(shape: MeshShape, config: SMPConfig) -> list[str]:
     """What ranks share out among each other."""
     found = []
-    if config.shard_optimizer_state and shape.dp == 1:
-        found.append("`shard_optimizer_state` changes nothing: there is one replica only.")
+    if config.shard_optimizer_state and shape.dp == shape.dp_shard:
+        those = "replica only" if shape.dp == 1 else "shard group, whose ranks have their parts of the state already"
+        found.append(f"`shard_optimizer_state` changes nothing: there is one {those}.")
     elif config.shard_optimizer_state and shape.dp_shard == 1:
         found.append(f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each.")
     if shape.dp_shard > 1:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.lightning.gradients import loss_that_commits
 from smp_strategy.lightning.steps import Context
+from smp_strategy.manual import ManualSteps
 
 __all__ = ["ManualOptimization"]
 
@@ -46,8 +48,8 @@ class ManualOptimization:
             schedulers: of their learning rates.
         """
         for index, pair in enumerate(zip(optimizers, wrapped, strict=True)):
-            for optimizer in pair:
-                self._replace(optimizer, "step", self._step(optimizer, f"`step` of optimizer {index}"))
+            for optimizer, step in zip(pair, (self._step(pair[0]), pair[1].step), strict=True):
+                self._replace(optimizer, "step", self._step_once(step, f"`step` of optimizer {index}"))
                 self._replace(
                     optimizer, "zero_grad", self._once(optimizer.zero_grad, f"`zero_grad` of optimizer {index}")
                 )
@@ -109,7 +111,7 @@ class ManualOptimization:
                 return method(*args, **kwargs)
 
             def act(given: list[Any]) -> Any:
-                args, kwargs = _agreed(name, given, manual.mean if averaged else None)
+                args, kwargs = _agreed(name, given, manual if averaged else None)
                 with self._context():
                     return method(*args, **kwargs)
 
@@ -117,18 +119,26 @@ class ManualOptimization:
 
         return call
 
-    def _step(self, optimizer: Any, name: str) -> Callable[..., Any]:
+    def _step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Of an optimizer of the user. That of its LightningOptimizer leads here as well."""
         method = optimizer.step
 
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._reduce(optimizer)
-            self._engine.begin_update(optimizer)
-            result = method(*args, **kwargs)
-            self._engine.end_update(optimizer)
-            return result
+            if args or kwargs.get("closure") is not None:
+                # Lightning's hooks run in the closure. Then the strategy begins the update, and ends it.
+                return method(*args, **kwargs)
+            with self._engine.views.put_aside():
+                self._engine.begin_update(optimizer)
+                result = method(*args, **kwargs)
+                self._engine.end_update(optimizer)
+                return result
 
-        once = self._once(step, name)
+        return step
+
+    def _step_once(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        once = self._once(method, name)
 
         @functools.wraps(method)
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -151,21 +161,25 @@ class ManualOptimization:
 
     def _reduce(self, optimizer: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._engine.manual.reduce_gradients(parameters)
+        with self._engine.views.put_aside():
+            self._engine.manual.reduce_gradients(parameters)
 
 
-def _agreed(name: str, given: list[Any], mean: Callable[[list[Any]], Tensor] | None) -> Any:
-    """The arguments for the batch, of those that the microbatches have given; numbers by ``mean`` where they differ."""
+def _agreed(name: str, given: list[Any], averages: ManualSteps | None) -> Any:
+    """The arguments for the batch, of those that the microbatches have given; ``averages``: means of numbers."""
 
     def agree(values: list[Any]) -> Any:
         if not any(isinstance(value, Tensor) for value in values) and all(value == values[0] for value in values):
-            return values[0]
-        if mean is None or not all(isinstance(value, (Tensor, Number)) for value in values):
+            if averages is None or not isinstance(values[0], float):
+                return values[0]
+            # Replicas have samples of their own.
+            return averages.over_replicas(torch.tensor(values[0], dtype=torch.float64)).item()
+        if averages is None or not all(isinstance(value, (Tensor, Number)) for value in values):
             raise UnsupportedError(
                 f"{name} is done once for the batch, but its microbatches give it different arguments: "
                 f"{', '.join(map(repr, values))}. Compute them from something that is the same for all samples."
             )
-        return mean(values)
+        return averages.over_replicas(averages.mean(values))
 
     args = [agree(list(column)) for column in zip(*(args for args, _ in given), strict=True)]
     return args, {key: agree([kwargs[key] for _, kwargs in given]) for key in given[0][1]}

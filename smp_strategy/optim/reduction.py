@@ -8,6 +8,7 @@ accumulates by hand may do all this for some parameters and go on adding to the 
 from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.mesh import ProcessMesh
@@ -109,6 +110,14 @@ class Reduction:
         sum_gradients(mine, self._mesh.dp_group, factor=1 / self._mesh.dp, dealt_out=self._sharding.buckets)
         self._sharding.put_averages_back(mine)
         self._pending = self._pending - wanted
+
+    def over_replicas(self, value: Tensor) -> Tensor:
+        """The mean of the replicas' ``value``. Collective."""
+        if self._mesh.dp > 1:
+            value = value.clone()
+            dist.all_reduce(value, group=self._mesh.dp_group)
+            value.div_(self._mesh.dp)
+        return value
 
     def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
         """The norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""

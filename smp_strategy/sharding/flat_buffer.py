@@ -19,7 +19,9 @@ But then its shape would be another one whenever somebody looks (weight decay by
 with a weight that is not gathered could give a plausible number. Now it is refused.
 
 In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
-over the group, and what is left of it is this rank's shard, to which later microbatches are added. Between passes the
+over the group, and what is left of it is this rank's shard, to which later microbatches are added. Where other ranks
+have the same shard, too, and share its updates, this rank's gradients and its pieces are those of a part of it, its
+*own*. What the others have updated arrives in the background, and the next gather waits for it. Between passes the
 ``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.sharding.piece_gradient`).
 
 Frozen parameters have buffers without gradients. From the pass on before which one of them has been unfrozen, its
@@ -38,7 +40,6 @@ from smp_strategy.sharding.layout import FlatLayout, Slot
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import Resting, placeholder
-from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["FlatBuffer"]
 
@@ -49,16 +50,15 @@ class FlatBuffer:
 
     Args:
         layout: where the parameters stand.
-        parameters: in the order of the layout's slots; those on the meta device are zero until their pieces are
-            filled in.
+        parameters: in the order of the layout's slots.
         collectives: those of the shard group.
         device: where the buffer is.
         owners: those of the ranks that have the same shard, if each of them updates a part of it.
 
     Attributes:
         layout, parameters: as given.
-        shard: this rank's share of the values.
         is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
+        shard: this rank's share of the values.
         own: the part of it that this rank updates.
         gradients: of that part; ``None`` where there are none.
         is_used: for each parameter, whether it has had a gradient on this rank since :meth:`begin_gradients`, or those
@@ -94,14 +94,12 @@ class FlatBuffer:
         start = 0 if owners is None else owners.rank * layout.own_numel
         self.own = self.shard[start : start + layout.own_numel]
         for number, parameter in enumerate(parameters):
-            if parameter.is_meta:
-                _leave_meta(parameter, device)
-            else:
-                self._put(number, parameter)
+            self._put(number, parameter)
         self._refreshing: list[Pending] = []
         self._arriving: Pending | None = None
         self._is_gathered = False
         self.is_used = [False] * len(parameters)
+        self._goes_on = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
         self._reducing: Pending | None = None
@@ -202,6 +200,7 @@ class FlatBuffer:
         # On all ranks alike: what is trained is decided by the same code.
         self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
         found = [_taken(parameter) for parameter in self.parameters]
+        self._goes_on = [gradient is not None for gradient in found]
         self.is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
 
@@ -226,11 +225,11 @@ class FlatBuffer:
         """Let the parameters have the gradients of this pass, as pieces."""
         self.wait_reduced()
         if self.gradients is not None:
-            for parameter, piece, is_used in zip(
-                self.parameters, self._pieces(self.gradients), self.is_used, strict=True
-            ):
-                if parameter.requires_grad:
-                    parameter.grad = PieceGradient(parameter, piece, is_used=is_used)
+            for number, piece in enumerate(self._pieces(self.gradients)):
+                parameter = self.parameters[number]
+                # One that is frozen for a while keeps what it has had before.
+                if parameter.requires_grad or self._goes_on[number]:
+                    parameter.grad = PieceGradient(parameter, piece, is_used=self.is_used[number])
         self.gradients = None
 
     def show_pieces(self) -> None:
@@ -379,8 +378,7 @@ class FlatBuffer:
     def _hide(self) -> None:
         for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
             parameter.__class__ = Resting
-            with in_plain_sight():
-                parameter.data = tensor
+            parameter.data = tensor
 
     def _pieces(self, own: Tensor) -> list[Tensor]:
         return [own[piece.offset : piece.offset + piece.numel] for piece in self._own_pieces]
@@ -437,13 +435,6 @@ def _whole_of(pieces: Sequence[Tensor | None], places: Sequence[int], shard: Ten
         if not is_view or own.nbytes() != shard.nbytes or piece.dtype != shard.dtype:
             return None
     return None if storage is None else shard.new_empty(0).set_(storage, 0, shard.shape, (1,))
-
-
-def _leave_meta(parameter: nn.Parameter, device: torch.device) -> None:
-    """Give it memory of another device, which an exchange of ``data`` cannot."""
-    real = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), parameter.requires_grad)
-    vars(real).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, real)
 
 
 def _has_new_gradient(parameter: nn.Parameter) -> bool:

@@ -31,6 +31,7 @@ from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
 from smp_strategy.sharding.layout import Entry, UnitLayout
 from smp_strategy.sharding.messages import Pending
+from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["FlatUnit"]
 
@@ -107,7 +108,8 @@ class FlatUnit:
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients that have not been reduced."""
-        return any(buffer.has_gradients for buffer in self._buffers)
+        with in_plain_sight():
+            return any(buffer.has_gradients for buffer in self._buffers)
 
     def gather(self, *, anew: bool = False) -> None:
         """Begin to gather the values; does nothing while they are gathered. Collective.
@@ -274,8 +276,8 @@ class FlatUnit:
 
 @contextmanager
 def _untracked() -> Iterator[None]:
-    """Buffers are ordinary tensors, also where they are first used in inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
+    """Buffers are ordinary tensors, also where they are first used in inference mode; parameters can be touched."""
+    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         yield
 
 

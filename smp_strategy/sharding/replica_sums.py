@@ -14,6 +14,8 @@ this last backward as during that of the step before, and at least once. From th
 gradients, so any that are reduced later are apart. At the end all ranks tell each other which units have such ones;
 these are added up in the same way, and to the sums. They also tell when each unit was reduced, and from that follows
 the order for the next step: the earliest first, those that were not reduced during the last backward at the end.
+
+Either all ranks get all of a sum, or each one its own part, where it alone updates it.
 """
 
 from collections.abc import Sequence

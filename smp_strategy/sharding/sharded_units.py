@@ -17,6 +17,7 @@ state are then spread over the shard group and its replicas, all together; what 
 reduced, which is done in the shard group. Gradients are summed in every pass of several that accumulate.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.piece_gradient import PieceGradient
@@ -112,10 +114,14 @@ class ShardedUnits:
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
         self._has_sums = False
-        self._is_whole = False
+        self._is_whole = self._in_pieces = False
         self._on_use = OnUse()
         for parameter in self._unit_of:
             self._on_use.watch(parameter)
+        self._is_open = False
+        self._device = device
+        # Since ranks have told each other for the last time.
+        self._stops: list[str] = []
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -185,9 +191,48 @@ class ShardedUnits:
         self._uses.is_last = True
         yield
 
+    def begin_pass(self) -> None:
+        """Code begins, or goes on, that will stop (:meth:`stop_at`) and still have graphs: units are gathered for it.
+
+        The pass ends when a backward that :meth:`training` is around has ended, by :meth:`let_go`, or by
+        :meth:`end_pass`. What has saved weights by then finds them again, gathered anew, or learns that they have
+        changed.
+        """
+        self._is_open = True
+        self._uses.may_return_weights = False
+
     def end_pass(self) -> None:
         """A pass has ended: nothing stays gathered. Collective."""
         self._uses.end_pass()
+        if self._is_open:
+            self._is_open = False
+            self._agree_on_stops()
+
+    def stop_at(self, place: str) -> None:
+        """That code stops at ``place``; that of all ranks does so, or they are told."""
+        self._stops.append(place)
+
+    def let_go(self) -> None:
+        """End the pass that :meth:`begin_pass` has begun, if it goes on. Collective.
+
+        To be called before values are shown, as those that are gathered get out of date, and before any other
+        collective, as ranks that still gather do not come to it.
+        """
+        if self._is_open:
+            self.end_pass()
+
+    def _agree_on_stops(self) -> None:
+        stops, self._stops = self._stops, []
+        mine = torch.tensor([zlib.crc32("\n".join(stops).encode())], device=self._device)
+        everyones = mine.new_empty(self._shards.size)
+        self._shards.gather(everyones, mine).wait()
+        if (everyones != mine).any():
+            raise UnsupportedError(
+                f"This rank is at {stops[-1]}, and other ranks of its shard group "
+                "(`sharded_data_parallel_degree`) are elsewhere: their samples have led them to another path through "
+                "the step. Weights are spread over these ranks, so they must do it together. Decide on something that "
+                "is the same on all ranks (`batch_idx`, a number that was averaged over them)."
+            )
 
     # Gradients
 
@@ -209,6 +254,7 @@ class ShardedUnits:
             group: all ranks of this stage, the shard group and its replicas: they tell each other what they have used,
                 and let go of gradients of what none of them has, as one process would have none.
         """
+        self.let_go()
         if self._is_final:
             return
         self._is_final = True
@@ -271,6 +317,7 @@ class ShardedUnits:
     def show_whole(self) -> None:
         """Inside of :meth:`in_sight`: let every parameter and gradient be whole. Collective."""
         self._on_use.make_whole = None
+        self.let_go()
         self._is_whole = True
         for unit in self.units.values():
             unit.show_whole()
@@ -284,13 +331,16 @@ class ShardedUnits:
 
     def show_pieces(self) -> None:
         """Until :meth:`hide_pieces`, every parameter and gradient is this rank's piece of it."""
+        self.let_go()
+        self._in_pieces = True
         for unit in self.units.values():
             unit.show_pieces()
 
     def hide_pieces(self) -> None:
-        """Let the parameters rest again, with what has become of their pieces."""
-        for unit in self.units.values():
+        """Let the parameters rest again, if they are pieces, with what has become of those."""
+        for unit in self.units.values() if self._in_pieces else ():
             unit.hide_pieces()
+        self._in_pieces = False
 
     # Values
 

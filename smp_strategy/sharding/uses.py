@@ -53,6 +53,7 @@ class UnitUses:
     Attributes:
         factor: what this rank's gradients are multiplied by when they are reduced.
         reduces_early: whether gradients are reduced during the pass, and not all of them at its end.
+        may_return_weights: whether units may return their weights: those stay as long as what is done with results.
         reduces: whether gradients are reduced at all, and not left where they are for a later pass.
         is_last: whether the last backward before the optimizer's step has begun: what is reduced from now on is
             probably final, and added up over the replicas. Until the end of the pass.
@@ -85,7 +86,7 @@ class UnitUses:
         self._check_cap(most_live)
         self._most_live = most_live
         self._num_prefetched = prefetch
-        self._gathers_once = gathers_once
+        self._gathers_once = self.may_return_weights = gathers_once
         self._holds_all = False
         self._is_live = [False] * len(self._units)
         # How many uses of each unit are under way.
@@ -229,7 +230,7 @@ class UnitUses:
     def _results(self, name: str, memory: list[range], result: Any) -> list[Tensor]:
         tensors = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
         for tensor in tensors:
-            if not self._gathers_once and is_in(memory, tensor):
+            if not self.may_return_weights and is_in(memory, tensor):
                 raise UnsupportedError(
                     f"`{name}` returns one of its weights, or a view of one, of shape {list(tensor.shape)}. Weights "
                     "are spread over ranks and are there during calls only. Return a clone, or gather them once per "

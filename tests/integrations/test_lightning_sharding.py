@@ -14,7 +14,7 @@ LAYOUTS = {
     "2 shards that 2 replicas deal out": (4, DEALT_OUT),
     "2 shards of 2 stages": (4, {"pipeline_parallel_degree": 2, "microbatches": 2, **SHARDED}),
 }
-NAMES = sorted(CASES.keys() - {"whole matrices", "manual optimization"})
+NAMES = sorted(CASES.keys() - {"whole matrices"})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

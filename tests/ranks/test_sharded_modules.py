@@ -253,9 +253,8 @@ def assert_like_one_process(case: str, options: dict[str, Any], ranks: int, tole
         assert found[0].pop(name) == state.pop(name) * pp // ranks  # each replica has its own
     assert_equal(found[0], state, tolerance=tolerance)
     # In another order: what a parameter has is put there when it is trained for the first time.
-    assert_equal(
-        dict(sorted(found[1].pop("state").items())), dict(sorted(of_optimizer.pop("state").items())), "state", tolerance
-    )
+    ours, theirs = (dict(sorted(state.pop("state").items())) for state in (found[1], of_optimizer))
+    assert_equal(ours, theirs, "state", tolerance)
     assert_equal(found[1], of_optimizer)
 
 

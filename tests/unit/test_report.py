@@ -22,8 +22,11 @@ SHARDED = {"sharded_data_parallel_degree": 4}
             SHARDED,
             "spread over 4 ranks, with its gradients and the state of its optimizer, and gathered once per",
         ),
+        (1, 4, SHARDED | DEALT_OUT, "`shard_optimizer_state` changes nothing: there is one shard group, whose"),
+        (1, 8, SHARDED | DEALT_OUT, "2 groups of ranks have one copy each, and deal the state for it out among each"),
         (1, 4, SHARDED, "and gathered for each use (which takes time that is not simulated)."),
         (2, 4, SHARDED | {"sdp_gather": "use"}, "and gathered for each use (which"),
+        (1, 8, SHARDED | DEALT_OUT, "2 groups of ranks have one copy each, and deal the state for it out among"),
         (1, 8, SHARDED | {"sdp_gather": "step"}, "once per batch (which takes time that is not simulated); 2 groups"),
     ],
 )

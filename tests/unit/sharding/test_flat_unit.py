@@ -403,32 +403,6 @@ def test_a_change_of_a_parameter_by_somebody_else_is_noticed_by_autograd():
         loss.backward()
 
 
-def test_values_can_be_filled_in_piece_by_piece_where_the_whole_would_not_fit():
-    with torch.device("meta"):
-        modules = [nn.Linear(24, 40) for _ in range(2)]
-    weights = [module.weight for module in modules]
-    for weight in weights:
-        weight.is_mine = True
-    units = [
-        FlatUnit(module.named_parameters(), member, CPU)
-        for module, member in zip(modules, World(2).members, strict=True)
-    ]
-    for number, (module, unit) in enumerate(zip(modules, units, strict=True)):
-        with pieces_shown(unit):
-            for parameter in module.parameters():
-                parameter.data.fill_(number)
-    for unit in units:
-        unit.gather()
-    for unit in units:
-        unit.wait()
-    on_first_rank = units[0].layout.flats[0].shard_numel  # all of them of the weight, which comes first
-    expected = torch.cat([torch.zeros(on_first_rank), torch.ones(960 - on_first_rank)]).reshape(40, 24)
-    for module, weight in zip(modules, weights, strict=True):
-        assert module.weight is weight
-        assert weight.is_mine
-        assert torch.equal(weight, expected)
-
-
 def test_a_run_may_begin_in_inference_mode():
     modules = [block(), block()]
     with torch.inference_mode():
