@@ -240,7 +240,8 @@ class ShardingOptions:
     sdp_max_live_parameters: int = 1_000_000_000
     """Most elements gathered at once."""
     sdp_hierarchical_allgather: bool = True
-    """Gather between nodes first, then inside each node."""
+    """Where a shard group spans nodes: gather between nodes first, then inside each node. No bit depends on it:
+    reductions go by nodes in any case."""
     sdp_gather: Gather = "auto"
     """``use``: gather the parameters of a unit for each use, and free them after it. ``step``: gather them once, and
     keep them until the batch is through, for less communication and more memory. ``auto``: ``step`` with a pipeline,

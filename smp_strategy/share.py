@@ -253,9 +253,14 @@ def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iter
 def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule) -> ShardedUnits:
     assert mesh.shard_group is not None
     device = delayed.device
-    hops = None
-    if config.sdp_hierarchical_allgather and mesh.shape.nodes_of_shard_group > 1:
-        hops = torch.distributed.get_world_size(mesh.hop_groups()[0])
+    is_on_nodes = mesh.shape.nodes_of_shard_group > 1
+    shards = collectives_of(
+        mesh.shard_group,
+        device,
+        torch.distributed.get_world_size(mesh.hop_groups()[0]) if is_on_nodes else None,
+        gathers_in_hops=config.sdp_hierarchical_allgather,
+        most_reduced=config.sdp_reduce_bucket_size,
+    )
     parameters, across = {}, {}
     for users, members in ownership.parameters_by_units().items():
         stages = frozenset(ownership.stage_of[user] for user in users)
@@ -267,7 +272,7 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed
     has_replicas = mesh.dp > mesh.shape.dp_shard
     return ShardedUnits(
         parameters,
-        collectives_of(mesh.shard_group, device, hops, most_reduced=config.sdp_reduce_bucket_size),
+        shards,
         collectives_of(mesh.replicate_group, device) if has_replicas else None,
         device,
         across=across,

@@ -65,6 +65,7 @@ def collectives_of(
     device: torch.device,
     per_node: int | None = None,
     *,
+    gathers_in_hops: bool = True,
     most_reduced: int | None = None,
 ) -> Collectives:
     """The collectives of ``group`` for buffers on ``device``.
@@ -74,11 +75,12 @@ def collectives_of(
         device: where the buffers are.
         per_node: how many ranks of the group are on each node, if it spans several and each byte is to cross the link
             between them once per node. For messages only: other backends know their links.
+        gathers_in_hops: whether that goes for gathers, too, and not for reductions alone.
         most_reduced: most elements of a buffer that are reduced at once. For messages only: other backends need no
             memory of that size in between.
     """
     if group._get_backend(device).name() == "gloo":
-        return PointToPoint(group, per_node, most_reduced=most_reduced)
+        return PointToPoint(group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced)
     return Native(group)
 
 

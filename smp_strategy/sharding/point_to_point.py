@@ -35,6 +35,7 @@ class PointToPoint:
     Args:
         group: the ranks, node by node.
         per_node: how many of them are on each node; ``None``: all on one.
+        gathers_in_hops: gather between nodes and then inside them, where there are several, as reductions do.
         most_reduced: buffers with more elements are reduced in slices; ``None``: none are.
         least_chunk_bytes: into how small chunks a shard is cut where there are two hops.
     """
@@ -44,9 +45,11 @@ class PointToPoint:
         group: dist.ProcessGroup,
         per_node: int | None = None,
         *,
+        gathers_in_hops: bool = True,
         most_reduced: int | None = None,
         least_chunk_bytes: int = LEAST_CHUNK_BYTES,
     ) -> None:
+        self._gathers_in_hops = gathers_in_hops
         self._most_reduced = most_reduced
         self._messages = Messages(group)
         self.rank, self.size = self._messages.rank, self._messages.size
@@ -60,7 +63,7 @@ class PointToPoint:
     def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.gather`."""
         parts = full.chunk(self.size)
-        if self._two_hops is not None:
+        if self._two_hops is not None and self._gathers_in_hops:
             wait_for(after)
             pending = self._two_hops.gather(parts, shard)
             _copy(parts[self.rank], shard)

@@ -175,12 +175,10 @@ def in_order_of(nodes: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def test_a_group_over_two_nodes_adds_up_node_by_node_and_another_one_rank_by_rank():
+def test_a_group_over_two_nodes_adds_up_node_by_node_however_it_gathers():
     by_nodes = run_ranks(on_nodes, 4, {}, timeout=60)[0]
     assert_equal(by_nodes, in_order_of(lambda g: (g[0] + g[1]) + (g[2] + g[3])))
-    directly = run_ranks(on_nodes, 4, {"sdp_hierarchical_allgather": False}, timeout=60)[0]
-    assert_equal(directly, in_order_of(lambda g: ((g[0] + g[1]) + g[2]) + g[3]))
-    assert_equal(directly, by_nodes, tolerance=1e-5)
+    assert_equal(run_ranks(on_nodes, 4, {"sdp_hierarchical_allgather": False}, timeout=60)[0], by_nodes)
 
 
 def bytes_of_rank(options: dict[str, Any]) -> tuple[int, int]:
