@@ -179,3 +179,27 @@ def test_a_group_over_two_nodes_adds_up_node_by_node_however_it_gathers():
     by_nodes = run_ranks(on_nodes, 4, {}, timeout=60)[0]
     assert_equal(by_nodes, in_order_of(lambda g: (g[0] + g[1]) + (g[2] + g[3])))
     assert_equal(run_ranks(on_nodes, 4, {"sdp_hierarchical_allgather": False}, timeout=60)[0], by_nodes)
+
+
+def bytes_of_rank(options: dict[str, Any]) -> tuple[int, int]:
+    """Of the parameters that it holds between steps, and the most that were gathered at a time."""
+    model = Blocks()
+    engine = Engine(SMPConfig(pipeline_parallel_degree=1, **options))
+    engine.attach(model)
+    for _ in range(2):
+        engine.train_step(model.loss, batch(0), loss_of=lambda loss: loss).commit(torch.ones(()), reduce=True)
+    held = engine.memory_report().ranks[engine.mesh.rank]
+    engine.close()
+    return held.parameters, held.gathered
+
+
+# A unit has parameters of 8, 8, 128, 16, 128 and 8 elements, which take 1, 1, 4, 1, 4 and 1 blocks of 32.
+UNIT = 12 * 32
+
+
+@pytest.mark.parametrize(("most_live", "num_live"), [(UNIT, 1), (2 * UNIT - 1, 1), (2 * UNIT, 2), (10 * UNIT, 2)])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_rank_holds_its_part_and_gathers_no_more_at_a_time_than_it_may(degree, most_live, num_live):
+    options = {"sharded_data_parallel_degree": degree, "sdp_max_live_parameters": most_live}
+    expected = 4 * UNIT * 4 // degree, num_live * UNIT * 4
+    assert run_ranks(bytes_of_rank, degree, options) == [expected] * degree
