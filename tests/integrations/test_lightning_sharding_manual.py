@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from lightning_toy import CLASSES, FEATURES, on_ranks, toy_data, toy_module, toy_trainer
-from test_lightning_manual import BATCH, CASES, STEPS, classifier, fit, sgd
+from test_lightning_manual import BATCH, CASES, STEPS, Watching, classifier, fit, sgd
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -95,6 +95,23 @@ def test_gradients_of_frozen_parameters_stay(name, smp, tmp_path):
     one = {**ONE, "microbatches": 2 * microbatches}
     expected = on_ranks(fit_here, 1, fit, tmp_path / "one", name, one, {})[0]
     assert_close(on_ranks(fit_here, 2 * pp, fit_share, tmp_path / "smp", name, smp, {})[0], expected)
+
+
+def watch(run, folder, smp):
+    callback = Watching()
+    found = run(folder, "accumulation", smp, {"callbacks": [callback]})
+    # The loss is that of a replica's own samples.
+    return [each for each in callback.seen if each[0] != "before backward"], found
+
+
+@pytest.mark.parametrize("smp", [SHARDED, OF_STAGES], ids=["2 shards", "2 shards of 2 stages"])
+def test_hooks_between_backward_and_the_step_see_whole_gradients(smp, tmp_path):
+    pp, microbatches = smp["pipeline_parallel_degree"], smp.get("microbatches", 1)
+    [(expected, of_one)] = on_ranks(watch, 1, fit, tmp_path / "one", {**ONE, "microbatches": 2 * microbatches})
+    assert ("after backward", True) in expected
+    for seen, found in on_ranks(watch, 2 * pp, fit_share, tmp_path / "smp", smp):
+        assert seen == [(name, *(pytest.approx(value, abs=2e-4) for value in values)) for name, *values in expected]
+        assert_close(found, of_one)
 
 
 class Outside(nn.Module):
