@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning_toy import CLASSES, FEATURES, on_ranks, toy_data, toy_module, toy_trainer
 from test_lightning_manual import BATCH, CASES, STEPS, Watching, classifier, fit, sgd
 from torch import nn
@@ -21,6 +22,14 @@ LAYOUTS = {
 }
 
 
+class AllAreSpread(Callback):
+    """Weights that the glue uses would not be, and then nothing is tested."""
+
+    def on_train_end(self, trainer, module):
+        share = trainer.strategy.engine.share
+        assert len(share.sharded.parameters) == len(share.parameters)
+
+
 def fit_share(folder, name, smp, options):
     """Train on this replica's share of each batch."""
 
@@ -29,7 +38,8 @@ def fit_share(folder, name, smp, options):
         mine = [index for index in range(STEPS * BATCH) if index % BATCH // (BATCH // mesh.dp) == mesh.dp_rank]
         return DataLoader(Subset(toy_data(STEPS * BATCH), mine), batch_size=BATCH // mesh.dp)
 
-    return fit(folder, name, smp, {"use_distributed_sampler": False, **options}, train_dataloader)
+    options = {"use_distributed_sampler": False, "callbacks": [*options.get("callbacks", ()), AllAreSpread()]}
+    return fit(folder, name, smp, options, train_dataloader)
 
 
 def assert_close(found, expected):
