@@ -21,6 +21,10 @@ from smp_strategy.units import Unit
 
 __all__ = ["GlueUses"]
 
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+# Freezing needs no values.
+_SWITCHES = frozenset({_REQUIRES_GRAD.__set__, Tensor.requires_grad_})
+
 
 @final
 class GlueUses(TorchFunctionMode):
@@ -44,7 +48,7 @@ class GlueUses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in METADATA:
+        if func not in METADATA and func not in _SWITCHES:
             unit = self._running_unit()
             if unit is None:
                 self.note((args, kwargs))
