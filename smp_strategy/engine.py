@@ -351,8 +351,8 @@ class Engine:
         self._prepare(kind, step, microbatches[0])
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
-        run = self._run(kind, Job(step=step, seed=seed), microbatches)
-        self.share.end_pass()
+        with self.share.evaluating():
+            run = self._run(kind, Job(step=step, seed=seed), microbatches)
         return EvalStep(run.outputs, sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:

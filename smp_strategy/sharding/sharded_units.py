@@ -176,6 +176,7 @@ class ShardedUnits:
         for unit in self.units.values():
             unit.begin_gradients()
         self._uses.begin_training()
+        self._uses.begin_pass()
         yield
         self._uses.is_last = sums
         self.end_pass()
@@ -184,6 +185,13 @@ class ShardedUnits:
             self._finish_sums()
         for unit in self.units.values():
             unit.end_gradients()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A pass without backward. Collective."""
+        self._uses.begin_pass()
+        yield
+        self.end_pass()
 
     @contextmanager
     def around_last(self) -> Iterator[None]:

@@ -136,6 +136,17 @@ class UnitUses:
         finally:
             self._release(number)
 
+    def begin_pass(self) -> None:
+        """If all units are gathered once, begin to; otherwise, and in the midst of a pass, nothing happens.
+
+        By default the first call begins. Where a rank may have no call at all in a pass, and others wait for more than
+        each other's units, this must come first. Collective.
+        """
+        if self._gathers_once and not self._holds_all:
+            self._holds_all = True
+            for every in range(len(self._units)):
+                self._gather(every)
+
     def begin_training(self) -> None:
         """A pass with backward begins, with the gradients that the units have by now."""
         if self._sums is not None:
@@ -181,10 +192,7 @@ class UnitUses:
 
     def _claim(self, number: int) -> None:
         """Let a unit's parameters be there until they are released."""
-        if self._gathers_once and not self._holds_all:
-            self._holds_all = True
-            for every in range(len(self._units)):
-                self._gather(every)
+        self.begin_pass()
         if not self._claims[number]:
             self._gather(number)
         else:
