@@ -492,7 +492,7 @@ class Engine:
     def close(self) -> None:
         """End the engine's threads and let go of its process groups; the module stays as it is."""
         self._calls.close()
-        self.manual = ManualSteps(self._calls)  # the last one knows the groups
+        self.manual, self.views = ManualSteps(self._calls), Views()  # the last ones know the groups
         if self._share is not None:
             self._share.close()
         self._transport = self._share = None

@@ -28,7 +28,7 @@ SCRIPTS = {
     ),
     "sharding.py": (
         ["--quick"],
-        {"world1_overhead", "preview_one_node_time_vs_fsdp2", "preview_one_node_memory_vs_fsdp2"},
+        {"world1_overhead", "one_node_time_vs_fsdp2", "one_node_memory_vs_fsdp2"},
     ),
     "split_backward.py": (["2"], {"ratio_to_whole", "input_ms", "weight_ms", "whole_ms"}),
 }
