@@ -229,7 +229,7 @@ class FlatBuffer:
                 parameter = self.parameters[number]
                 # One that is frozen for a while keeps what it has had before.
                 if parameter.requires_grad or self._goes_on[number]:
-                    parameter.grad = PieceGradient(parameter, piece, is_used=self.is_used[number])
+                    parameter.grad = self._in_disguise(number, piece, is_used=self.is_used[number])
         self.gradients = None
 
     def show_pieces(self) -> None:
@@ -343,11 +343,15 @@ class FlatBuffer:
         for parameter in self.parameters:
             parameter.grad = None
         self._retire()
-        for parameter, piece, before in zip(self.parameters, gradients, self._before, strict=True):
+        for number, (piece, before) in enumerate(zip(gradients, self._before, strict=True)):
             if piece is not None:
                 is_used = before is None or before.is_used
-                parameter.grad = PieceGradient(parameter, piece, is_used=is_used)
+                self.parameters[number].grad = self._in_disguise(number, piece, is_used=is_used)
         self._before = []
+
+    def _in_disguise(self, number: int, piece: Tensor, *, is_used: bool) -> PieceGradient:
+        """A piece of a gradient as ``grad`` of a resting parameter."""
+        return PieceGradient(self.parameters[number], piece, start=self._own_pieces[number].start, is_used=is_used)
 
     def _retire(self) -> None:
         self.wait()

@@ -6,6 +6,7 @@ done here to the piece, so it needs no communication. What looks at a whole grad
 a number computed from a piece would be plausible and wrong.
 """
 
+from collections.abc import Iterable
 from typing import Any, final
 
 import torch
@@ -28,18 +29,20 @@ class PieceGradient(Tensor):
     Args:
         like: the parameter; gives shape, dtype and device.
         piece: this rank's elements, one-dimensional.
+        start: the number of the first of them in the parameter.
         is_used: whether this rank has computed a part of the gradient; otherwise all of it comes from other ranks.
     """
 
     piece: Tensor
+    start: int
     is_used: bool
 
     @staticmethod
-    def __new__(cls, like: Tensor, piece: Tensor, *, is_used: bool) -> "PieceGradient":
+    def __new__(cls, like: Tensor, piece: Tensor, *, start: int, is_used: bool) -> "PieceGradient":
         made: PieceGradient = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=piece.dtype, device=piece.device
         )
-        made.piece = piece
+        made.piece, made.start = piece, start
         made.is_used = is_used
         return made
 
@@ -54,27 +57,41 @@ class PieceGradient(Tensor):
         first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PieceGradient))
         name = func._schema.name
         if name in ("aten::detach", "aten::alias"):
-            return PieceGradient(first, first.piece, is_used=first.is_used)
-        leaves = pytree.tree_leaves((args, kwargs))
-        if not _is_elementwise(func) or any(_is_unknown(leaf) for leaf in leaves):
+            return first.with_piece(first.piece)
+        lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+        together = (
+            zip(*lists, strict=True) if name.startswith("aten::_foreach_") else [pytree.tree_leaves((args, kwargs))]
+        )
+        if not _is_elementwise(func) or not all(_fit(leaves) for leaves in together):
             raise _refusal(name.removeprefix("aten::"), first)
         real_args, real_kwargs = pytree.tree_map_only(PieceGradient, lambda leaf: leaf.piece, (args, kwargs))
         result = func(*real_args, **real_kwargs)
-        if torch.Tag.inplace in func.tags:
+        if _is_in_place(func):
             return args[0] if result is not None else None
-        return pytree.tree_map_only(Tensor, lambda piece: PieceGradient(first, piece, is_used=first.is_used), result)
+        return pytree.tree_map_only(Tensor, first.with_piece, result)
+
+    def with_piece(self, piece: Tensor) -> "PieceGradient":
+        """Another one with the same place."""
+        return PieceGradient(self, piece, start=self.start, is_used=self.is_used)
 
 
 def _is_elementwise(func: Any) -> bool:
     name = func._schema.name
     if name.startswith("aten::_foreach_"):
-        return torch.Tag.inplace in func.tags and not any(word in name for word in _WHOLE)
+        return _is_in_place(func) and not any(word in name for word in _WHOLE)
     return torch.Tag.pointwise in func.tags or name in _ELEMENTWISE
 
 
-def _is_unknown(leaf: Any) -> bool:
-    """Whether it is a tensor of several elements of which nobody has told this rank's."""
-    return isinstance(leaf, Tensor) and not isinstance(leaf, PieceGradient) and leaf.ndim > 0
+def _is_in_place(func: Any) -> bool:
+    return bool(func._schema.name.endswith("_"))
+
+
+def _fit(leaves: Iterable[Any]) -> bool:
+    """Whether this rank has the same elements of all tensors among ``leaves``, which are more than numbers."""
+    leaves = list(leaves)
+    places = {(leaf.start, leaf.piece.numel()) for leaf in leaves if isinstance(leaf, PieceGradient)}
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, PieceGradient)]
+    return len(places) <= 1 and all(other.ndim == 0 for other in others)
 
 
 def _refusal(operation: str, gradient: Tensor) -> UnsupportedError:
