@@ -312,12 +312,12 @@ class FlatBuffer:
         """
         self.gather()
         self.wait()
+        values = [view.clone() for view in self._views] if keep else []
+        self._retire()
         if keep:
             for parameter in self.parameters:
                 parameter.grad = None
-            self._show([view.clone() for view in self._views])
-        else:
-            self._retire()
+            self._show(values)
 
     def release(self) -> None:
         """Let go of the values: the parameters have their own."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lightning_toy import on_ranks, quiet
+from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
 from test_lightning_state_sharding import CASES, SMP, assert_close, averaged, fit
 
 SHARDED = {"sharded_data_parallel_degree": 2}
@@ -62,3 +62,26 @@ def test_averages_of_weights_are_those_of_one_process(tmp_path):
     for found in on_ranks(averaged, 2, tmp_path / "smp", FULL):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def run_after_run(folder, smp):
+    """What is tested, trained and predicted after a run that has left the module where ``restore_module`` says."""
+    module = toy_module(train_dataloader=lambda self: toy_loader())
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module)
+    [tested] = trainer.test(module, toy_loader(shuffle=False), verbose=False)
+    toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False).fit(module)
+    predicted = toy_trainer(folder, smp=smp, use_distributed_sampler=False).predict(module, toy_loader(shuffle=False))
+    return tested, torch.cat(predicted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_with_what_another_has_left_on_some_ranks(layout, tmp_path):
+    ranks, smp = LAYOUTS[layout]
+    found = [
+        on_ranks(run_after_run, ranks, tmp_path / where, {**smp, "restore_module": where})[0]
+        for where in ("all", "rank_zero", "none")
+    ]
+    for tested, predicted in found[1:]:
+        assert tested == found[0][0]
+        assert torch.equal(predicted, found[0][1])
