@@ -96,7 +96,7 @@ LEAVING = """
     from lightning_toy import toy_loader, toy_module
     from smp_strategy import SMPStrategy
     quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-    trainer = Trainer(strategy=SMPStrategy(microbatches=2), devices=2, accelerator="cpu", max_epochs=1, **quiet)
+    trainer = Trainer(strategy=SMPStrategy(LAYOUT), devices=2, accelerator="cpu", max_epochs=1, **quiet)
     module = toy_module("lightning.pytorch")
     trainer.fit(module, toy_loader())
     trainer.test(module, toy_loader(shuffle=False), verbose=False)
@@ -105,9 +105,10 @@ LEAVING = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux shows them")
-def test_no_thread_of_gloo_outlives_the_interpreter(tmp_path):
+@pytest.mark.parametrize("layout", ["microbatches=2", "sharded_data_parallel_degree=2"])
+def test_no_thread_of_gloo_outlives_the_interpreter(layout, tmp_path):
     """One that wants to drop a tensor then aborts the process, now and then, after all is done."""
-    code, output, _ = run(tmp_path, LEAVING)
+    code, output, _ = run(tmp_path, LEAVING.replace("LAYOUT", layout))
     assert code == 0, output
     (*during, first, second) = [int(count) for count in re.findall(r"THREADS (\d+)", output)]
     assert len(during) == 2
@@ -125,13 +126,14 @@ FAILING = """
             raise ValueError("a mistake of the user")
         return self.loss(batch)
 
-    train("out", strategy=SMPStrategy(microbatches=2), devices=2, overrides=dict(training_step=training_step))
+    train("out", strategy=SMPStrategy({layout}), devices=2, overrides=dict(training_step=training_step))
 """
 
 
+@pytest.mark.parametrize("layout", ["microbatches=2", "sharded_data_parallel_degree=2"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, tmp_path):
-    code, output, seconds = run(tmp_path, FAILING.format(rank=rank))
+def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, layout, tmp_path):
+    code, output, seconds = run(tmp_path, FAILING.format(rank=rank, layout=layout))
     assert code != 0
     assert seconds < 60  # most of it is starting two interpreters
     first_error = re.search(r"^.*Error: .*$", output, re.MULTILINE)

@@ -17,13 +17,20 @@ from tests.ranks.test_state_sharding import OPTIMIZERS, STEPS, assert_equal, one
 ELEMENTWISE = ["momentum", "loop", "foreach", "fused", "groups"]
 
 
-def rank(name: str, kind: str, options: dict[str, Any], max_norm: float | None = None, reduces: bool = False) -> Any:
+def rank(
+    name: str,
+    kind: str,
+    options: dict[str, Any],
+    max_norm: float | None = None,
+    reduces: bool = False,
+    steps: int = STEPS,
+) -> Any:
     torch.manual_seed(0)
     model = MODELS[name]()
     optimizer = OPTIMIZERS[kind](model.parameters())
     engine = Engine(SMPConfig(**options))
     engine.attach(model, [optimizer])
-    norms = train(engine, model, optimizer, name, range(STEPS), max_norm, reduces)
+    norms = train(engine, model, optimizer, name, range(steps), max_norm, reduces)
     kept = sum(
         value.numel()
         for state in optimizer.state.values()
@@ -45,6 +52,15 @@ def test_two_ranks_have_the_weights_and_state_of_one_process(kind):
     assert_equal(ranks[0][1], state)
     for *_, restored in ranks:
         assert_equal(restored, weights)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_after_many_steps_not_a_bit_differs(degree):
+    options = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": degree}
+    weights, state, _ = one_process("gpt2", OPTIMIZERS["fused"], degree, 1, steps=20)
+    found = run_ranks(rank, degree, "gpt2", "fused", options, None, True, 20)[0]
+    assert_equal(found[0], weights)
+    assert_equal(found[1], state)
 
 
 LAYOUTS = [(1, 4), (1, 2), (2, 2)]

@@ -43,7 +43,13 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def one_process(
-    name: str, make: Make, replicas: int, microbatches: int, max_norm: float | None = None, together: int | None = None
+    name: str,
+    make: Make,
+    replicas: int,
+    microbatches: int,
+    max_norm: float | None = None,
+    together: int | None = None,
+    steps: int = STEPS,
 ) -> Any:
     """What one process does that takes the replicas' batches one after the other.
 
@@ -53,7 +59,7 @@ def one_process(
     model = MODELS[name]()
     optimizer = make(model.parameters())
     norms = []
-    for step in range(STEPS):
+    for step in range(steps):
         total: dict[nn.Parameter, Tensor] = {}
         sums: dict[nn.Parameter, Tensor] = {}
         for replica in range(replicas):
