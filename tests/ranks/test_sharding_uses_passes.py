@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.testing import run_ranks
 from tests.ranks.sharded_models import WIDTH, Model, batch
 from tests.ranks.sharded_training import Setting, Sharded, assert_equal, gradients_of, plain_gradients
@@ -128,9 +127,8 @@ def reduce_late(sharded: Sharded) -> Any:
         loss = sharded.model(batch(dist.get_rank()))
         parameters = list(sharded.model.parameters())
         # Part of the gradients first, like zero-bubble schedules.
-        with in_plain_sight():
-            loss.backward(retain_graph=True, inputs=parameters[:5])
-            loss.backward(inputs=parameters[5:])
+        loss.backward(retain_graph=True, inputs=parameters[:5])
+        loss.backward(inputs=parameters[5:])
         sharded.uses.end_pass()
     return sharded.reductions[-6:]
 
