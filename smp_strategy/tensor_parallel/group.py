@@ -1,0 +1,141 @@
+"""The ranks that split layers between them, as their layers see them.
+
+Layers ask their group for sums and concatenations over its ranks. Where there are no values (fake tensors predict
+shapes and costs, meta tensors wait for values), and where one rank measures by itself what a layer costs, nothing is
+sent: the result has the right shape, dtype and memory, and that is all that counts there.
+
+Every message is started in the order of the calls, which is the same on all ranks of the group.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["TensorGroup"]
+
+
+@final
+class TensorGroup:
+    """The ranks of a tensor-parallel group.
+
+    Args:
+        process_group: their process group; ``None``: nothing is ever sent (to predict what one of them does).
+        rank, size: of this process in the group, and of the group; ``None``: as ``process_group`` says.
+
+    Attributes:
+        rank, size: as given.
+        sent_bytes: how many bytes of its own this rank has put into collectives.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, *, rank: int | None = None, size: int | None = None
+    ) -> None:
+        self._group = process_group
+        self.rank = dist.get_rank(process_group) if rank is None else rank
+        self.size = dist.get_world_size(process_group) if size is None else size
+        self.sent_bytes = 0
+        self._is_alone = process_group is None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing is sent in here: the other ranks do not come along."""
+        before, self._is_alone = self._is_alone, True
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
+    def sends(self, tensor: Tensor) -> bool:
+        """Whether collectives over ``tensor`` reach other ranks."""
+        return not (self._is_alone or self.size == 1 or tensor.is_meta or isinstance(tensor, FakeTensor))
+
+    def start_sum(self, tensor: Tensor) -> dist.Work | None:
+        """Begin to add up the ranks' ``tensor`` in place; wait for what is returned before it is used.
+
+        Args:
+            tensor: contiguous, of one shape on all ranks; gets the sum, the same bits on all ranks.
+        """
+        if not self.sends(tensor):
+            return None
+        self.sent_bytes += tensor.nbytes
+        work: dist.Work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return work
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up the ranks' ``tensor`` (contiguous) in place, and return it."""
+        if (work := self.start_sum(tensor)) is not None:
+            work.wait()
+        return tensor
+
+    def most(self, tensor: Tensor) -> Tensor:
+        """The elementwise maximum of the ranks' ``tensor`` (contiguous), in place, and return it."""
+        if self.sends(tensor):
+            self.sent_bytes += tensor.nbytes
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        return tensor
+
+    def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """The ranks' parts behind each other.
+
+        Args:
+            part: this rank's; ``part.shape[dim] == lengths[rank]``.
+            dim: along which they stand.
+            lengths: of the ranks' parts along ``dim``.
+        """
+        if not self.sends(part):
+            return torch.cat(
+                [
+                    part if rank == self.rank else part.new_zeros(_with(part.shape, dim, length))
+                    for rank, length in enumerate(lengths)
+                ],
+                dim,
+            )
+        self.sent_bytes += part.nbytes
+        # Parts of one length are what all backends can exchange.
+        padded = _padded(part.movedim(dim, 0), max(lengths))
+        found = list(padded.new_empty((self.size, *padded.shape)).unbind())
+        dist.all_gather(found, padded, group=self._group)
+        return torch.cat([each[:length].movedim(0, dim) for each, length in zip(found, lengths, strict=True)], dim)
+
+    def scatter_sum(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
+        """This rank's part of the sum of the ranks' ``whole``.
+
+        Args:
+            whole: of one shape on all ranks; ``whole.shape[dim] == sum(lengths)``.
+            dim: along which the sum is cut.
+            lengths: of the ranks' parts along ``dim``.
+        """
+        parts = whole.split(list(lengths), dim)
+        if not self.sends(whole):
+            return parts[self.rank].clone()
+        self.sent_bytes += whole.nbytes
+        sent = [_padded(part.movedim(dim, 0), max(lengths)) for part in parts]
+        total = torch.empty_like(sent[0])
+        dist.reduce_scatter(total, sent, group=self._group)
+        return total[: lengths[self.rank]].movedim(0, dim).contiguous()
+
+    def objects(self, value: Any) -> list[Any]:
+        """The ranks' ``value``, any that can be pickled."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copied layer is one of the same ranks.
+        return self
+
+
+def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    sizes = list(shape)
+    sizes[dim] = length
+    return sizes
+
+
+def _padded(tensor: Tensor, length: int) -> Tensor:
+    missing = length - len(tensor)
+    return tensor.contiguous() if not missing else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
