@@ -151,12 +151,13 @@ class Share:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
-            self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
+            self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
         self._state.begin_update(optimizer)
         if self.sharded is not None:
-            self.sharded.show_pieces()
+            self.sharded.show_pieces(parameters)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.end_update`."""

@@ -114,7 +114,8 @@ class ShardedUnits:
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
         self._has_sums = False
-        self._is_whole = self._in_pieces = False
+        self._is_whole = False
+        self._in_pieces: list[FlatUnit] = []
         self._on_use = OnUse()
         for parameter in self._unit_of:
             self._on_use.watch(parameter)
@@ -360,18 +361,18 @@ class ShardedUnits:
                 unit.hide_whole()
         self._is_whole = False
 
-    def show_pieces(self) -> None:
-        """Until :meth:`hide_pieces`, every parameter and gradient is this rank's piece of it."""
+    def show_pieces(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Until :meth:`hide_pieces`, each of ``parameters`` and its gradient, and all of its unit, is a piece of it."""
         self.let_go()
-        self._in_pieces = True
-        for unit in self.units.values():
+        self._in_pieces = list(dict.fromkeys(self._unit_of[each] for each in parameters if self.has(each)))
+        for unit in self._in_pieces:
             unit.show_pieces()
 
     def hide_pieces(self) -> None:
-        """Let the parameters rest again, if they are pieces, with what has become of those."""
-        for unit in self.units.values() if self._in_pieces else ():
+        """Let the parameters that are pieces rest again, with what has become of those."""
+        for unit in self._in_pieces:
             unit.hide_pieces()
-        self._in_pieces = False
+        self._in_pieces = []
 
     # Values
 

@@ -76,7 +76,7 @@ def test_parameters_that_are_spread_are_counted_by_who_spreads_them():
     spread = ShardedUnits({("unit",): members}, World(2).members[0], None, torch.device("cpu"), timing=timing)
     layout, glue = spread.units["unit"].layout, 4 * 8 * 8
     assert list(count(model, [optimizer], MESH, spread).amounts.values()) == [layout.shard_bytes + glue, 0, 0, 0, 0]
-    spread.show_pieces()
+    spread.show_pieces(model.parameters())
     trained(model, optimizer)
     numel = sum(parameter.numel() for parameter in model["unit"].parameters())
     spread.hide_pieces()
