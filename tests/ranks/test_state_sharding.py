@@ -326,7 +326,7 @@ def overlapping(pp: int) -> Any:
         for step in range(2):
             if step == 1:
                 for number, block in enumerate(model.blocks):
-                    block.note = lambda number=number: found.update({number: model.arriving()})
+                    block.note = lambda number=number: found.setdefault(number, model.arriving())
             result = engine.train_step(model.loss, torch.ones(2, 4), loss_of=lambda loss: loss)
             model.zero_grad()
             result.commit(torch.ones(()), reduce=True)
