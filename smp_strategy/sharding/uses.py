@@ -11,6 +11,7 @@ and those of units of which a call has got no gradient, are reduced at the end o
 fewer than ``most_live`` elements are there. What is needed at once is gathered in any case.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -97,7 +98,16 @@ class UnitUses:
         self._sums = None
         if replicas is not None and replicas.size > 1:
             self._sums = ReplicaSums(self._units, replicas, device, deals_out=deals_out)
-        self._order = CommonOrder(collectives, device, start=self._start, pass_by=self._pass_by)
+        self._collectives = collectives
+        self._device = device
+        self._order = CommonOrder(
+            collectives,
+            device,
+            start=self._start,
+            pass_by=self._pass_by,
+            digest=lambda: zlib.crc32(bytes(is_trained for _, is_trained in self._are_trained())),
+            refuse=self._refuse_different,
+        )
         self._backwards = Backwards(
             claim=self._claim, release=self._release, done=self._reduce_early, keeps_weights=gathers_once
         )
@@ -247,6 +257,22 @@ class UnitUses:
                     "step."
                 )
         return tensors
+
+    def _are_trained(self) -> list[tuple[str, bool]]:
+        return [item for unit in self._units for item in unit.are_trained.items()]
+
+    def _refuse_different(self) -> None:
+        """Ranks have found that they do not train the same parameters."""
+        names, are_trained = zip(*self._are_trained(), strict=True)
+        mine = torch.tensor(are_trained, dtype=torch.uint8, device=self._device)
+        everyones = mine.new_empty(self._collectives.size * len(mine))
+        self._collectives.gather(everyones, mine).wait()
+        first = int((everyones.view(-1, len(mine)) != mine).any(0).nonzero()[0])
+        raise UnsupportedError(
+            f"`{names[first]}` is frozen (`requires_grad`) on some ranks of its shard group "
+            "(`sharded_data_parallel_degree`) and trained on others, but they hold it together. Freeze and unfreeze it "
+            "on all ranks alike."
+        )
 
     # Collectives
 
