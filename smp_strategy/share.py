@@ -26,7 +26,8 @@ from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.collectives import collectives_of
-from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
+from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.uses import Timing
 from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.units import Unit
 

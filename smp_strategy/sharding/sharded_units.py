@@ -20,7 +20,6 @@ reduced, which is done in the shard group. Gradients are summed in every pass of
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, final
@@ -34,22 +33,9 @@ from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
-from smp_strategy.sharding.uses import UnitUses
+from smp_strategy.sharding.uses import Timing, UnitUses
 
-__all__ = ["ShardedUnits", "Timing"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """When units are gathered and reduced."""
-
-    gathers_once: bool = False
-    """All of them when a pass begins, and not each for each use."""
-    reduces_early: bool = True
-    """As soon as gradients are there, once per microbatch, and not when a pass ends."""
-    most_live: int | None = None
-    """Number of elements up to which units are gathered ahead; ``None``: any."""
+__all__ = ["ShardedUnits"]
 
 
 @final
@@ -79,7 +65,7 @@ class ShardedUnits:
         replicas: Collectives | None,
         device: torch.device,
         *,
-        timing: Timing = Timing(),
+        timing: Timing,
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
         deals_out: bool = False,
@@ -104,13 +90,11 @@ class ShardedUnits:
             self.units,
             shards,
             device,
-            most_live=timing.most_live,
-            gathers_once=timing.gathers_once,
+            timing=timing,
+            factor=1 / (shards.size * (1 if owners is None else owners.size)),
             replicas=replicas,
             deals_out=deals_out,
         )
-        self._uses.reduces_early = timing.reduces_early
-        self._uses.factor = 1 / (shards.size * (1 if owners is None else owners.size))
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
         self._has_sums = False

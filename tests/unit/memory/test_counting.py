@@ -7,7 +7,8 @@ import torch
 from torch import nn, optim
 
 from smp_strategy.memory.counting import count
-from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
+from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.uses import Timing
 from smp_strategy.stage_tensors import Home, Sight, StageTensor
 from tests.unit.sharding.world import World
 
