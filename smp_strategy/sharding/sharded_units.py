@@ -300,7 +300,7 @@ class ShardedUnits:
         groups = [(group, self.parameters)]
         groups += [(stages, self.units[name].parameters) for name, (stages, _) in self._across.items()]
         for ranks, parameters in groups:
-            flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8)
+            flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8, device=self._device)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
             used.update(zip(parameters, map(bool, flags.tolist()), strict=True))
         return list(used.values())
