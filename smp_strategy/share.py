@@ -256,7 +256,7 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed
     shards = collectives_of(
         mesh.shard_group,
         device,
-        torch.distributed.get_world_size(mesh.hop_groups()[0]) if is_on_nodes else None,
+        len(mesh.shape.hops(mesh.rank)[0]) if is_on_nodes else None,
         gathers_in_hops=config.sdp_hierarchical_allgather,
         most_reduced=config.sdp_reduce_bucket_size,
     )
