@@ -241,7 +241,9 @@ class MeshShape:
         cells = []
         for stage in range(self.pp):
             ranks = [self.rank_at(replica, stage, part) for part in range(self.tp)]
-            cells.append("+".join(f"{self.node_of(rank)}:{rank}" if self.num_nodes > 1 else str(rank) for rank in ranks))
+            cells.append(
+                "+".join(f"{self.node_of(rank)}:{rank}" if self.num_nodes > 1 else str(rank) for rank in ranks)
+            )
         return [str(replica % self.dp_shard), *cells] if self.dp_shard > 1 else cells
 
     def _notes(self) -> list[str]:

@@ -1,7 +1,7 @@
 """How many stages, where the user does not say: as many as ranks and units allow.
 
-Where parameters or optimizer state are to be sharded, or layers to be split, one: that is what the ranks are wanted for,
-and a pipeline beside it is asked for by its degree. So it is in SageMaker's library, whose default is 1.
+Where parameters or optimizer state are to be sharded, or layers to be split, one: that is what the ranks are wanted
+for, and a pipeline beside it is asked for by its degree. So it is in SageMaker's library, whose default is 1.
 """
 
 from collections.abc import Callable
