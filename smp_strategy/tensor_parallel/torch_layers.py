@@ -9,7 +9,7 @@ without calling them. It is taken for layers of equal widths only, which a part 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,7 @@ class ParallelMultiheadAttention(SplitLayer):
         granule = layer.head_dim
         one = cut_evenly(0, layer.embed_dim, group, granule=granule)
         three = cut_evenly(0, 3 * layer.embed_dim, group, num_blocks=3, granule=granule)
-        cuts = {name: one for name in _PROJECTIONS}
+        cuts = dict.fromkeys(_PROJECTIONS, one)
         cuts |= {"in_proj_weight": three, "in_proj_bias": three}
         cuts |= {name: Cut(2, one.blocks) for name in ("bias_k", "bias_v")}
         cuts = {name: cut for name, cut in cuts.items() if getattr(layer, name) is not None}
