@@ -1,17 +1,18 @@
 """What is known of models of Hugging Face: which of their layers are split how.
 
-Two things are known. Our own table has for a class the names of its layers and how they are cut, which attribute holds
-the size of a head, and which attributes hold numbers that are smaller on a part: ``view(..., self.num_heads, -1)`` is to
-see the heads that a rank has. And many models bring a plan of their own (``base_model_tp_plan`` in their configuration,
-``_tp_plan``), which names layers that can be split by columns and by rows; what they compute in between goes by the
-sizes of the tensors. The table goes first: it knows of fused projections, of which the plans say nothing.
+Two things are known. Our own table has for a class the names of its layers and how they are cut, which attribute
+holds the size of a head, and which attributes hold numbers that are smaller on a part (``self.num_heads`` in a ``view``
+is to be that of this rank's heads). And many models bring a plan of their own (``base_model_tp_plan`` in their
+configuration, ``_tp_plan``), which names layers that can be split by columns and by rows; what they compute in between
+goes by the sizes of the tensors. The table goes first: it knows of fused projections, of which the plans say nothing.
+Parameters among the parts of which neither says anything (a learned activation) are a reason to leave a block whole.
 
 The library is not imported: classes are known by their names and by the package that they come from. A class with a
 ``forward`` of its own is another class, whatever it inherits from.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, final
 
@@ -202,11 +203,17 @@ def _block(name: str, module: nn.Module, family: _Family, bond: str | None) -> B
             length = sizes[1 if layer.style == "column" else 0]
             heads.setdefault(_name_of_heads(relative), length // (num_blocks * granule))
     divided = tuple(_place(name, path) for path in family.divided)
-    return Block(name, type(module).__name__, layers, heads, divided, bond=bond)
+    block = Block(name, type(module).__name__, layers, heads, divided, bond=bond)
+    learned = [part for part in parts if "act" in part.rpartition(".")[2] and _owns_parameters(parts[part])]
+    return block if not learned else block.refused(f"`{learned[0]}` has parameters, which would see parts")
 
 
 def _name_of_heads(layer: str) -> str:
     return "key/value heads" if layer in ("k_proj", "v_proj") else "heads"
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def _place(name: str, path: str) -> tuple[str, str]:
@@ -264,20 +271,21 @@ def _planned_block(parent: str, styles: Mapping[str, str], modules: Mapping[str,
     unknown = sorted({style for style in styles.values() if style not in _PLANNED})
     if unknown:
         layers = {name: How("column") for name in styles}
-        return Block(parent, source, layers, problem=f"the model's plan calls it `{unknown[0]}`, which is not built yet")
+        return Block(parent, source, layers, problem=f"the model's plan calls it `{unknown[0]}`, which is not built")
     hows = {name: _PLANNED[style] for name, style in styles.items()}
     if any(how.is_whole_outside for how in hows.values()):
         return Block(parent, source, hows)
     module = modules[parent]
     head = next((size for name in _HEAD_SIZES if isinstance(size := getattr(module, name, None), int)), None)
-    if head is None:
-        if "attention" in type(module).__name__.lower():
-            return Block(parent, source, hows, problem=f"the size of a head of {type(module).__name__} is not known")
-        return Block(parent, source, hows)
+    if head is None and "attention" in type(module).__name__.lower():
+        return Block(parent, source, hows, problem=f"the size of a head of {type(module).__name__} is not known")
+    odd = [name for name, part in module.named_modules(prefix=parent) if name not in hows and _owns_parameters(part)]
+    if odd:
+        return Block(parent, source, hows, problem=f"the model's plan says nothing of the parameters of `{odd[0]}`")
     heads: dict[str, int] = {}
     for name, how in hows.items():
         sizes = linear_sizes(modules[name])
-        if sizes is not None:
+        if sizes is not None and head is not None:
             length = sizes[1 if how.style == "column" else 0]
             heads.setdefault(_name_of_heads(name.rpartition(".")[2]), length // head)
             hows[name] = How(how.style, granule=head)

@@ -7,9 +7,9 @@ There are two ways, with the names that SageMaker gives them::
     with smp_strategy.tensor_parallelism():                    # every module that is created in here
         self.encoder = Encoder()
 
-The later note replaces the earlier one, so contexts may be nested (the innermost wins) and single layers named after the
-whole. A module without a note follows the one that holds it. Where nothing is said, everything is split that can be;
-where a module is enabled by hand, only what is enabled. Copies of a module keep its note.
+The later note replaces the earlier one, so contexts may be nested (the innermost wins) and single layers named
+after the whole. A module without a note follows the one that holds it. Where nothing is said, everything is split that
+can be; where a module is enabled by hand, only what is enabled. Copies of a module keep its note.
 """
 
 import functools
@@ -76,7 +76,11 @@ def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         if note is not None:
             notes[name] = note
     is_chosen = any(notes.values())
-    reasons = {True: None, False: "tensor parallelism is disabled for it", None: "tensor parallelism is not enabled for it"}
+    reasons = {
+        True: None,
+        False: "tensor parallelism is disabled for it",
+        None: "tensor parallelism is not enabled for it",
+    }
     found = {name: reasons[notes.get(name, None if is_chosen else True)] for name in modules}
     return {name: reason for name, reason in found.items() if reason is not None}
 

@@ -1,8 +1,8 @@
 """Pairs of linear layers, recognised by watching the step: linear, elementwise operations, linear.
 
-If all that reads the output of a linear layer is elementwise, and all that reads the result is another linear layer, the
-first one can be split by columns and the second by rows, and nobody notices: what lies between works on parts just as
-well. Several first layers may meet on the way (``silu(gate(x)) * up(x)``), if they are equally wide.
+If all that reads the output of a linear layer is elementwise, and all that reads the result is another linear layer,
+the first one can be split by columns and the second by rows, and nobody notices: what lies between works on parts just
+as well. Several first layers may meet on the way (``silu(gate(x)) * up(x)``), if they are equally wide.
 
 The step runs once while every operation is looked at. A value is *on the way* from one or more first layers; an
 operation that is not known to be elementwise, that mixes it with a tensor which is not a mere number, or that asks for

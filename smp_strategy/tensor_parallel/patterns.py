@@ -72,7 +72,8 @@ def _matched(
     modules: Mapping[str, nn.Module], patterns: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
     """Styles by layer, and attributes with numbers of heads by module."""
-    problems, styles = [], {}
+    problems: list[str] = []
+    styles: dict[str, str] = {}
     heads: dict[str, tuple[str, ...]] = {}
     for pattern, style in patterns.items():
         if style not in STYLES:
@@ -133,7 +134,9 @@ def _with_heads(
     rows = [length for name, length in lengths.items() if layers[name].style == "row"]
     widest = max(rows or lengths.values(), default=0)
     head, rest = divmod(widest, numbers[0])
-    odd = [name for name, length in lengths.items() if rest or length % head or length // head not in _multiples(numbers)]
+    odd = [
+        name for name, length in lengths.items() if rest or length % head or length // head not in _multiples(numbers)
+    ]
     hows = {}
     for name, how in layers.items():
         num_blocks = 1
@@ -157,7 +160,9 @@ def _multiples(numbers: list[int]) -> set[int]:
 def _by_proof(parent: str, layers: Mapping[str, How], goes_into: Callable[[str, str], bool]) -> Iterator[Block]:
     """One block of what is known to go from columns into rows; the others by themselves."""
     rows = [name for name, how in layers.items() if how.style == "row"]
-    proven = {name: row for name, how in layers.items() if how.style == "column" for row in rows if goes_into(name, row)}
+    proven = {
+        name: row for name, how in layers.items() if how.style == "column" for row in rows if goes_into(name, row)
+    }
     for row in rows:
         columns = [name for name, into in proven.items() if into == row]
         if columns:

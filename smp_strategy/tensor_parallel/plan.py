@@ -23,8 +23,8 @@ class How:
     """How a layer is split.
 
     ``column``: by output features; ``row``: by input features; ``vocab``: an embedding by rows; ``embedding``: an
-    embedding by columns; ``inside``: not at all, but its inputs are parts, so its gradients are added up; ``whole``: not
-    at all, on purpose; ``layer``: as ``split_by`` does it.
+    embedding by columns; ``inside``: not at all, but its inputs are parts, so its gradients are added up; ``whole``:
+    not at all, on purpose; ``layer``: as ``split_by`` does it.
     """
 
     style: Style
@@ -67,7 +67,9 @@ class Block:
 
 def is_conv1d(layer: nn.Module) -> bool:
     """Whether ``layer`` is a ``Conv1D`` of Hugging Face: a linear layer whose weight is [input, output]."""
-    return any(kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(layer).__mro__)
+    return any(
+        kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(layer).__mro__
+    )
 
 
 def linear_sizes(layer: nn.Module) -> tuple[int, int] | None:

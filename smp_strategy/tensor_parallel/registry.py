@@ -13,8 +13,9 @@ In calls, ``forward_hook`` turns the arguments into those of the twin, and ``ret
 ``Mixer``. A twin that has a method ``from_dense`` is used in the way of the layers of this package: ``from_dense(layer,
 group)`` splits the layer in place.
 
-The ``Mixer`` itself stays: the same object, with its names and hooks, whose class becomes one that calls the twin. Both
-have the same dicts of parameters and buffers, so whatever is put there (gathered weights, fake tensors) is seen by both.
+The ``Mixer`` itself stays: the same object, with its names and hooks, whose class becomes one that calls the twin.
+Both have the same dicts of parameters and buffers, so whatever is put there (gathered weights, fake tensors) is seen by
+both.
 """
 
 import functools

@@ -36,6 +36,6 @@ class AmongParts(SplitLayer):
             name: None if parameter is None else copy(parameter, self.group) for name, parameter in own.items()
         }
         try:
-            return self._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return type(self)._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         finally:
             vars(self)["_parameters"] = own

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel import notes, patterns as by_pattern
+from smp_strategy.tensor_parallel import notes
+from smp_strategy.tensor_parallel import patterns as by_pattern
 from smp_strategy.tensor_parallel.choice import Choice, choose
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
@@ -189,9 +190,7 @@ def _split_layer(
             randomness=randomness,
         )
     elif how.style == "row":
-        RowParallelLinear.from_dense(
-            layer, group, **sizes, splits_input=how.is_whole_outside, randomness=randomness
-        )
+        RowParallelLinear.from_dense(layer, group, **sizes, splits_input=how.is_whole_outside, randomness=randomness)
     elif how.style == "vocab":
         VocabParallelEmbedding.from_dense(layer, group)
     elif how.style == "embedding":
