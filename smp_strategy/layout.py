@@ -136,9 +136,7 @@ class Layout:
         )
         self._refuse_parts_in_the_glue(found.used_by_glue)
         self._used_by_glue = found.used_by_glue
-        self._timetables = Timetables(
-            self._config, self.partition, self.costs, self._report, self._agree_on_trace
-        )
+        self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
         if found.trace is not None and found.trace.loss is not None:
             self._timetables.learn(first.kind, found.trace)
         layout = render_layout(self._mesh.shape, self.partition, self._config, self.split_report)
