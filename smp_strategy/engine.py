@@ -160,6 +160,8 @@ class Engine:
         self._keep_shared = keep_shared
         if self._calls.are_intercepted:
             return
+        self.restore_everywhere()
+        seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
             measuring_device(self.config, self._device)
@@ -168,8 +170,8 @@ class Engine:
             self._units = choose_placed_units(self.config, module, shape.pp)
             given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
-            self._seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
-            self._delayed = DelayedModule(module, self._seed, self._device)
+            self._seed = seed
+            self._delayed = DelayedModule(module, seed, self._device)
             self._layout = Layout(
                 self.config,
                 module,
@@ -180,8 +182,6 @@ class Engine:
                 given=given,
                 report=self._report,
             )
-        else:
-            start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         self._calls.intercept(self._units)
 
     def serves(self, module: nn.Module) -> bool:
@@ -226,6 +226,7 @@ class Engine:
         if self._calls.runtime is None:
             self._spread(First(kind, step, microbatch, loss_of))
         if was_surveyed and is_new and (self._module.training or not self._calls.leftovers.is_empty):
+            self.share.settle()
             look_for_exposed(step, microbatch, self.layout.surroundings(self._optimizers))
 
     def _spread(self, first: First) -> None:
@@ -364,7 +365,7 @@ class Engine:
             self._share.begin_update(optimizer)
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped: all ranks that hold its parameters get the new values. Collective."""
+        """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
         if self._share is not None:
             self._share.end_update(optimizer)
 
@@ -387,6 +388,7 @@ class Engine:
         """
         if self._calls.runtime is None or not self.is_spread or self.views.is_open:
             return hook()
+        self.share.settle()
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         self._calls.in_hook = True
         try:

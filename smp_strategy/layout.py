@@ -181,8 +181,8 @@ class Layout:
         if found:
             layer = found[0].rpartition(".")[0]
             raise UnsupportedError(
-                f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, of "
-                f"which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
+                f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, "
+                "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
                 f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
             )
 
@@ -208,7 +208,6 @@ class Layout:
         )
         return Share(
             self._module,
-            self._units,
             ownership,
             self._mesh,
             self._config,

@@ -30,7 +30,6 @@ from smp_strategy.sharding.collectives import collectives_of
 from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
 from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
-from smp_strategy.units import Unit
 
 __all__ = ["Share"]
 
@@ -52,7 +51,6 @@ class Share:
 
     Args:
         module: whole until now.
-        units: its units.
         ownership: which stages hold which parameter.
         mesh: where the ranks stand.
         config: all options.
@@ -71,7 +69,6 @@ class Share:
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[Unit],
         ownership: Ownership,
         mesh: ProcessMesh,
         config: SMPConfig,
@@ -83,7 +80,6 @@ class Share:
     ) -> None:
         self.ownership = ownership
         self._module = module
-        self._units = units
         self._mesh = mesh
         self._config = config
         self._delayed = delayed
@@ -100,6 +96,7 @@ class Share:
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
         self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
         self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
+        self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
         self.reduction = Reduction(ownership, mesh, self._state, self.sharded, self._parts)
@@ -126,7 +123,14 @@ class Share:
 
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
         """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
-        return function if self.sharded is None else self.sharded.call(unit, function, token)
+        if self.sharded is not None:
+            return self.sharded.call(unit, function, token)
+        self._state.arrivals.wait_for(self._parameters_of[unit])
+        return function
+
+    def settle(self) -> None:
+        """Wait for values that are on their way to this rank: somebody will look at them."""
+        self._state.arrivals.wait()
 
     @contextmanager
     def backward(self, *, continues: bool, sums: bool) -> Iterator[Backward]:
@@ -151,6 +155,7 @@ class Share:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A pass without backward runs in here. Collective."""
+        self.settle()
         return nullcontext() if self.sharded is None else self.sharded.evaluating()
 
     # The optimizer's step
@@ -181,6 +186,7 @@ class Share:
 
     def restore(self, where: RestoreModule) -> None:
         """Give the ranks ``where`` the whole module back. Collective."""
+        self.settle()
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
@@ -190,17 +196,19 @@ class Share:
             # All parts of rank 0's layers: it gets the others' when all stages' are there.
             keep = where == "all" or (mesh.dp_rank == 0 and mesh.pp_rank == 0)
             if where == "all" or mesh.dp_rank == 0:
-                restore(self._module, self._units, self.ownership, mesh, keep=keep)
+                restore(self._module, self.ownership, mesh, keep=keep)
         if self._split is not None and keep:
             self._split.to_dense()
         self.whole_on = where
 
     def full_state_dict(self) -> dict[str, Any]:
         """See :meth:`smp_strategy.engine.Engine.full_state_dict`."""
+        self.settle()
         return full.state_dict(self._module, self._spread, self._mesh, self.sharded, self._parts)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
         """Take this rank's share of a whole state dict, or all of it where the module is whole."""
+        self.settle()
         is_whole_here = self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
         ownership = None if is_whole_here else self.ownership
         full.load_state_dict(self._module, state, ownership, self._mesh, self.sharded, self._parts, strict=strict)

@@ -131,7 +131,7 @@ def difference_in_parts(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> str | None:
-    """What is different when ``optimizer`` gets parts of a parameter along ``dim``; see :func:`difference_in_pieces`."""
+    """What is different when ``optimizer`` gets parts along ``dim``; see :func:`difference_in_pieces`."""
 
     def parts(tensor: Tensor) -> list[Tensor]:
         return [part.contiguous() for part in tensor.tensor_split(2, dim)]
@@ -179,15 +179,14 @@ def _refused(
             continue
         most = _MOST_PER_DIM.get(parameter.ndim, _LEAST_MOST_PER_DIM)
         shape = tuple(min(size, most) for size in parameter.shape)
-        cuts = [(sharded[parameter], None)] if parameter in sharded else []
+        cuts: list[tuple[str, int | None]] = [(sharded[parameter], None)] if parameter in sharded else []
         cuts += [split[parameter]] if parameter in split else []
         for (name, dim), dtype in itertools.product(cuts, _dtypes(parameter.dtype)):
             if (shape, dim, dtype) not in known:
-                options = {"dtype": dtype, "device": device}
                 known[shape, dim, dtype] = (
-                    difference_in_pieces(optimizer, parameter, shape, **options)
+                    difference_in_pieces(optimizer, parameter, shape, dtype=dtype, device=device)
                     if dim is None
-                    else difference_in_parts(optimizer, parameter, shape, dim, **options)
+                    else difference_in_parts(optimizer, parameter, shape, dim, dtype=dtype, device=device)
                 )
             if (reason := known[shape, dim, dtype]) is not None:
                 found.setdefault((name, dim is not None), reason)
