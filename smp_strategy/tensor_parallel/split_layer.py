@@ -73,7 +73,7 @@ class SplitLayer(nn.Module):
         return layer
 
     def to_dense(self) -> nn.Module:
-        """Be what it was before, in place; all ranks of the group call it. Gradients are dropped."""
+        """Be what it was before, in place; all ranks of the group call it. Gradients of what was cut are dropped."""
         for name, cut in self.cuts.items():
             _join_in_place(self._parameters[name], cut, self.group)
         for name, size in self._whole_sizes.items():
