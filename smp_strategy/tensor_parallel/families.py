@@ -12,7 +12,7 @@ The library is not imported: classes are known by their names and by the package
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, final
 
@@ -273,7 +273,7 @@ def _planned_block(parent: str, styles: Mapping[str, str], modules: Mapping[str,
         layers = {name: How("column") for name in styles}
         return Block(parent, source, layers, problem=f"the model's plan calls it `{unknown[0]}`, which is not built")
     hows = {name: _PLANNED[style] for name, style in styles.items()}
-    if any(how.is_whole_outside for how in hows.values()):
+    if all(how.is_whole_outside for how in hows.values()):
         return Block(parent, source, hows)
     module = modules[parent]
     head = next((size for name in _HEAD_SIZES if isinstance(size := getattr(module, name, None), int)), None)
@@ -288,5 +288,5 @@ def _planned_block(parent: str, styles: Mapping[str, str], modules: Mapping[str,
         if sizes is not None and head is not None:
             length = sizes[1 if how.style == "column" else 0]
             heads.setdefault(_name_of_heads(name.rpartition(".")[2]), length // head)
-            hows[name] = How(how.style, granule=head)
+            hows[name] = replace(how, granule=head)
     return Block(parent, source, hows, heads)

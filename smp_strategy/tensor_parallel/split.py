@@ -17,6 +17,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel import notes
 from smp_strategy.tensor_parallel import patterns as by_pattern
 from smp_strategy.tensor_parallel.choice import Choice, choose
+from smp_strategy.tensor_parallel.conv import ColumnParallelConv, RowParallelConv
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.families import family_blocks, is_from_transformers, vocabulary_blocks
@@ -28,6 +29,7 @@ from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.registry import registered_blocks
 from smp_strategy.tensor_parallel.replicated import AmongParts
 from smp_strategy.tensor_parallel.report import LayerLine, Report
+from smp_strategy.tensor_parallel.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
 from smp_strategy.tensor_parallel.split_layer import CannotSplit
 from smp_strategy.tensor_parallel.torch_layers import torch_blocks
 
@@ -179,20 +181,11 @@ def _set(module: nn.Module, attribute: str, value: Any, undo: list[Callable[[], 
 def _split_layer(
     layer: nn.Module, how: How, group: TensorGroup, randomness: SplitRandomness | None, *, shares_input: bool
 ) -> None:
-    sizes = {"num_blocks": how.num_blocks, "granule": how.granule}
-    if how.style == "column":
-        ColumnParallelLinear.from_dense(
-            layer,
-            group,
-            **sizes,
-            gather_output=how.is_whole_outside,
-            shares_input=shares_input and not how.is_whole_outside,
-            randomness=randomness,
-        )
-    elif how.style == "row":
-        RowParallelLinear.from_dense(layer, group, **sizes, splits_input=how.is_whole_outside, randomness=randomness)
+    if how.style in ("column", "row"):
+        _split_features(layer, how, group, randomness, shares_input=shares_input)
     elif how.style == "vocab":
-        VocabParallelEmbedding.from_dense(layer, group)
+        kind = ScaledVocabParallelEmbedding if is_scaled_embedding(layer) else VocabParallelEmbedding
+        kind.from_dense(layer, group)
     elif how.style == "embedding":
         HiddenParallelEmbedding.from_dense(layer, group, gather_output=how.is_whole_outside)
     elif how.style == "inside":
@@ -200,6 +193,29 @@ def _split_layer(
     elif how.style == "layer":
         assert how.split_by is not None
         how.split_by(layer, group)
+
+
+def _split_features(
+    layer: nn.Module, how: How, group: TensorGroup, randomness: SplitRandomness | None, *, shares_input: bool
+) -> None:
+    is_conv = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    blocks: dict[str, Any] = {} if is_conv else {"num_blocks": how.num_blocks}
+    if how.style == "column":
+        column = ColumnParallelConv if is_conv else ColumnParallelLinear
+        column.from_dense(
+            layer,
+            group,
+            **blocks,
+            granule=how.granule,
+            gather_output=how.is_whole_outside,
+            shares_input=shares_input and not how.is_whole_outside,
+            randomness=randomness,
+        )
+    else:
+        row = RowParallelConv if is_conv else RowParallelLinear
+        row.from_dense(
+            layer, group, **blocks, granule=how.granule, splits_input=how.is_whole_outside, randomness=randomness
+        )
 
 
 def _cuts(module: nn.Module) -> dict[nn.Parameter, Cut]:
@@ -231,7 +247,7 @@ def _lines(modules: Mapping[str, nn.Module], choice: Choice) -> Iterator[LayerLi
             yield line
         elif name in choice.reasons:
             source, reason = choice.reasons[name]
-            yield LayerLine(name, kind, "whole", f"{reason} ({source})", False, True)
+            yield LayerLine(name, kind, "whole", reason if source in reason else f"{reason} ({source})", False, True)
         else:
             yield _whole_line(name, module, modules)
 

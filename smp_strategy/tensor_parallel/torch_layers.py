@@ -22,7 +22,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import RowParallelLinear
 from smp_strategy.tensor_parallel.plan import Block, How
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
-from smp_strategy.tensor_parallel.split_layer import CannotSplit, SplitLayer, cut_evenly
+from smp_strategy.tensor_parallel.split_layer import CannotSplit, SplitLayer, check_plain, cut_evenly
 
 __all__ = ["ParallelMultiheadAttention", "torch_blocks"]
 
@@ -92,7 +92,7 @@ class ParallelMultiheadAttention(SplitLayer):
         """
         if not isinstance(layer, nn.MultiheadAttention):
             raise CannotSplit(f"{type(layer).__name__} is no nn.MultiheadAttention")
-        cls._check(layer, nn.MultiheadAttention.forward, ("in_proj_weight", "in_proj_bias"))
+        check_plain(layer, nn.MultiheadAttention, ("in_proj_weight", "in_proj_bias"))
         if layer.num_heads % group.size:
             raise CannotSplit(f"{layer.num_heads} heads cannot be divided over {group.size} ranks")
         granule = layer.head_dim
@@ -128,7 +128,7 @@ class ParallelMultiheadAttention(SplitLayer):
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         if self.training:
-            self.randomness.enter(query)
+            self.randomness.enter(query, self)
         q, k, v = self._projected(query, key, value, is_batched)
         padding = key_padding_mask if is_batched or key_padding_mask is None else key_padding_mask.unsqueeze(0)
         # A mask beside the hint that it is the causal one is not looked at, where nothing else needs it.
