@@ -1,0 +1,176 @@
+"""Linear layers of which each rank has some outputs, or some inputs.
+
+In backward the gradient of a column-parallel layer's input is added up over the ranks. The gradient of its weight does
+not need that sum, and is computed while it is under way (:class:`_Columns`). Where several column-parallel layers read
+one tensor, something else comes first: they share one sum (:mod:`~smp_strategy.tensor_parallel.boundary`).
+
+Besides ``nn.Linear`` there is the linear layer of GPT-2 as Hugging Face writes it, with its weight transposed.
+"""
+
+from typing import Any, NamedTuple, Self, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smp_strategy.tensor_parallel.boundary import as_computed, enter
+from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.tensor_parallel.functions import add_up, copy
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.randomness import SplitRandomness
+from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
+from smp_strategy.tensor_parallel.split_layer import CannotSplit, check_plain, cut_evenly
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+
+class ColumnParallelLinear(ColumnParallelLayer):
+    """A linear layer with some of the outputs."""
+
+    _is_transposed: bool
+
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Module,
+        group: TensorGroup,
+        *,
+        num_blocks: int = 1,
+        granule: int = 1,
+        gather_output: bool = False,
+        shares_input: bool = False,
+        randomness: SplitRandomness | None = None,
+    ) -> Self:
+        """Split ``layer`` in place.
+
+        Args:
+            layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
+            group: the ranks that get the parts.
+            num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
+            granule: outputs that stay together (the size of an attention head).
+            gather_output: see the class.
+            shares_input: see the class.
+            randomness: see the class.
+
+        Raises:
+            CannotSplit: it is another layer, or too small.
+        """
+        form = _form_of(layer)
+        cut = cut_evenly(form.out_dim, getattr(layer, form.outputs), group, num_blocks=num_blocks, granule=granule)
+        cuts = {"weight": cut}
+        if layer.bias is not None:
+            cuts["bias"] = Cut(0, cut.blocks)
+        settings = {
+            "gather_output": gather_output,
+            "shares_input": shares_input,
+            "randomness": None if gather_output else randomness,
+            "_features": -1,
+            "_is_transposed": form.out_dim == 1,
+        }
+        return cls._split(layer, group, cuts, {form.outputs: cut.length_of(group.rank)}, settings)
+
+    def _product(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self._is_transposed else self.weight
+        if self.shares_input or not (x.requires_grad and torch.is_grad_enabled()):
+            return F.linear(enter(x, self.group), weight, self.bias)
+        bias = None if self.bias is None else as_computed(self.bias)
+        y: Tensor = _Columns.apply(as_computed(x), as_computed(weight), bias, self.group)  # type: ignore[no-untyped-call]
+        return y
+
+
+class RowParallelLinear(RowParallelLayer):
+    """A linear layer with some of the inputs."""
+
+    _is_transposed: bool
+
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Module,
+        group: TensorGroup,
+        *,
+        num_blocks: int = 1,
+        granule: int = 1,
+        splits_input: bool = False,
+        randomness: SplitRandomness | None = None,
+    ) -> Self:
+        """Split ``layer`` in place.
+
+        Args:
+            layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
+            group: the ranks that get the parts.
+            num_blocks: blocks of inputs of one size, each of which is split by itself.
+            granule: inputs that stay together (the size of an attention head).
+            splits_input: see the class.
+            randomness: see the class.
+
+        Raises:
+            CannotSplit: it is another layer, or too small.
+        """
+        form = _form_of(layer)
+        cut = cut_evenly(1 - form.out_dim, getattr(layer, form.inputs), group, num_blocks=num_blocks, granule=granule)
+        settings = {
+            "splits_input": splits_input,
+            "randomness": randomness,
+            "_features": -1,
+            "_is_transposed": form.out_dim == 1,
+        }
+        return cls._split(layer, group, {"weight": cut}, {form.inputs: cut.length_of(group.rank)}, settings)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t() if self._is_transposed else self.weight)
+
+
+class _Form(NamedTuple):
+    """How a dense layer has its weight."""
+
+    out_dim: int
+    """The dim of the outputs; the inputs have the other one."""
+    outputs: str
+    """The attribute with their number."""
+    inputs: str
+
+
+def _form_of(layer: nn.Module) -> _Form:
+    if isinstance(layer, nn.Linear):
+        check_plain(layer, nn.Linear)
+        return _Form(0, "out_features", "in_features")
+    # Known by its name: the package works without transformers.
+    for kind in type(layer).__mro__:
+        if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+            check_plain(layer, kind)
+            return _Form(1, "nf", "nx")
+    raise CannotSplit(f"{type(layer).__name__} is no linear layer")
+
+
+@final
+class _Columns(torch.autograd.Function):
+    """A product of matrices whose input has its gradients added up while the weight's is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        rows = gradients[0].reshape(-1, len(weight))
+        of_x = rows.mm(weight) if needs[0] else None
+        work = None
+        if torch.is_grad_enabled():  # somebody wants second derivatives
+            of_x, x = None if of_x is None else add_up(of_x, ctx.group), copy(x, ctx.group)
+        elif of_x is not None:
+            work = ctx.group.start_sum(of_x)
+        of_weight = _like(weight, rows, x.reshape(-1, x.shape[-1])) if needs[1] else None
+        of_bias = rows.sum(0) if needs[2] else None
+        if work is not None:
+            work.wait()
+        return None if of_x is None else of_x.view(x.shape), of_weight, of_bias, None
+
+
+def _like(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor:
+    """The gradient of ``weight``, with its layout, as autograd has it."""
+    return rows.t().mm(inputs) if weight.is_contiguous() else inputs.t().mm(rows).t()
