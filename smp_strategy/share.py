@@ -27,7 +27,8 @@ from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.collectives import collectives_of
-from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
+from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.uses import Timing
 from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
 from smp_strategy.whole_view import PartsInSight
@@ -168,12 +169,13 @@ class Share:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
-            self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
+            self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
         self._state.begin_update(optimizer)
         if self.sharded is not None:
-            self.sharded.show_pieces()
+            self.sharded.show_pieces(parameters)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.end_update`."""
