@@ -75,7 +75,8 @@ def attend(name):
         assert_close(found.detach(), expected.detach(), TOLERANCE)
     gradients_agree(split, model, dense, group)
     split.to_dense()
-    assert type(model) is nn.MultiheadAttention and type(model.out_proj) is type(dense.out_proj)
+    assert type(model) is nn.MultiheadAttention
+    assert type(model.out_proj) is type(dense.out_proj)
     plain = {key: value for key, value in vars(model).items() if isinstance(value, (bool, int))}
     assert plain == {key: value for key, value in vars(dense).items() if isinstance(value, (bool, int))}
     for one, other in zip(model.parameters(), dense.parameters(), strict=True):
