@@ -73,11 +73,11 @@ def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     # What is said of the outermost module around that something is said of.
     outermost: dict[str, bool] = {}
     for name, module in modules.items():
-        around = name.rpartition(".")[0] if name else None
-        note = vars(module).get(_NOTE, notes.get(around))  # type: ignore[arg-type]
+        around = name.rpartition(".")[0]
+        note: bool | None = vars(module).get(_NOTE, notes.get(around))
         if note is not None:
+            outermost[name] = outermost.get(around, note)
             notes[name] = note
-            outermost[name] = outermost.get(around, note)  # type: ignore[arg-type]
     is_chosen = any(outermost.values())
     reasons = {
         True: None,

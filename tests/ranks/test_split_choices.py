@@ -249,7 +249,8 @@ def twin():
     state = torch.get_rng_state()
     split = split_layers(net, group)
     assert torch.equal(torch.get_rng_state(), state)
-    assert net[0] is layer and isinstance(layer, Registered)
+    assert net[0] is layer
+    assert isinstance(layer, Registered)
     assert list(dict(net.named_parameters())) == names
     assert all(one is other for one, other in zip(net.parameters(), parameters, strict=True))
     assert layer.up.weight.shape == (4, 4)
@@ -320,7 +321,8 @@ def own_layers():
     smp_strategy.tp_register_with_module(Up, ColumnParallelLinear)
     net = nn.Sequential(Up(4, 8))
     split = split_layers(net, group_of_all())
-    assert isinstance(net[0], Up) and isinstance(net[0], ColumnParallelLinear)
+    assert isinstance(net[0], Up)
+    assert isinstance(net[0], ColumnParallelLinear)
     assert not isinstance(net[0], RowParallelLinear)
     split.to_dense()
     assert type(net[0]) is Up
