@@ -5,15 +5,16 @@ or a *summand* (its sum over the ranks is meant). Forward and backward of the st
 (Shoeybi et al. 2019; Korthikanti et al. 2022)::
 
     function                      forward                        backward
-    copy         whole -> whole   nothing                        sum
-    add_up       summand -> whole sum                            nothing
-    gather       split -> whole   concatenation                  this rank's part
-    split        whole -> split   this rank's part               concatenation
-    gather_split split -> whole   concatenation                  sum, this rank's part
-    scatter_sum  summand -> split sum, this rank's part          concatenation
+    copy         whole -> whole   nothing                        add_up
+    add_up       summand -> whole sum                            copy
+    gather       split -> whole   concatenation                  split
+    split        whole -> split   this rank's part               gather
+    gather_split split -> whole   concatenation                  scatter_sum
+    scatter_sum  summand -> split sum, this rank's part          gather_split
 
 ``copy`` stands where each rank goes on with a whole value in its own way; ``gather`` where all go on alike;
-``gather_split`` is both at once, ``copy`` of ``gather``.
+``gather_split`` is both at once, ``copy`` of ``gather``. Since the backward of each step is another one of them, second
+derivatives are right as well.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,9 @@ def copy(whole: Tensor, group: TensorGroup) -> Tensor:
 
 
 def add_up(summand: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of the ranks' ``summand``, with which all go on alike. ``summand`` is used up."""
+    """The sum of the ranks' ``summand``, with which all go on alike; ``summand`` itself is used up."""
+    if not _is_own(summand):
+        summand = summand.clone(memory_format=torch.contiguous_format)
     result: Tensor = _AddUp.apply(summand, group)  # type: ignore[no-untyped-call]
     return result
 
@@ -63,6 +66,11 @@ def scatter_sum(summand: Tensor, group: TensorGroup, dim: int, lengths: Sequence
     return result
 
 
+def _is_own(tensor: Tensor) -> bool:
+    """Whether ``tensor`` can become something else in its own memory: nobody's leaf, and nothing else's view."""
+    return tensor.is_contiguous() and not tensor._is_view() and not (tensor.is_leaf and tensor.requires_grad)
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
@@ -72,20 +80,19 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         # In memory of its own: a gradient may be used elsewhere as well.
-        return ctx.group.sum(gradients[0].clone(memory_format=torch.contiguous_format)), None
+        return add_up(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: TensorGroup) -> Tensor:
-        if not summand.is_contiguous():
-            return group.sum(summand.contiguous())
+        ctx.group = group
         ctx.mark_dirty(summand)
         return group.sum(summand)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
+        return copy(gradients[0], ctx.group) if torch.is_grad_enabled() else gradients[0], None
 
 
 class _Moving(torch.autograd.Function):
@@ -93,11 +100,7 @@ class _Moving(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.group, ctx.dim, ctx.lengths = inputs
-
-
-def _part(whole: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    return whole.split(list(lengths), dim)[group.rank].clone(memory_format=torch.contiguous_format)
+        _, *ctx.how = inputs
 
 
 class _Gather(_Moving):
@@ -107,17 +110,17 @@ class _Gather(_Moving):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _part(gradients[0], ctx.group, ctx.dim, ctx.lengths), None, None, None
+        return split(gradients[0], *ctx.how), None, None, None
 
 
 class _Split(_Moving):
     @staticmethod
     def forward(whole: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-        return _part(whole, group, dim, lengths)
+        return whole.split(list(lengths), dim)[group.rank].clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.gather(gradients[0], ctx.dim, ctx.lengths), None, None, None
+        return gather(gradients[0], *ctx.how), None, None, None
 
 
 class _GatherSplit(_Moving):
@@ -127,7 +130,7 @@ class _GatherSplit(_Moving):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.scatter_sum(gradients[0], ctx.dim, ctx.lengths), None, None, None
+        return scatter_sum(gradients[0], *ctx.how), None, None, None
 
 
 class _ScatterSum(_Moving):
@@ -137,4 +140,4 @@ class _ScatterSum(_Moving):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return ctx.group.gather(gradients[0], ctx.dim, ctx.lengths), None, None, None
+        return gather_split(gradients[0], *ctx.how), None, None, None

@@ -9,12 +9,15 @@ Every message is started in the order of the calls, which is the same on all ran
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from smp_strategy.tensor_parallel.boundary import Entered
 
 __all__ = ["TensorGroup"]
 
@@ -30,6 +33,7 @@ class TensorGroup:
     Attributes:
         rank, size: as given.
         sent_bytes: how many bytes of its own this rank has put into collectives.
+        entered: what has come into a split region, see :mod:`smp_strategy.tensor_parallel.boundary`.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class TensorGroup:
         self.rank = dist.get_rank(process_group) if rank is None else rank
         self.size = dist.get_world_size(process_group) if size is None else size
         self.sent_bytes = 0
+        self.entered: Entered | None = None
         self._is_alone = process_group is None
 
     @contextmanager

@@ -1,0 +1,140 @@
+"""Layers that a rank holds a part of, and what they were before.
+
+A layer is split in place. The module stays the same object, under its name and with its hooks; its class becomes a
+subclass of the class it had, so ``isinstance`` says what it said. Its parameters stay the same objects with smaller
+values, so an optimizer that has them goes on with them. Attributes that tell sizes tell those of the part.
+:meth:`SplitLayer.to_dense` turns all of that back.
+
+Code of the layer's own (a ``forward`` of a subclass, weights that are computed from others) was written for whole
+weights. Such layers are refused, with the reason.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.tensor_parallel.group import TensorGroup
+
+__all__ = ["CannotSplit", "SplitLayer", "cut_evenly"]
+
+
+class CannotSplit(Exception):
+    """Why a layer stays whole; the text stands in reports behind the layer's name."""
+
+
+class SplitLayer(nn.Module):
+    """See the module docstring. Made of dense layers only, by ``from_dense`` of subclasses.
+
+    Attributes:
+        group: the ranks that have the parts.
+        cuts: how parameters are divided, by their names in this layer; others are the same on all ranks.
+    """
+
+    group: TensorGroup
+    cuts: Mapping[str, Cut]
+    _whole_sizes: Mapping[str, int]
+    _settings: tuple[str, ...]
+
+    @classmethod
+    def _split(
+        cls,
+        layer: nn.Module,
+        group: TensorGroup,
+        cuts: Mapping[str, Cut],
+        sizes: Mapping[str, int],
+        settings: Mapping[str, Any],
+    ) -> Self:
+        """Make ``layer`` one of this class, all or nothing.
+
+        Args:
+            layer: that has passed :meth:`_check`.
+            group: see the class.
+            cuts: see the class.
+            sizes: attributes of the layer, as they are from now on.
+            settings: attributes of this class.
+        """
+        for name, cut in cuts.items():
+            length = layer._parameters[name].shape[cut.dim]  # type: ignore[union-attr]
+            if length not in (cut.length, cut.length_of(group.rank)):
+                raise CannotSplit(f"its {name} has {length} elements along dim {cut.dim} instead of {cut.length}")
+        for name, cut in cuts.items():
+            _cut_in_place(layer._parameters[name], cut, group.rank)
+        layer.__class__ = _subclass(cls, type(layer))  # type: ignore[arg-type]
+        assert isinstance(layer, cls)
+        layer.group, layer.cuts = group, dict(cuts)
+        layer._whole_sizes = {name: getattr(layer, name) for name in sizes}
+        layer._settings = ("group", "cuts", "_whole_sizes", "_settings", *settings)
+        for name, value in {**sizes, **settings}.items():
+            setattr(layer, name, value)
+        return layer
+
+    @staticmethod
+    def _check(layer: nn.Module, forward: Any, parameters: Sequence[str] = ("weight", "bias")) -> None:
+        """Refuse a ``layer`` that computes something else than ``forward``, or with others than its ``parameters``."""
+        if isinstance(layer, SplitLayer):
+            raise CannotSplit("it is split already")
+        if type(layer).forward is not forward or "forward" in vars(layer):
+            raise CannotSplit(f"{type(layer).__name__} has a forward of its own")
+        for name in parameters:
+            if name not in layer._parameters:
+                raise CannotSplit(f"its {name} is no parameter of its own, but computed from others")
+
+    def to_dense(self) -> nn.Module:
+        """Be what it was before, in place; all ranks of the group call it. Gradients are dropped."""
+        for name, cut in self.cuts.items():
+            _join_in_place(self._parameters[name], cut, self.group)
+        for name, size in self._whole_sizes.items():
+            setattr(self, name, size)
+        for name in self._settings:
+            delattr(self, name)
+        self.__class__ = type(self)._dense  # type: ignore[attr-defined]
+        return self
+
+    def extra_repr(self) -> str:
+        """What the dense layer says of itself, with the sizes of the part."""
+        return f"{super().extra_repr()}, rank {self.group.rank} of {self.group.size}".removeprefix(", ")
+
+
+def cut_evenly(dim: int, length: int, group: TensorGroup, *, num_blocks: int = 1, granule: int = 1) -> Cut:
+    """:meth:`Cut.evenly` for the ranks of ``group``.
+
+    Raises:
+        CannotSplit: there are too few parts.
+    """
+    try:
+        return Cut.evenly(dim, length, group.size, num_blocks=num_blocks, granule=granule)
+    except ValueError as error:
+        raise CannotSplit(str(error)) from None
+
+
+@cache
+def _subclass(split: type[SplitLayer], dense: type[nn.Module]) -> type[SplitLayer]:
+    """Both; one class for each pair, which tests and ``torch.compile`` can rely on."""
+    # A graph has no collectives in it: compiled code calls these layers.
+    forward = torch.compiler.disable(split.forward)
+    return type(split.__name__, (split, dense), {"_dense": dense, "forward": forward, "__module__": split.__module__})
+
+
+@torch.no_grad()
+def _cut_in_place(parameter: Tensor | None, cut: Cut, rank: int) -> None:
+    # A tied parameter comes here with each of its layers.
+    if parameter is None or parameter.shape[cut.dim] != cut.length:
+        return
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = cut.part(parameter.data, rank)
+    if gradient is not None:
+        parameter.grad = cut.part(gradient, rank)
+
+
+@torch.no_grad()
+def _join_in_place(parameter: Tensor | None, cut: Cut, group: TensorGroup) -> None:
+    if parameter is None or parameter.shape[cut.dim] == cut.length:
+        return
+    parameter.grad = None
+    lengths = [cut.length_of(rank) for rank in range(group.size)]
+    parts = group.gather(parameter.data, cut.dim, lengths)
+    parameter.data = cut.join(parts.split(lengths, cut.dim)) if len(cut.blocks) > 1 else parts
