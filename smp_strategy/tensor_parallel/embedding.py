@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smp_strategy.tensor_parallel.functions import add_up, gather
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.split_layer import CannotSplit, SplitLayer, cut_evenly
+from smp_strategy.tensor_parallel.split_layer import CannotSplit, SplitLayer, check_plain, cut_evenly
 
 __all__ = ["HiddenParallelEmbedding", "VocabParallelEmbedding"]
 
@@ -22,17 +22,6 @@ class _ParallelEmbedding(SplitLayer):
     embedding_dim: int
     padding_idx: int | None
     scale_grad_by_freq: bool
-
-    @classmethod
-    def _check_embedding(cls, layer: nn.Module) -> nn.Embedding:
-        if not isinstance(layer, nn.Embedding):
-            raise CannotSplit(f"{type(layer).__name__} is no embedding")
-        cls._check(layer, nn.Embedding.forward, ("weight",))
-        if layer.max_norm is not None:
-            raise CannotSplit("it rescales rows as they are used (`max_norm`), by the norms of whole rows")
-        if layer.sparse:
-            raise CannotSplit("its gradients are sparse")
-        return layer
 
 
 class VocabParallelEmbedding(_ParallelEmbedding):
@@ -45,7 +34,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
         Raises:
             CannotSplit: it is another layer, too small, or has an option that needs whole rows in one place.
         """
-        layer = cls._check_embedding(layer)
+        layer = _checked(layer)
         if layer.scale_grad_by_freq:
             raise CannotSplit("it scales gradients by the number of a token's uses (`scale_grad_by_freq`)")
         cut = cut_evenly(0, layer.num_embeddings, group)
@@ -76,7 +65,7 @@ class HiddenParallelEmbedding(_ParallelEmbedding):
         Raises:
             CannotSplit: it is another layer, too small, or has an option that needs whole rows in one place.
         """
-        layer = cls._check_embedding(layer)
+        layer = _checked(layer)
         cut = cut_evenly(1, layer.embedding_dim, group)
         return cls._split(layer, group, {"weight": cut}, {"embedding_dim": cut.length_of(group.rank)}, {})
 
@@ -85,3 +74,14 @@ class HiddenParallelEmbedding(_ParallelEmbedding):
         (lengths,) = self.cuts["weight"].blocks
         found = F.embedding(tokens, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
         return gather(found, self.group, -1, lengths)
+
+
+def _checked(layer: nn.Module) -> nn.Embedding:
+    if not isinstance(layer, nn.Embedding):
+        raise CannotSplit(f"{type(layer).__name__} is no embedding")
+    check_plain(layer, nn.Embedding, ("weight",))
+    if layer.max_norm is not None:
+        raise CannotSplit("it rescales rows as they are used (`max_norm`), by the norms of whole rows")
+    if layer.sparse:
+        raise CannotSplit("its gradients are sparse")
+    return layer

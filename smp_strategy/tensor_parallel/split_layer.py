@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["CannotSplit", "SplitLayer", "cut_evenly"]
+__all__ = ["CannotSplit", "SplitLayer", "check_plain", "cut_evenly"]
 
 
 class CannotSplit(Exception):
@@ -51,7 +51,7 @@ class SplitLayer(nn.Module):
         """Make ``layer`` one of this class, all or nothing.
 
         Args:
-            layer: that has passed :meth:`_check`.
+            layer: that has passed :func:`check_plain`.
             group: see the class.
             cuts: see the class.
             sizes: attributes of the layer, as they are from now on.
@@ -72,19 +72,8 @@ class SplitLayer(nn.Module):
             setattr(layer, name, value)
         return layer
 
-    @staticmethod
-    def _check(layer: nn.Module, forward: Any, parameters: Sequence[str] = ("weight", "bias")) -> None:
-        """Refuse a ``layer`` that computes something else than ``forward``, or with others than its ``parameters``."""
-        if isinstance(layer, SplitLayer):
-            raise CannotSplit("it is split already")
-        if type(layer).forward is not forward or "forward" in vars(layer):
-            raise CannotSplit(f"{type(layer).__name__} has a forward of its own")
-        for name in parameters:
-            if name not in layer._parameters:
-                raise CannotSplit(f"its {name} is no parameter of its own, but computed from others")
-
     def to_dense(self) -> nn.Module:
-        """Be what it was before, in place; all ranks of the group call it. Gradients are dropped."""
+        """Be what it was before, in place; all ranks of the group call it. Gradients of what was cut are dropped."""
         for name, cut in self.cuts.items():
             _join_in_place(self._parameters[name], cut, self.group)
         for name, size in self._whole_sizes.items():
@@ -97,6 +86,21 @@ class SplitLayer(nn.Module):
     def extra_repr(self) -> str:
         """What the dense layer says of itself, with the sizes of the part."""
         return f"{super().extra_repr()}, rank {self.group.rank} of {self.group.size}".removeprefix(", ")
+
+
+def check_plain(layer: nn.Module, kind: type, parameters: Sequence[str] = ("weight", "bias")) -> None:
+    """Refuse a ``layer`` that computes something else than ``kind`` does, or with other things than its parameters.
+
+    Raises:
+        CannotSplit: with the reason.
+    """
+    if isinstance(layer, SplitLayer):
+        raise CannotSplit("it is split already")
+    if type(layer).forward is not kind.forward or "forward" in vars(layer):  # type: ignore[attr-defined]
+        raise CannotSplit(f"{type(layer).__name__} has a forward of its own")
+    for name in parameters:
+        if name not in layer._parameters:
+            raise CannotSplit(f"its {name} is no parameter of its own, but computed from others")
 
 
 def cut_evenly(dim: int, length: int, group: TensorGroup, *, num_blocks: int = 1, granule: int = 1) -> Cut:

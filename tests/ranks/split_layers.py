@@ -1,16 +1,17 @@
 """What tests of split layers share: a layer beside its dense twin."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["assert_close", "group_of_all", "random", "same_gradients", "same_parts", "sent"]
+__all__ = ["assert_close", "cuts_of", "group_of_all", "random", "same_gradients", "same_parts", "sent"]
 
 Split = Callable[[nn.Module, TensorGroup], object]
 
@@ -32,15 +33,23 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> No
     assert error <= tolerance, float(error)
 
 
-def same_parts(split: nn.Module, cuts: dict[str, object], dense: nn.Module, rank: int, what: str = "grad") -> None:
-    """Whether parameters of ``split``, or their gradients, are the parts of those of ``dense``."""
+def same_parts(split: nn.Module, cuts: Mapping[str, Cut], dense: nn.Module, rank: int, tolerance: float = 1e-5) -> None:
+    """Whether gradients of ``split`` are the parts of those of ``dense``."""
     for (name, part), whole in zip(split.named_parameters(), dense.parameters(), strict=True):
-        found, expected = (part.grad, whole.grad) if what == "grad" else (part.detach(), whole.detach())
-        if expected is None:
-            assert found is None, name
+        if whole.grad is None:
+            assert part.grad is None, name
             continue
-        cut = cuts.get(name)
-        assert_close(found, expected if cut is None else cut.part(expected, rank))
+        expected = cuts[name].part(whole.grad, rank) if name in cuts else whole.grad
+        assert_close(part.grad, expected, tolerance)
+
+
+def cuts_of(module: nn.Module) -> dict[str, Cut]:
+    """By the names of parameters."""
+    return {
+        f"{prefix}{'.' if prefix else ''}{name}": cut
+        for prefix, layer in module.named_modules()
+        for name, cut in getattr(layer, "cuts", {}).items()
+    }
 
 
 def same_gradients(dense: nn.Module, split: Split, x: Tensor) -> nn.Module:
@@ -56,12 +65,7 @@ def same_gradients(dense: nn.Module, split: Split, x: Tensor) -> nn.Module:
     found.backward(towards)
     if x.is_floating_point():
         assert_close(inputs[1].grad, inputs[0].grad)
-    cuts = {
-        f"{prefix}{'.' if prefix else ''}{name}": cut
-        for prefix, module in other.named_modules()
-        for name, cut in getattr(module, "cuts", {}).items()
-    }
-    same_parts(other, cuts, dense, group.rank)
+    same_parts(other, cuts_of(other), dense, group.rank)
     return other
 
 

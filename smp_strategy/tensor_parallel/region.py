@@ -1,0 +1,93 @@
+"""Regions in which activations are split: they begin at column-parallel layers and end at row-parallel ones.
+
+A column-parallel layer has some of the outputs: it reads a whole tensor, and each rank goes on with outputs of its own.
+A row-parallel layer has some of the inputs: what the ranks compute is added up, and all go on with the sum. A
+column-parallel layer, anything that treats each output alike, and a row-parallel layer together cost one sum in forward
+and one in backward, both of the size of a whole activation, which is the least.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.tensor_parallel.boundary import leave
+from smp_strategy.tensor_parallel.functions import gather, split
+from smp_strategy.tensor_parallel.randomness import SplitRandomness
+from smp_strategy.tensor_parallel.split_layer import SplitLayer
+
+__all__ = ["ColumnParallelLayer", "RowParallelLayer"]
+
+Blocks = Sequence[Sequence[int]]
+"""For each fused matrix the lengths of the ranks' parts."""
+
+
+class ColumnParallelLayer(SplitLayer):
+    """A layer with some of the outputs.
+
+    Attributes:
+        gather_output: whether the result has the outputs of all ranks, and all go on alike.
+        shares_input: whether other layers of the region read the same tensor.
+        randomness: what the region draws from, if random numbers are drawn in it.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    gather_output: bool
+    shares_input: bool
+    randomness: SplitRandomness | None
+    _features: int
+    """The dim of activations that is split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of a whole ``x``."""
+        if self.randomness is not None and self.training:
+            self.randomness.enter(x, self)
+        y = self._product(x)
+        return self._gathered(y) if self.gather_output else y
+
+    def _product(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _gathered(self, y: Tensor) -> Tensor:
+        dim, blocks = self._features, self.cuts["weight"].blocks
+        parts = y.split([lengths[self.group.rank] for lengths in blocks], dim)
+        whole = [gather(part, self.group, dim, lengths) for part, lengths in zip(parts, blocks, strict=True)]
+        return torch.cat(whole, dim) if len(whole) > 1 else whole[0]
+
+
+class RowParallelLayer(SplitLayer):
+    """A layer with some of the inputs.
+
+    Attributes:
+        splits_input: whether it gets inputs of all ranks, and reads its part of them.
+        randomness: what the region that ends here has drawn from.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    splits_input: bool
+    randomness: SplitRandomness | None
+    _features: int
+    """The dim of activations that is split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same on all ranks."""
+        summand = self._product(self._part(x) if self.splits_input else x)
+        y = leave(summand, self.group)
+        if self.bias is not None:
+            # In place: nobody else has the sum.
+            y = y.add_(self.bias.view(-1, *[1] * (-1 - self._features)))
+        if self.randomness is not None:
+            self.randomness.leave()
+        return y
+
+    def _product(self, x: Tensor) -> Tensor:
+        """Without the bias."""
+        raise NotImplementedError
+
+    def _part(self, x: Tensor) -> Tensor:
+        dim, blocks = self._features, self.cuts["weight"].blocks
+        whole = x.split([sum(lengths) for lengths in blocks], dim)
+        parts = [split(each, self.group, dim, lengths) for each, lengths in zip(whole, blocks, strict=True)]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
