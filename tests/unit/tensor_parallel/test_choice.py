@@ -118,3 +118,14 @@ def test_a_module_with_two_names_is_one_layer():
 def test_a_block_that_refused_in_the_end_is_left_out():
     choice = decide(net(), Block("it", "a source", UP_DOWN), refused={"it": "it has a forward of its own"})
     assert choice.reasons["up"] == ("a source", "it has a forward of its own")
+
+
+def test_a_layer_whose_weight_other_code_reads_stays_whole():
+    module = net()
+    blocks = (Block("", "a source", UP_DOWN),)
+    modules = dict(module.named_modules(remove_duplicate=False))
+    weight, bias = id(module["up"].weight), id(module["down"].bias)
+    allowed = {weight: frozenset({"up"}), bias: frozenset({"head"})}
+    assert choose(modules, blocks, 2, {}, readers=allowed).blocks, "the bias of rows is not cut"
+    choice = choose(modules, blocks, 2, {}, readers={weight: frozenset({"up", "head"})})
+    assert choice.reasons["down"] == ("a source", "code of `head` reads the weight of `up`")

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smp_strategy.tensor_parallel.pairs import Pair, find_pairs, pair_blocks
+from smp_strategy.tensor_parallel.watching import Pair, pair_blocks, watch
 
 
 class Net(nn.Module):
@@ -22,7 +22,7 @@ class Net(nn.Module):
 
 def pairs_of(net, step=None):
     modules = dict(net.named_modules(remove_duplicate=False))
-    return find_pairs(modules, step or (lambda: net(torch.randn(3, 4))))
+    return list(watch(modules, step or (lambda: net(torch.randn(3, 4)))).pairs)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +144,37 @@ def test_looking_for_pairs_leaves_no_gradients_behind():
 
 
 def test_the_layers_of_a_pair_are_one_block():
-    (block,) = pair_blocks({}, [Pair(("mlp.gate", "mlp.up"), "mlp.down")])
+    (block,) = pair_blocks([Pair(("mlp.gate", "mlp.up"), "mlp.down")])
     assert {name: how.style for name, how in block.layers.items()} == {
         "mlp.gate": "column",
         "mlp.up": "column",
         "mlp.down": "row",
     }
     assert block.source == "found in the step"
+
+
+def test_who_reads_a_weight_is_seen():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head, self.other = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False), nn.Linear(4, 4)
+            self.head.weight = self.table.weight
+
+        def forward(self, tokens):
+            assert self.other.weight.dtype == torch.float32
+            x = self.head(self.table(tokens))
+            return x + F.linear(self.other(self.table(tokens)), self.table.weight)
+
+    net = nn.ModuleDict({"net": Tied()})
+    modules = dict(net.named_modules(remove_duplicate=False))
+    readers = watch(modules, lambda: net["net"](torch.arange(3))).readers
+    assert readers[id(net["net"].table.weight)] == {"net.table", "net.head", "net"}
+    assert readers[id(net["net"].other.weight)] == {"net.other"}
+    assert not net["net"].head._forward_hooks
+
+
+def test_a_step_that_fails_leaves_no_hooks():
+    net = Net(lambda net, h: h.unknown())
+    with pytest.raises(AttributeError):
+        pairs_of(net)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
