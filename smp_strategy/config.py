@@ -106,7 +106,7 @@ class SMPConfig(
             raise ConfigError(problems)
 
     def _problems_with(self, num_stages: int) -> list[str]:
-        found = super()._problems_with(num_stages)
+        found = super()._problems_with(num_stages) + self._problems_of_gathering(num_stages)
         active, needed = self.active_microbatches, self.num_microbatches(num_stages)
         if self.pipeline == "simple" and active is not None and active < needed:
             found.append(

@@ -17,6 +17,7 @@ from smp_strategy.measurement.sharing import MeasuringOptions, measure
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD
+from smp_strategy.sizes import show_count
 from smp_strategy.trace.events import Event, Trace
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.measured import Measured, with_measured_bytes, work_of
@@ -69,8 +70,9 @@ class Costs:
         measured = self.measured
         found = {"times": measured.work, "activations": measured.saved_bytes}
         what = " and ".join(name for name, of_units in found.items() if of_units) or "nothing"
-        ranks = len(set(measured.rank_of.values()))
-        lines = [f"Measured: {what} of {len(measured.rank_of)} units, on {ranks} ranks."]
+        units = show_count(len(measured.rank_of), "unit")
+        ranks = show_count(len(set(measured.rank_of.values())), "rank")
+        lines = [f"Measured: {what} of {units}, on {ranks}."]
         if measured.rank_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")

@@ -159,6 +159,7 @@ class Engine:
         self._keep_shared = keep_shared
         if self._calls.are_intercepted:
             return
+        seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
             measuring_device(self.config, self._device)
@@ -167,10 +168,8 @@ class Engine:
             self._units = choose_placed_units(self.config, module, shape.pp)
             self._given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
-            self._seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
-            self._delayed = DelayedModule(module, self._seed, self._device)
-        else:
-            start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
+            self._seed = seed
+            self._delayed = DelayedModule(module, seed, self._device)
         self._calls.intercept(self._units)
 
     def serves(self, module: nn.Module) -> bool:
@@ -213,10 +212,9 @@ class Engine:
             self._decide(kind, step, microbatch, loss_of)
         assert self.partition is not None
         stage_of = self.partition.stage_of
-        share = self._take_share(stage_of)
-        self._transport = None
-        if self.mesh.pp > 1:
-            self._transport = Transport(self.mesh.stage_ranks, self.mesh.pp_group, self._timeout)
+        share, has_others = self._take_share(stage_of), self.mesh.pp > 1
+        ranks, group = self.mesh.stage_ranks, self.mesh.pp_group
+        self._transport = Transport(ranks, group, self._timeout) if has_others else None
         self.views.begin(list(self._module.parameters()), share.ownership, self.mesh, self._transport, share.sharded)
         stage = Stage(
             number=self.mesh.stage,
@@ -243,6 +241,7 @@ class Engine:
         if self._calls.runtime is None:
             self._spread(kind, step, microbatch, loss_of)
         if was_surveyed and is_new and (self._module.training or not self._calls.leftovers.is_empty):
+            self.share.settle()
             look_for_exposed(step, microbatch, self._surroundings())
 
     def _surroundings(self) -> Surroundings:
@@ -420,7 +419,7 @@ class Engine:
             self._share.begin_update(optimizer)
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """``optimizer`` has stepped: all ranks that hold its parameters get the new values. Collective."""
+        """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
         if self._share is not None:
             self._share.end_update(optimizer)
 
@@ -443,6 +442,7 @@ class Engine:
         """
         if self._calls.runtime is None or not self.is_spread or self.views.is_open:
             return hook()
+        self.share.settle()
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         self._calls.in_hook = True
         try:

@@ -1,31 +1,44 @@
 """Files that people or other jobs read."""
 
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from smp_strategy.errors import ConfigError
 
-__all__ = ["form_of", "write_atomically"]
+__all__ = ["Report", "save_report", "write_atomically"]
 
 
-def form_of(path: str | Path, forms: Mapping[str, Callable[[], str]], what: str) -> Callable[[], str]:
-    """The one of ``forms`` that the ending of a file asks for.
+class Report(Protocol):
+    """Something to be read: as text, by ``str``, as data, and in a browser."""
+
+    def to_json(self) -> str:
+        """As data."""
+
+    def to_html(self) -> str:
+        """As a page."""
+
+
+def save_report(path: str | Path, report: Report, what: str, *, is_here: bool = True) -> None:
+    """Write ``report`` to a file in the form that the ending asks for: ``.txt``, ``.json`` or ``.html``.
 
     Args:
         path: the file.
-        forms: who makes its text, by ending.
-        what: it will be, for messages.
+        report: what is to be read.
+        what: it is, for messages.
+        is_here: whether this rank writes; others learn of a wrong ending, too.
 
     Raises:
         ConfigError: another ending.
     """
     path = Path(path)
+    forms = {".txt": report.__str__, ".json": report.to_json, ".html": report.to_html}
     if path.suffix not in forms:
         raise ConfigError(
             f"{what} is written as {', '.join(forms)}, but the file is to be {path.name!r}. Change its ending."
         )
-    return forms[path.suffix]
+    if is_here:
+        write_atomically(path, forms[path.suffix]() + "\n")
 
 
 def write_atomically(path: str | Path, text: str) -> None:

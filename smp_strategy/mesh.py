@@ -1,9 +1,9 @@
 """This rank's place in the process mesh, and the process groups through it.
 
 :mod:`smp_strategy.mesh_shape` says which rank stands where. The groups along one axis are those of torch's DeviceMesh,
-which DTensors can use. Those of all replicas and of two hops are made by ``new_subgroups_by_enumeration``, in which
-all ranks take part: torch names a group that only its members make after the number of groups that each of them has,
-and they wait for ever where those numbers differ.
+which DTensors can use. The others are made by ``new_subgroups_by_enumeration``, in which all ranks take part: torch
+names a group that only its members make after the number of groups that each of them has, and they wait for ever where
+those numbers differ.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,6 @@ class ProcessMesh:
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
         self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(shape.pp)): self.pp_group}
-        self._hop_groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
 
     @property
     def pp(self) -> int:
@@ -104,17 +103,6 @@ class ProcessMesh:
             self._groups[stages] = self._made(groups)
         return self._groups[stages]
 
-    def hop_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The groups of :meth:`MeshShape.hops`: inside the node, and between nodes.
-
-        Only gathers in two hops need them, so the first call makes them; it is collective over all ranks.
-        """
-        if self._hop_groups is None:
-            hops = [self.shape.hops(rank) for rank in range(self.shape.world_size)]
-            inner, outer = (sorted(map(list, set(map(tuple, each)))) for each in zip(*hops, strict=True))
-            self._hop_groups = self._mine(inner), self._mine(outer)
-        return self._hop_groups
-
     def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The one of some groups that this rank is in, if it is in one; collective over all ranks."""
         mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
@@ -129,7 +117,6 @@ class ProcessMesh:
     def close(self) -> None:
         """Let go of the process groups; the mesh is of no use afterwards."""
         del self.device_mesh, self.pp_group, self.dp_group, self.replicate_group, self.shard_group
-        self._hop_groups = None
         self._groups.clear()
 
     def draw(self) -> str:

@@ -238,7 +238,8 @@ class ShardingOptions:
     Here a unit travels as a whole, so that small ones cost no messages of their own, and the default is what the
     degree promises: all of the parameters are sharded."""
     sdp_max_live_parameters: int = 1_000_000_000
-    """Most elements gathered at once."""
+    """Elements up to which units are gathered ahead, where they are gathered for each use. A unit in use is gathered in
+    any case, so there must be room for the largest."""
     sdp_hierarchical_allgather: bool = True
     """Where a shard group spans nodes: gather between nodes first, then inside each node. No bit depends on it:
     reductions go by nodes in any case."""
@@ -269,6 +270,16 @@ class ShardingOptions:
     def gathers_once(self, num_stages: int) -> bool:
         """Whether the parameters of all units of a stage are gathered for a whole step, and not each for each use."""
         return self.sdp_gather == "step" or (self.sdp_gather == "auto" and num_stages > 1)
+
+    def _problems_of_gathering(self, num_stages: int) -> list[str]:
+        is_limited = self.sdp_max_live_parameters != ShardingOptions.sdp_max_live_parameters
+        if self.sharded_data_parallel_degree == 1 or not is_limited or not self.gathers_once(num_stages):
+            return []
+        why = f"`sdp_gather={self.sdp_gather}`" + (f" with {num_stages} stages" if self.sdp_gather == "auto" else "")
+        return [
+            f"`sdp_max_live_parameters` ({self.sdp_max_live_parameters}) limits what is gathered ahead, but {why} "
+            "gathers everything once per step. Set `sdp_gather=use`, or leave it out."
+        ]
 
     def _without_effect(self) -> list[str]:
         if self.sharded_data_parallel_degree != 1:

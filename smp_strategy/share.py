@@ -94,6 +94,7 @@ class Share:
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
         self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
         self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
+        self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in units}
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
         self.reduction = Reduction(ownership, mesh, self._state, self.sharded)
@@ -120,7 +121,14 @@ class Share:
 
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
         """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
-        return function if self.sharded is None else self.sharded.call(unit, function, token)
+        if self.sharded is not None:
+            return self.sharded.call(unit, function, token)
+        self._state.arrivals.wait_for(self._parameters_of[unit])
+        return function
+
+    def settle(self) -> None:
+        """Wait for values that are on their way to this rank: somebody will look at them."""
+        self._state.arrivals.wait()
 
     @contextmanager
     def backward(self, *, continues: bool, sums: bool) -> Iterator[Backward]:
@@ -145,6 +153,7 @@ class Share:
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A pass without backward runs in here. Collective."""
+        self.settle()
         return nullcontext() if self.sharded is None else self.sharded.evaluating()
 
     # The optimizer's step
@@ -175,6 +184,7 @@ class Share:
 
     def restore(self, where: RestoreModule) -> None:
         """Give the ranks ``where`` the whole module back. Collective."""
+        self.settle()
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
@@ -187,10 +197,12 @@ class Share:
 
     def full_state_dict(self) -> dict[str, Any]:
         """See :meth:`smp_strategy.engine.Engine.full_state_dict`."""
+        self.settle()
         return full.state_dict(self._module, self._spread, self._mesh, self.sharded)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
         """Take this rank's share of a whole state dict, or all of it where the module is whole."""
+        self.settle()
         is_whole_here = self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
         ownership = None if is_whole_here else self.ownership
         full.load_state_dict(self._module, state, ownership, self._mesh, self.sharded, strict=strict)
@@ -256,7 +268,7 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed
     shards = collectives_of(
         mesh.shard_group,
         device,
-        torch.distributed.get_world_size(mesh.hop_groups()[0]) if is_on_nodes else None,
+        len(mesh.shape.hops(mesh.rank)[0]) if is_on_nodes else None,
         gathers_in_hops=config.sdp_hierarchical_allgather,
         most_reduced=config.sdp_reduce_bucket_size,
     )

@@ -1,4 +1,4 @@
-"""Amounts of memory and of time as people write and read them: ``16GiB`` is a number of bytes.
+"""Amounts as people write and read them: ``16GiB`` is a number of bytes, and ``1 unit`` is not ``1 units``.
 
 Memory is told in powers of 1024 by some tools and in powers of 1000 by others, and the difference (7 % at a gigabyte)
 decides whether a model fits. So a number needs its unit, and both families of units are read by their own names.
@@ -6,7 +6,7 @@ decides whether a model fits. So a number needs its unit, and both families of u
 
 import re
 
-__all__ = ["parse_bytes", "show_bytes", "show_seconds"]
+__all__ = ["parse_bytes", "show_bytes", "show_count", "show_seconds"]
 
 _PREFIXES = "KMGT"
 _UNITS = {
@@ -38,6 +38,11 @@ def show_bytes(count: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def show_count(count: int, noun: str, plural: str | None = None) -> str:
+    """``1 unit``, ``2 units``; ``plural``: where it is not the noun and an s."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def show_seconds(seconds: float) -> str:

@@ -27,6 +27,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import METADATA
 
 __all__ = [
+    "BY_IDENTITY",
     "GRADIENT",
     "HARMLESS",
     "Home",
@@ -52,6 +53,8 @@ def _accessors(*names: str) -> frozenset[Any]:
 
 
 GRADIENT = _accessors("grad")
+# Which parameters are meant is all that they want to know.
+BY_IDENTITY: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 # What neither needs the values nor gives them away: the state of autograd and bookkeeping of optimizers.
 HARMLESS = METADATA | _accessors(
     *("requires_grad", "requires_grad_", "is_leaf", "grad_fn", "retains_grad", "output_nr", "_version"),

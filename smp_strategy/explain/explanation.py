@@ -7,7 +7,7 @@ from typing import final
 
 from smp_strategy.explain.page import page
 from smp_strategy.explain.text import text
-from smp_strategy.files import form_of, write_atomically
+from smp_strategy.files import save_report
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 
@@ -55,8 +55,7 @@ class Explanation:
         Raises:
             ConfigError: another ending.
         """
-        forms = {".txt": self.__str__, ".json": self.to_json, ".html": self.to_html}
-        write_atomically(path, form_of(path, forms, "An explanation")() + "\n")
+        save_report(path, self, "An explanation")
 
 
 def _timetable(plan: Plan) -> list[list[dict[str, object]]]:

@@ -8,7 +8,7 @@ from rich.table import Table
 from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.sizes import show_bytes, show_seconds
+from smp_strategy.sizes import show_bytes, show_count, show_seconds
 
 __all__ = ["WIDTH", "sends_on", "stage_table", "summary", "text", "timetable"]
 
@@ -35,15 +35,15 @@ def text(partition: Partition, plan: Plan | None) -> str:
 def summary(partition: Partition) -> list[str]:
     """What was decided, how good it is, and what limits it, a line each; on one stage nothing is to be decided."""
     chunks = f" in {partition.num_chunks} chunks" if partition.num_chunks > partition.num_stages else ""
+    units = show_count(len(partition.units), "unit")
+    microbatches = show_count(partition.num_microbatches, "microbatch", "microbatches")
     if partition.num_stages == 1:
-        pieces = f"{partition.num_microbatches} microbatch{'es' * (partition.num_microbatches > 1)}"
         return [
-            f"{len(partition.units)} units on one stage, {pieces}",
+            f"{units} on one stage, {microbatches}",
             f"The work of a step takes {show_seconds(partition.step_seconds)} (simulated).",
         ]
     return [
-        f"{len(partition.units)} units on {partition.num_stages} stages{chunks}, "
-        f"schedule {partition.schedule} with {partition.num_microbatches} microbatches",
+        f"{units} on {partition.num_stages} stages{chunks}, schedule {partition.schedule} with {microbatches}",
         f"A step takes {show_seconds(partition.step_seconds)} (simulated); the stages are idle {partition.bubble:.1%} "
         f"of it, their work is balanced to {partition.balance:.1%}.",
         f"Limited by the {partition.limited_by}. {_certificate(partition)}",

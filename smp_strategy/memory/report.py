@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from smp_strategy.files import form_of, write_atomically
+from smp_strategy.files import save_report
 from smp_strategy.memory.amounts import RankMemory
 from smp_strategy.memory.tables import page, predicted_amounts, text
 from smp_strategy.partitioner.costs import Held
@@ -53,7 +53,4 @@ class MemoryReport:
         Raises:
             ConfigError: another ending.
         """
-        forms = {".txt": self.__str__, ".json": self.to_json, ".html": self.to_html}
-        form = form_of(path, forms, "A memory report")
-        if self.rank == 0:
-            write_atomically(path, form() + "\n")
+        save_report(path, self, "A memory report", is_here=self.rank == 0)

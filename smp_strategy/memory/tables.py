@@ -64,6 +64,8 @@ def page(ranks: Sequence[RankMemory], predicted: Sequence[Held]) -> str:
 def _summary(ranks: Sequence[RankMemory]) -> str:
     fullest = max(ranks, key=lambda each: each.total)
     total = show_bytes(sum(each.total for each in ranks))
+    if len(ranks) == 1:
+        return f"The one rank holds {total}"
     return f"{len(ranks)} ranks hold {total}, the fullest of them (rank {fullest.rank}) {show_bytes(fullest.total)}"
 
 

@@ -7,7 +7,8 @@ Adafactor, LAMB) computes what it would in one process.
 
 Between the last backward and the optimizer each gradient is averaged on its owner alone, and the others let go of
 theirs. To an optimizer a parameter without gradient is not there: it makes no state for it. After its step each owner
-passes on the new values. Where the user's hooks look at gradients all replicas keep them until then.
+passes on the new values, which travel while the next forward has begun (:mod:`smp_strategy.optim.arrivals`). Where the
+user's hooks look at gradients all replicas keep them until the step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from smp_strategy.buckets import BUCKET_BYTES, buckets
 from smp_strategy.dealing import balanced
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.arrivals import Arrivals
 from smp_strategy.optim.gradients import alike
 from smp_strategy.optim.sums import Bucket
 from smp_strategy.ownership import Ownership
@@ -42,6 +44,7 @@ class StateSharding:
     Attributes:
         is_on: whether they are dealt out: there is more than one replica.
         drops_gradients: whether a replica has gradients of its own parameters only, once they are averaged.
+        arrivals: new values that are on their way from other replicas.
     """
 
     def __init__(self, ownership: Ownership, mesh: ProcessMesh, *, is_on: bool, everyone_sees: bool) -> None:
@@ -54,6 +57,7 @@ class StateSharding:
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
         self._updating: Optimizer | None = None
+        self.arrivals = Arrivals()
 
     def owner(self, parameter: Tensor, stage: int) -> int:
         """The replica that updates ``parameter`` on ``stage``, which holds it; if all do, the first."""
@@ -102,7 +106,7 @@ class StateSharding:
                 parameter.grad = None
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """It has stepped: every replica gets the new values. Collective over the replicas.
+        """It has stepped: every replica gets the new values, by and by. Collective over the replicas.
 
         Where nobody has called :meth:`begin_update` every replica has updated all of them, if it had the gradients.
         """
@@ -112,32 +116,38 @@ class StateSharding:
         for parameter, gradient in self._hidden.items():
             parameter.grad = gradient
         self._hidden.clear()
-        with torch.no_grad():
-            for shares in self._rounds(self._dealt_out(optimizer)):
-                self._pass_on(shares)
+        self.arrivals.wait()
+        for shares in self._rounds(self._dealt_out(optimizer)):
+            self._pass_on(shares)
 
     def _pass_on(self, shares: Sequence[Sequence[nn.Parameter]]) -> None:
         sizes = [sum(parameter.numel() for parameter in share) for share in shares]
         example = next(parameter for share in shares for parameter in share)
         own = torch.zeros(max(sizes), dtype=example.dtype, device=example.device)
         here = self._mesh.dp_rank
-        if values := [parameter.reshape(-1) for parameter in shares[here]]:
+        if values := [parameter.detach().reshape(-1) for parameter in shares[here]]:
             torch.cat(values, out=own[: sizes[here]])
         gathered = list(own.new_empty(self._mesh.dp, len(own)).unbind())
-        dist.all_gather(gathered, own, group=self._mesh.dp_group)
-        for replica, flat in enumerate(gathered):
-            if replica != here:
-                _fill(shares[replica], flat[: sizes[replica]])
+        work = dist.all_gather(gathered, own, group=self._mesh.dp_group, async_op=True)
+        others = [replica for replica in range(self._mesh.dp) if replica != here]
+
+        def fill() -> None:
+            work.wait()
+            for replica in others:
+                _fill(shares[replica], gathered[replica][: sizes[replica]])
+
+        self.arrivals.expect([parameter for replica in others for parameter in shares[replica]], fill)
 
     def _owner(self, parameter: Tensor) -> int:
         return self.owner(parameter, self._mesh.stage)
 
     def _dealt_out(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """The parameters that one replica updates and the others wait for."""
+        """The parameters that one replica updates and the others wait for, in the order in which they are used."""
         if not self.is_on:
             return []
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [parameter for parameter in given if parameter.requires_grad and parameter in self._held]
+        given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        local = self._ownership.local_parameters(self._mesh.stage)
+        return [parameter for parameter in local if parameter.requires_grad and parameter in given]
 
     def _rounds(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[list[nn.Parameter]]]:
         """Parameters that travel together, of one dtype: for each replica those that it owns."""

@@ -61,8 +61,6 @@ class FlatBuffer:
         shard: this rank's share of the values.
         own: the part of it that this rank updates.
         gradients: of that part; ``None`` where there are none.
-        is_used: for each parameter, whether it has had a gradient on this rank since :meth:`begin_gradients`, or those
-            that it went on with.
     """
 
     def __init__(
@@ -98,7 +96,8 @@ class FlatBuffer:
         self._refreshing: list[Pending] = []
         self._arriving: Pending | None = None
         self._is_gathered = False
-        self.is_used = [False] * len(parameters)
+        # For each parameter, whether it has had a gradient on this rank in this pass, or one that it went on with.
+        self._is_used = [False] * len(parameters)
         self._goes_on = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
@@ -201,7 +200,7 @@ class FlatBuffer:
         self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
         found = [_taken(parameter) for parameter in self.parameters]
         self._goes_on = [gradient is not None for gradient in found]
-        self.is_used = [gradient is not None and gradient.is_used for gradient in found]
+        self._is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
 
     def take_gradients(self) -> tuple[Tensor, Pending | None]:
@@ -229,7 +228,7 @@ class FlatBuffer:
                 parameter = self.parameters[number]
                 # One that is frozen for a while keeps what it has had before.
                 if parameter.requires_grad or self._goes_on[number]:
-                    parameter.grad = self._in_disguise(number, piece, is_used=self.is_used[number])
+                    parameter.grad = self._in_disguise(number, piece, is_used=self._is_used[number])
         self.gradients = None
 
     def show_pieces(self) -> None:
@@ -366,7 +365,7 @@ class FlatBuffer:
             view.add_(gradient)
         else:
             view.copy_(gradient)
-        self._has_gradient[number] = self.is_used[number] = True
+        self._has_gradient[number] = self._is_used[number] = True
 
     def _gradient_buffer(self) -> Tensor:
         if self._collected is None:

@@ -90,12 +90,6 @@ class FlatUnit:
         return [buffer.gradients for buffer in self._buffers if buffer.gradients is not None]
 
     @property
-    def is_used(self) -> list[bool]:
-        """For each parameter, in the order of the layout, whether this rank has had a gradient of it since gradients
-        were dropped."""
-        return [is_used for buffer in self._buffers for is_used in buffer.is_used]
-
-    @property
     def is_trained(self) -> bool:
         """Whether any of its parameters is trained, or was in an earlier pass."""
         return bool(self._trained)

@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.stage_tensors import GRADIENT, HARMLESS, in_plain_sight, name_of
+from smp_strategy.stage_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight, name_of
 
 __all__ = ["OnUse", "Resting", "placeholder"]
 
-# Which parameters are meant is all that they want to know.
-_BY_IDENTITY: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 # Where it is noted on a parameter what its use leads to.
 _ON_USE = "_smp_on_use"
 
@@ -58,7 +56,7 @@ class Resting(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in HARMLESS or func in _BY_IDENTITY:
+        if func in HARMLESS or func in BY_IDENTITY:
             with in_plain_sight():
                 return func(*args, **(kwargs or {}))
         resting = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Resting))

@@ -119,6 +119,7 @@ class ShardedUnits:
         for parameter in self._unit_of:
             self._on_use.watch(parameter)
         self._is_open = False
+        self._has_failed = False
         self._device = device
         # Since ranks have told each other for the last time.
         self._stops: list[str] = []
@@ -173,25 +174,45 @@ class ShardedUnits:
         Args:
             sums: add them up over the replicas as well, beginning with :meth:`around_last`.
         """
-        for unit in self.units.values():
-            unit.begin_gradients()
-        self._uses.begin_training()
-        self._uses.begin_pass()
-        yield
-        self._uses.is_last = sums
-        self.end_pass()
-        self._has_sums = sums or self.deals_out
-        if self._has_sums:
-            self._finish_sums()
-        for unit in self.units.values():
-            unit.end_gradients()
+        with self._unless_it_fails():
+            for unit in self.units.values():
+                unit.begin_gradients()
+            self._uses.begin_training()
+            self._uses.begin_pass()
+            yield
+            self._uses.is_last = sums
+            self.end_pass()
+            self._has_sums = sums or self.deals_out
+            if self._has_sums:
+                self._finish_sums()
+            for unit in self.units.values():
+                unit.end_gradients()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """A pass without backward. Collective."""
-        self._uses.begin_pass()
-        yield
-        self.end_pass()
+        with self._unless_it_fails():
+            self._uses.begin_pass()
+            yield
+            self.end_pass()
+
+    @contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """Where an exception ends a pass on all ranks, and they go on, it is brought to its end before the next one."""
+        self._end_failed()
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _end_failed(self) -> None:
+        """If a pass has failed, let what it has begun come to its end, and drop its gradients. Collective."""
+        if self._has_failed:
+            self._has_failed = False
+            self._stops.clear()
+            self._uses.end_pass()
+            self._uses.finish_sums()
 
     @contextmanager
     def around_last(self) -> Iterator[None]:
@@ -206,6 +227,7 @@ class ShardedUnits:
         :meth:`end_pass`. What has saved weights by then finds them again, gathered anew, or learns that they have
         changed.
         """
+        self._end_failed()
         self._is_open = True
         self._uses.may_return_weights = False
 
@@ -221,11 +243,12 @@ class ShardedUnits:
         self._stops.append(place)
 
     def let_go(self) -> None:
-        """End the pass that :meth:`begin_pass` has begun, if it goes on. Collective.
+        """End the pass that :meth:`begin_pass` has begun, if it goes on, and one that has failed. Collective.
 
         To be called before values are shown, as those that are gathered get out of date, and before any other
         collective, as ranks that still gather do not come to it.
         """
+        self._end_failed()
         if self._is_open:
             self.end_pass()
 

@@ -46,7 +46,8 @@ class UnitUses:
         prefetch: how many units are gathered ahead.
         most_live: number of elements (padding included, without those of small parameters that stay) up to which units
             are gathered ahead; ``None``: any.
-        gathers_once: gather all units when a pass begins and keep them until it ends, instead of for each use.
+        gathers_once: gather all units, however many, when a pass begins and keep them until it ends, instead of for
+            each use.
         replicas: the collectives of the ranks that have the same shards in other shard groups, if there are any.
         deals_out: whether each of these ranks updates a part of the shards.
 
@@ -83,7 +84,8 @@ class UnitUses:
         self._units = list(units.values())
         self._numels = [unit.layout.transient_numel for unit in self._units]
         self._bytes = [unit.layout.transient_bytes for unit in self._units]
-        self._check_cap(most_live)
+        if not gathers_once:
+            self._check_cap(most_live)
         self._most_live = most_live
         self._num_prefetched = prefetch
         self._gathers_once = self.may_return_weights = gathers_once

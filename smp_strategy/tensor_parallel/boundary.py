@@ -40,10 +40,10 @@ def enter(whole: Tensor, group: TensorGroup) -> Tensor:
     return copied
 
 
-def leave(summand: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of the ranks' ``summand``, which is used up."""
+def leave(own: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of what each rank has of its ``own``, which is used up."""
     group.entered = None
-    return functions.add_up(summand, group)
+    return functions.add_up(own, group)
 
 
 def as_computed(tensor: Tensor) -> Tensor:

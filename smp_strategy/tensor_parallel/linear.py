@@ -117,8 +117,13 @@ class RowParallelLinear(RowParallelLayer):
         }
         return cls._split(layer, group, {"weight": cut}, {form.inputs: cut.length_of(group.rank)}, settings)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t() if self._is_transposed else self.weight)
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.weight.t() if self._is_transposed else self.weight
+        if bias is None:
+            return F.linear(x, weight)
+        # The result of `F.linear` with a bias is a view, in which no sum can be taken in place.
+        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], len(weight)])
 
 
 class _Form(NamedTuple):

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from smp_strategy.explain.text import WIDTH
 from smp_strategy.pipeline.schedule import Action
-from smp_strategy.sizes import show_seconds
+from smp_strategy.sizes import show_count, show_seconds
 from smp_strategy.timeline.comparison import Comparison
 
 __all__ = ["Cells", "summary", "tables", "text"]
@@ -54,8 +54,9 @@ def text(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
 
 def summary(comparison: Comparison, step: int) -> list[str]:
     """What the step took, a line each."""
+    stages = show_count(len(comparison.recordings), "stage")
     lines = [
-        f"Training step {step} took {show_seconds(comparison.seconds)} on {len(comparison.recordings)} stages"
+        f"Training step {step} took {show_seconds(comparison.seconds)} on {stages}"
         f"{_against(comparison.seconds, comparison.plan.makespan)}.",
         f"It took {show_seconds(comparison.seconds_to_end)} more until the stages had agreed and shared their results.",
     ]

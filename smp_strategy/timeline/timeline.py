@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from smp_strategy.files import form_of, write_atomically
+from smp_strategy.files import save_report
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.timeline.chrome import chrome_trace
@@ -60,7 +60,4 @@ class Timeline:
         Raises:
             ConfigError: another ending.
         """
-        forms = {".txt": self.__str__, ".json": self.to_json, ".html": self.to_html}
-        form = form_of(path, forms, "A timeline")
-        if self.rank == 0:
-            write_atomically(path, form() + "\n")
+        save_report(path, self, "A timeline", is_here=self.rank == 0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
-from test_lightning_state_sharding import CASES, SMP, assert_close, averaged, fit
+from test_lightning_state_sharding import CASES, SMP, assert_averages, assert_close, assert_resumed, fit
 
 SHARDED = {"sharded_data_parallel_degree": 2}
 FULL = {"pipeline_parallel_degree": 1, **SHARDED}
@@ -32,36 +32,16 @@ def test_shards_have_the_checkpoint_of_one_process_with_batches_of_both(name, la
 
 @pytest.mark.parametrize(("before", "after"), [(DEALT_OUT, FULL), (FULL, DEALT_OUT), (DEALT_OUT, DEALT_OUT)])
 def test_a_checkpoint_does_not_tell_who_has_updated_which_part(before, after, tmp_path):
-    name = "accumulation"
-    with quiet():
-        expected, *_ = fit(tmp_path / "one", name, None, epochs=2)
-    on_ranks(fit, 4, tmp_path / "first", name, before, 1)
-    found = on_ranks(fit, 4, tmp_path / "second", name, after, 2, tmp_path / "first" / "end.ckpt")
-    assert_close(found[0][0], expected)
+    assert_resumed(tmp_path, before, after, ranks=4)
 
 
 @pytest.mark.parametrize(("before", "after"), [(FULL, None), (None, FULL), (FULL, FULL), (SMP, FULL), (FULL, SMP)])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(before, after, tmp_path):
-    name = "accumulation"
-    with quiet():
-        expected, *_ = fit(tmp_path / "one", name, None, epochs=2)
-
-    def run(folder, smp, epochs, checkpoint=None):
-        if smp is None:
-            with quiet():
-                return fit(folder, name, None, epochs, checkpoint)[0]
-        return on_ranks(fit, 2, folder, name, smp, epochs, checkpoint)[0][0]
-
-    run(tmp_path / "first", before, 1)
-    assert_close(run(tmp_path / "second", after, 2, tmp_path / "first" / "end.ckpt"), expected)
+    assert_resumed(tmp_path, before, after)
 
 
 def test_averages_of_weights_are_those_of_one_process(tmp_path):
-    with quiet():
-        expected = averaged(tmp_path / "one", None)
-    for found in on_ranks(averaged, 2, tmp_path / "smp", FULL):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert_averages(tmp_path, FULL)
 
 
 def run_after_run(folder, smp):

@@ -106,20 +106,24 @@ def test_stages_of_two_replicas_have_the_checkpoint_of_one_process(tmp_path):
     assert_close(on_ranks(fit, 4, tmp_path / "smp", name, smp)[0][0], expected)
 
 
+def assert_resumed(folder, before, after, *, ranks=2):
+    """What a run with options ``before`` has saved, one with ``after`` goes on with; ``None``: one process."""
+
+    def run(smp, name, epochs, checkpoint=None):
+        args = folder / name, "accumulation", smp, epochs, checkpoint
+        if smp is not None:
+            return on_ranks(fit, ranks, *args)[0][0]
+        with quiet():
+            return fit(*args)[0]
+
+    expected = run(None, "one", 2)
+    run(before, "first", 1)
+    assert_close(run(after, "second", 2, folder / "first" / "end.ckpt"), expected)
+
+
 @pytest.mark.parametrize(("before", "after"), [(SMP, None), (None, SMP), (SMP, SMP)])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(before, after, tmp_path):
-    name = "accumulation"
-    with quiet():
-        expected, *_ = fit(tmp_path / "one", name, None, epochs=2)
-
-    def run(folder, smp, epochs, checkpoint=None):
-        if smp is None:
-            with quiet():
-                return fit(folder, name, None, epochs, checkpoint)[0]
-        return on_ranks(fit, 2, folder, name, smp, epochs, checkpoint)[0][0]
-
-    run(tmp_path / "first", before, 1)
-    assert_close(run(tmp_path / "second", after, 2, tmp_path / "first" / "end.ckpt"), expected)
+    assert_resumed(tmp_path, before, after)
 
 
 def averaged(folder, smp):
@@ -133,9 +137,13 @@ def averaged(folder, smp):
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def test_averages_of_weights_are_those_of_one_process(tmp_path):
+def assert_averages(folder, smp):
     with quiet():
-        expected = averaged(tmp_path / "one", None)
-    for found in on_ranks(averaged, 2, tmp_path / "smp", SMP):
+        expected = averaged(folder / "one", None)
+    for found in on_ranks(averaged, 2, folder / "smp", smp):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_averages_of_weights_are_those_of_one_process(tmp_path):
+    assert_averages(tmp_path, SMP)

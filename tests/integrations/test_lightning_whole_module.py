@@ -211,29 +211,36 @@ class OnOneRankError(Exception):
 
 
 def fail_once(self, batch, batch_idx):
-    if batch_idx == 2 and not self.failed:
+    if batch_idx == 1 and not self.failed:
         self.failed = True
         raise OnOneRankError("on purpose")
     return self.loss(batch)
 
 
-def fail_and_go_on(folder):
+def fail_and_go_on(folder, options):
     """Every rank fails in the same step, the script catches that and begins again."""
     module = toy_module(training_step=fail_once, failed=False)
-    trainer = toy_trainer(folder, smp=smp(2), max_epochs=1)
+    trainer = toy_trainer(folder, smp=options, max_epochs=1)
     with pytest.raises(OnOneRankError):
         trainer.fit(module, toy_loader(shuffle=False))
     try:
         module.state_dict()
     except RuntimeError as error:
         text = str(error)
-    toy_trainer(folder, smp=smp(2), max_epochs=1).fit(module, toy_loader(shuffle=False))
+    toy_trainer(folder, smp=options, max_epochs=1).fit(module, toy_loader(shuffle=False))
     return text, module.state_dict()
 
 
-def test_a_failed_run_leaves_parts_that_the_next_run_puts_together(tmp_path):
-    for text, weights in on_ranks(fail_and_go_on, 2, tmp_path):
-        assert "which are on stage" in text
+@pytest.mark.parametrize(
+    ("ranks", "options", "reason"),
+    [
+        (2, smp(2), "which are on stage"),
+        (4, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}, "that is spread over ranks"),
+    ],
+)
+def test_a_failed_run_leaves_parts_that_the_next_run_puts_together(ranks, options, reason, tmp_path):
+    for text, weights in on_ranks(fail_and_go_on, ranks, tmp_path, options):
+        assert reason in text
         assert all(value.isfinite().all() for value in weights.values())
 
 

@@ -105,6 +105,60 @@ def test_batches_are_accumulated_as_in_one_process(layout, way):
         assert bool(found) == (way == "evaluated")
 
 
+class OnPurposeError(Exception):
+    pass
+
+
+def failing(options: dict[str, Any], place: str) -> dict[str, Tensor]:
+    """Some steps fail at a ``place``, on all ranks; before a step that evaluates, and before one that trains."""
+    model, optimizer = made(CASE)
+    engine = Engine(SMPConfig(**options))
+    engine.attach(model, [optimizer])
+
+    def fail(*_: Any) -> None:
+        raise OnPurposeError
+
+    def loss_that_fails(x: Tensor) -> Tensor:
+        loss = model.loss(x)
+        return fail() if place == "forward" else loss
+
+    for step in range(STEPS):
+        data = batch(step * engine.mesh.dp + engine.mesh.dp_rank)
+        if step > 1 and place:
+            with (
+                pytest.raises(OnPurposeError),
+                model.blocks[1].up.register_forward_hook(lambda _, args, result: result.register_hook(fail) and None),
+            ):
+                engine.train_step(loss_that_fails, data, loss_of=lambda loss: loss, reduces=True)
+        if step == 2:
+            engine.eval_step(model.loss, data)
+        result = engine.train_step(model.loss, data, loss_of=lambda loss: loss, reduces=True)
+        model.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        engine.begin_update(optimizer)
+        optimizer.step()
+        engine.end_update(optimizer)
+    state = engine.full_state_dict()
+    engine.close()
+    return state
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "place"),
+    [
+        (FULL, 2, "backward"),
+        (FULL, 4, "backward"),
+        (FULL | {"shard_optimizer_state": True}, 4, "backward"),
+        (FULL | {"sdp_gather": "step"}, 4, "backward"),
+        (FULL, 4, "forward"),
+        (STAGES, 4, "forward"),
+    ],
+)
+def test_of_a_step_that_fails_nothing_is_left_in_the_next_ones(options, num_ranks, place):
+    found, expected = (run_ranks(failing, num_ranks, options, where)[0] for where in (place, ""))
+    assert_equal(found, expected)
+
+
 def compiled() -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     warnings.simplefilter("ignore")  # what torch.compile itself causes in torch
     torch.manual_seed(0)

@@ -69,6 +69,11 @@ def test_too_low_a_limit_is_refused():
         run_ranks(train_sharded, 2, Model, Setting(2, 2, most_live=BLOCK_NUMEL - 1))
 
 
+def test_there_is_no_limit_where_all_units_are_gathered_once():
+    for report in run_ranks(train_sharded, 2, Model, Setting(2, 2, most_live=1, gathers_once=True)):
+        assert report.most_numel > 4 * BLOCK_NUMEL
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_units_are_gathered_before_each_use_and_reduced_one_after_the_other(prefetch):
     forward = ["first", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]

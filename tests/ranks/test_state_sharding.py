@@ -11,6 +11,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.optim import state_sharding
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
@@ -309,3 +310,66 @@ def test_what_is_added_to_averages_is_averaged_alone():
     for wanted, one, other in zip(expected, first, second, strict=True):
         assert (len(one) > 0) != (len(other) > 0)
         torch.testing.assert_close(one if len(one) else other, wanted, rtol=1e-5, atol=1e-6)
+
+
+def overlapping(pp: int) -> Any:
+    """Which weights each block of this stage finds on their way when it is called after an update, and what is left."""
+    torch.manual_seed(0)
+    model = Chain()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    engine = Engine(SMPConfig(pipeline_parallel_degree=pp, microbatches=pp, shard_optimizer_state=True))
+    found: dict[int, list[bool]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_sharding, "BUCKET_BYTES", 1)  # a parameter of each replica at a time
+        engine.attach(model, [optimizer])
+
+        for step in range(2):
+            if step == 1:
+                for number, block in enumerate(model.blocks):
+                    block.note = lambda number=number: found.setdefault(number, model.arriving())
+            result = engine.train_step(model.loss, torch.ones(2, 4), loss_of=lambda loss: loss)
+            model.zero_grad()
+            result.commit(torch.ones(()), reduce=True)
+            engine.begin_update(optimizer)
+            optimizer.step()
+            engine.end_update(optimizer)
+    engine.detach()
+    kinds = {type(parameter) for parameter in model.parameters()}
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    engine.close()
+    return found, kinds, weights
+
+
+class Block(nn.Linear):
+    note: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.note is not None:
+            self.note()
+        return super().forward(x)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4, 4, bias=False) for _ in range(8))
+
+    def arriving(self) -> list[bool]:
+        return [type(block.weight).__name__ == "_Arriving" for block in self.blocks]
+
+    def loss(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("world", "pp"), [(2, 1), (4, 1), (4, 2)])
+def test_the_next_forward_begins_while_new_values_travel(world, pp):
+    ranks = run_ranks(overlapping, world, pp)
+    assert sum(len(found) for found, *_ in ranks) == 8 * world // pp
+    assert any(any(found[min(found)]) for found, *_ in ranks)  # while the first block runs
+    for found, kinds, weights in ranks:
+        assert not any(under_way[number] for number, under_way in found.items())
+        assert not any(found[max(found)])
+        assert kinds == {nn.Parameter}
+        assert_equal(weights, ranks[0][2])

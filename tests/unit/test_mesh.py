@@ -55,8 +55,6 @@ def run_groups(shape: MeshShape) -> None:
     if mesh.shard_group is not None:
         assert members(mesh.shard_group) == expected["dp_shard"]
     assert (mesh.shard_group is None) == (shape.dp_shard == 1)
-    assert tuple(members(group) for group in mesh.hop_groups()) == shape.hops(mesh.rank)
-    assert mesh.hop_groups() is mesh.hop_groups()
     mesh.close()
 
 
@@ -67,25 +65,23 @@ def test_groups_of_four_ranks_on_two_nodes_hold_the_ranks_of_the_shape(pp, dp_sh
 
 
 def run_count() -> list[int]:
-    """How many groups this rank is in: by default, then with each mesh, then with its groups for two hops."""
+    """How many groups this rank is in: by default, then with each mesh."""
     counts = [len(dist.distributed_c10d._world.pg_names)]
     for dp_shard in (1, 2):
         mesh = ProcessMesh(MeshShape.of_world(4, pp=1, dp_shard=dp_shard, node_size=1), timeout=timedelta(seconds=7))
         counts.append(len(dist.distributed_c10d._world.pg_names))
         if dp_shard == 1:
             assert mesh.dp_group is mesh.replicate_group
-    mesh.hop_groups()
-    counts.append(len(dist.distributed_c10d._world.pg_names))
-    for group in (mesh.shard_group, mesh.replicate_group, mesh.dp_group, *mesh.hop_groups()):
+    for group in (mesh.shard_group, mesh.replicate_group, mesh.dp_group):
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
     return counts
 
 
-def test_sharding_makes_its_groups_only_where_something_is_sharded_and_gathered_in_two_hops():
+def test_sharding_makes_its_groups_only_where_something_is_sharded():
     counts = run_ranks(run_count, 4)[0]
     made = [after - before for before, after in itertools.pairwise(counts)]
-    # Replicas are all ranks, which have a group; pp and tp. Then two axes, pp, tp, and all replicas. Then two hops.
-    assert made == [2, 5, 2]
+    # Replicas are all ranks, which have a group; pp and tp. Then two axes, pp, tp, and all replicas.
+    assert made == [2, 5]
 
 
 def run_chain() -> None:

@@ -86,6 +86,35 @@ def test_state_for_shards_can_be_dealt_out_over_replicas():
     assert not problems(**SHARDED, shard_optimizer_state=True)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"sdp_gather": "step", "pipeline_parallel_degree": 1}, "`sdp_gather=step`"),
+        ({"sdp_gather": "step", "pipeline_parallel_degree": 2}, "`sdp_gather=step`"),
+        ({"pipeline_parallel_degree": 2}, "`sdp_gather=auto` with 2 stages"),
+    ],
+)
+def test_there_is_no_limit_for_what_is_gathered_once_per_step(options, why):
+    assert problems(**SHARDED | options, sdp_max_live_parameters=1000) == [
+        f"`sdp_max_live_parameters` (1000) limits what is gathered ahead, but {why} gathers everything once per step. "
+        "Set `sdp_gather=use`, or leave it out."
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{"pipeline_parallel_degree": 1}, {"pipeline_parallel_degree": 2, "sdp_gather": "use"}]
+)
+def test_there_is_one_for_what_is_gathered_for_each_use(options):
+    assert problems(**SHARDED | options, sdp_max_live_parameters=1000) == []
+
+
+def test_the_limit_is_judged_when_the_number_of_stages_is_known():
+    config = SMPConfig.from_options(**SHARDED, sdp_max_live_parameters=1000)
+    config.check(1)
+    with pytest.raises(ConfigError, match="with 2 stages gathers everything once per step"):
+        config.check(2)
+
+
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(
     ("name", "value"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smp_strategy.sizes import parse_bytes
+from smp_strategy.sizes import parse_bytes, show_count
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,8 @@ def test_a_large_number_of_bytes_is_exact():
 def test_everything_else_is_refused(text):
     with pytest.raises(ValueError, match="is no amount of memory. Write a number and one of B, KiB, .*: 16GiB"):
         parse_bytes(text)
+
+
+def test_one_thing_has_no_plural():
+    assert [show_count(number, "unit") for number in (0, 1, 2)] == ["0 units", "1 unit", "2 units"]
+    assert [show_count(number, "microbatch", "microbatches") for number in (1, 2)] == ["1 microbatch", "2 microbatches"]

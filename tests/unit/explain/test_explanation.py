@@ -59,7 +59,7 @@ def plan(policy: str = "1f1b"):
 
 def test_of_one_stage_nothing_is_said_that_takes_several():
     one = partition(units=UNITS[:1], stages=partition().stages[:1], cut_bytes=(), num_microbatches=1)
-    assert summary(one) == ["1 units on one stage, 1 microbatch", "The work of a step takes 120 ms (simulated)."]
+    assert summary(one) == ["1 unit on one stage, 1 microbatch", "The work of a step takes 120 ms (simulated)."]
 
 
 def test_the_tree_has_the_modules_of_the_names_and_alike_siblings_in_one_line():

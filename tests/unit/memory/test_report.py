@@ -48,6 +48,7 @@ def test_the_table_has_each_rank_of_a_stage_and_then_what_was_predicted():
 def test_without_a_partition_there_are_no_predictions():
     text = str(MemoryReport(ranks=(of_rank(0, 0),), predicted=(), rank=0))
     assert [row[1] for row in rows(text)] == ["0", ""]
+    assert text.startswith("The one rank holds 6.0 MiB\n")
 
 
 def test_the_data_are_in_bytes():

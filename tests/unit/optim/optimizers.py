@@ -3,46 +3,11 @@
 from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 
 
-class Lion(optim.Optimizer):
-    """Elements (Chen et al. 2023)."""
-
-    def __init__(self, params: Any, lr: float = 1e-4) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    p.sub_(torch.lerp(p.grad, mean, 0.9).sign_(), alpha=group["lr"])
-                    mean.lerp_(p.grad, 0.01)
-
-
-class Lamb(optim.Optimizer):
-    """Norms of each tensor (You et al. 2020)."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                    square = state.setdefault("square", torch.zeros_like(p)).lerp_(p.grad**2, 0.01)
-                    update = mean / (square.sqrt() + 1e-6)
-                    ratio = p.norm() / update.norm().clamp(min=1e-6) if p.numel() else 1.0
-                    p.sub_(group["lr"] * ratio * update)
-
-
-class LateShampoo(optim.Optimizer):
-    """Statistics of matrices, which are used from the hundredth step on (Gupta et al. 2018)."""
+class OneByOne(optim.Optimizer):
+    """Base of those that update one parameter after the other: each that has a gradient."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -51,16 +16,74 @@ class LateShampoo(optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["step"] = state.get("step", 0) + 1
-                update = p.grad
-                if p.ndim == 2:
-                    left = state.setdefault("left", p.new_zeros(len(p), len(p))).addmm_(p.grad, p.grad.T)
-                    if state["step"] > 100:
-                        update = torch.linalg.inv(left) @ update
-                p.sub_(group["lr"] * update)
+                if p.grad is not None:
+                    self.update(p, group["lr"])
+
+    def update(self, p: Tensor, lr: float) -> None:
+        """A step of ``p``, which has a gradient."""
+        raise NotImplementedError
+
+
+class Lion(OneByOne):
+    """Elements (Chen et al. 2023)."""
+
+    def update(self, p: Tensor, lr: float) -> None:
+        mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+        p.sub_(torch.lerp(p.grad, mean, 0.9).sign_(), alpha=lr)
+        mean.lerp_(p.grad, 0.01)
+
+
+class Lamb(OneByOne):
+    """Norms of each tensor (You et al. 2020)."""
+
+    def update(self, p: Tensor, lr: float) -> None:
+        state = self.state[p]
+        mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+        square = state.setdefault("square", torch.zeros_like(p)).lerp_(p.grad**2, 0.01)
+        update = mean / (square.sqrt() + 1e-6)
+        ratio = p.norm() / update.norm().clamp(min=1e-6) if p.numel() else 1.0
+        p.sub_(lr * ratio * update)
+
+
+class LateShampoo(OneByOne):
+    """Statistics of matrices, which are used from the hundredth step on (Gupta et al. 2018)."""
+
+    def update(self, p: Tensor, lr: float) -> None:
+        state = self.state[p]
+        state["step"] = state.get("step", 0) + 1
+        update = p.grad
+        if p.ndim == 2:
+            left = state.setdefault("left", p.new_zeros(len(p), len(p))).addmm_(p.grad, p.grad.T)
+            if state["step"] > 100:
+                update = torch.linalg.inv(left) @ update
+        p.sub_(lr * update)
+
+
+class DecaysMatrices(OneByOne):
+    """Number of dims."""
+
+    def update(self, p: Tensor, lr: float) -> None:
+        if p.ndim > 1:
+            p.mul_(1 - 0.01 * lr)
+        p.sub_(p.grad, alpha=lr)
+
+
+class WholeBlocks(OneByOne):
+    """Blocks of 256 elements, as in optimizers that keep 8 bits; small tensors are treated by elements."""
+
+    def update(self, p: Tensor, lr: float) -> None:
+        gradient = p.grad.reshape(-1)
+        if len(gradient) >= 4096:
+            gradient = torch.cat([block.abs().max() * block.sign() for block in gradient.split(256)])
+        p.sub_(gradient.view_as(p), alpha=lr)
+
+
+class PassesOverEmpty(Lion):
+    """Keeps nothing for what is empty."""
+
+    def update(self, p: Tensor, lr: float) -> None:
+        if p.numel():
+            super().update(p, lr)
 
 
 class GoesByGroup(optim.Optimizer):
@@ -76,40 +99,6 @@ class GoesByGroup(optim.Optimizer):
             group["distance"] += 1e-30 * sum(float(p.grad.abs().sum()) for p in given)
             for p in given:
                 p.sub_(group["lr"] * group["distance"] * p.grad)
-
-
-class DecaysMatrices(optim.Optimizer):
-    """Number of dims."""
-
-    def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "decay": decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    if p.ndim > 1:
-                        p.mul_(1 - group["lr"] * group["decay"])
-                    p.sub_(p.grad, alpha=group["lr"])
-
-
-class WholeBlocks(optim.Optimizer):
-    """Blocks of 256 elements, as in optimizers that keep 8 bits; small tensors are treated by elements."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    gradient = p.grad.reshape(-1)
-                    if len(gradient) >= 4096:
-                        blocks = gradient.split(256)
-                        gradient = torch.cat([block.abs().max() * block.sign() for block in blocks])
-                    p.sub_(gradient.view_as(p), alpha=group["lr"])
 
 
 class Lookahead(optim.Optimizer):
@@ -129,15 +118,3 @@ class Lookahead(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 p.copy_(self.slow[p].lerp_(p, 0.5))
-
-
-class PassesOverEmpty(Lion):
-    """Keeps nothing for what is empty."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and not p.numel():
-                    p.grad = None
-        super().step()

@@ -253,11 +253,20 @@ def test_what_a_rank_has_not_used_has_the_gradient_of_the_others():
     for rank, module in enumerate(ranks.blocks):
         module(rank).backward()
     ranks.reduce()
-    assert [unit.is_used for unit in ranks.units] == [[True, False, False], [False, True, False]]
+
+    def are_used() -> list[list[bool]]:
+        for unit in ranks.units:
+            unit.end_gradients()
+        return [[option.grad.is_used for option in module.options] for module in ranks.blocks]
+
+    assert are_used() == [[True, False, False], [False, True, False]]
     with pieces_shown(ranks.units[0]):
         assert [option.grad.sum() for option in ranks.blocks[0].options] == [40.0, 32.0, 0.0]
-    ranks.units[0].begin_gradients()
-    assert ranks.units[0].is_used == [False] * 3
+    for module, unit in zip(ranks.blocks, ranks.units, strict=True):
+        module.zero_grad()
+        unit.begin_gradients()
+    ranks.reduce()
+    assert are_used() == [[False] * 3] * 2
 
 
 def test_a_unit_that_is_used_twice_is_gathered_twice_and_reduced_once():
