@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -302,3 +303,29 @@ def test_layers_that_cannot_be_split_stay_as_they_are_and_say_why() -> None:
         with pytest.raises(CannotSplit, match=reason):
             VocabParallelEmbedding.from_dense(embedding, group)
     HiddenParallelEmbedding.from_dense(nn.Embedding(8, 8, scale_grad_by_freq=True), group)
+
+
+def under_fake_tensors() -> None:
+    """Ranks make their dry runs when they like."""
+    group, split = group_of_all(), Block()
+    split_block(split, group)
+    embedding = nn.Embedding(11, 8)
+    VocabParallelEmbedding.from_dense(embedding, group)
+    if group.rank == 0:
+        model = nn.Sequential(embedding, split)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fakes = {
+                name: torch.empty(parameter.shape, requires_grad=True) for name, parameter in model.named_parameters()
+            }
+            y = torch.func.functional_call(model, fakes, torch.zeros(2, 3, dtype=torch.long))
+            y.sum().backward()
+        assert y.shape == (2, 3, 8)
+        assert all(fake.grad.shape == fake.shape for fake in fakes.values())
+        with group.alone():
+            model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        assert group.sent_bytes == 0
+        assert group.entered is None
+
+
+def test_nothing_is_sent_in_a_dry_run_or_by_a_rank_that_measures_alone() -> None:
+    run_ranks(under_fake_tensors, 2)
