@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from smp_strategy.pipeline.segments import Import, enter
+from smp_strategy.pipeline.split_backward import backward_of_imports
 from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -329,3 +331,28 @@ def under_fake_tensors() -> None:
 
 def test_nothing_is_sent_in_a_dry_run_or_by_a_rank_that_measures_alone() -> None:
     run_ranks(under_fake_tensors, 2)
+
+
+def in_two_parts() -> None:
+    """As under a zero-bubble schedule."""
+    for layer in (nn.Linear(8, 12), nn.Linear(8, 12, bias=False), Conv1D(12, 8)):
+        group = group_of_all()
+        ColumnParallelLinear.from_dense(layer, group)
+        found = []
+        for parts in (1, 2):
+            layer.zero_grad()
+            record = Import(0, None)
+            y = layer(enter(random(2, 3, 8), record))
+            towards = random(*y.shape)
+            if parts == 1:
+                torch.autograd.backward([y], [towards])
+            else:
+                deferred = backward_of_imports([y], [towards], {record})
+                assert layer.weight.grad is None, "it was computed although nobody waits for it"
+                deferred.run()
+            found.append([record.grad, *(parameter.grad for parameter in layer.parameters())])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_gradients_of_weights_can_be_computed_later_than_the_sum_of_their_layers() -> None:
+    run_ranks(in_two_parts, 2)
