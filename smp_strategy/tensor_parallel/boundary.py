@@ -35,7 +35,7 @@ def enter(whole: Tensor, group: TensorGroup) -> Tensor:
     found, dtype = group.entered, _dtype_of(whole)
     if found is not None and found.whole is whole and (found.version, found.dtype) == (whole._version, dtype):
         return found.copied
-    copied = functions.copy(whole.to(dtype), group)
+    copied = functions.copy(as_computed(whole), group)
     group.entered = Entered(whole, whole._version, dtype, copied)
     return copied
 
@@ -48,7 +48,8 @@ def leave(own: Tensor, group: TensorGroup) -> Tensor:
 
 def as_computed(tensor: Tensor) -> Tensor:
     """In the dtype in which a product of matrices is computed: sums of gradients go over the wire in it."""
-    return tensor.to(_dtype_of(tensor))
+    dtype = _dtype_of(tensor)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:

@@ -61,7 +61,8 @@ def cross_entropy(
     target = target.where(kept, 0)
     weights = None if weight is None else weight.to(_precise(logits.dtype))
     plan = _Plan(group, lengths, weights, label_smoothing)
-    losses: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), target, kept, plan)  # type: ignore[no-untyped-call]
+    rows = logits.reshape(len(target), logits.shape[-1])
+    losses: Tensor = _CrossEntropy.apply(rows, target, kept, plan)  # type: ignore[no-untyped-call]
     if reduction == "none":
         result = losses.view(logits.shape[:-1])
     elif reduction == "sum":

@@ -73,8 +73,10 @@ def _special(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
         return _total(kind, first, arguments)
     if kind in ("to", "cpu", "cuda"):
         return _moved(kind, func, first, arguments)
-    if kind == "type" or kind in _NEW:
-        return _remade(func(first.part, *args[1:], **kwargs), first, first.along)
+    if kind in _NEW:
+        return func(first.part, *args[1:], **kwargs)
+    if kind == "type":
+        return _remade(func(first.part, *args[1:], **kwargs), first, first.along, [first])
     if kind in _SAME_SIZE:
         return getattr(first, _SAME_SIZE[kind])(arguments.get(0, "other").shape)
     return NotImplemented
@@ -92,10 +94,10 @@ def _elementwise(kind: str, name: str, func: Callable[..., Any], args: tuple[Any
         return NotImplemented  # which the operation itself reports best
     # One whose parts are those of the result; in place it is the one that is changed.
     among = splits[:1] if _changes_first(name) else splits
-    like = next((each for each in among if size[-each.split.from_end] == each.split.length), None)
+    like = next((each for each in among if size[-each.cutting.from_end] == each.cutting.length), None)
     if like is None:
         return NotImplemented
-    from_end, length = like.split.from_end, like.split.length
+    from_end, length = like.cutting.from_end, like.cutting.length
 
     def local(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -121,7 +123,7 @@ def _by_rule(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
         return NotImplemented
     if any(isinstance(leaf, Parts) for leaf in pytree.tree_leaves((args[1:], kwargs))):
         return NotImplemented
-    local = rule(first.split, Arguments(args[1:], kwargs))
+    local = rule(first.cutting, Arguments(args[1:], kwargs))
     if local is None:
         return NotImplemented
     others, named = pytree.tree_map_only(Tensor, lambda leaf: _read_alike(leaf, first), (local.args, local.kwargs))
@@ -147,9 +149,7 @@ def _with_the_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], 
     if not (_changes_first(name) and isinstance(args[0], Parts)):
         return result
     if given[0].shape != args[0].shape:
-        raise UnsupportedError(
-            f"`{name}` changes the size of a split tensor. Use the operation that returns a new one."
-        )
+        raise UnsupportedError(f"`{name}` would change the size of a split tensor. Use what returns a new one.")
     args[0].part.copy_(part_of(given[0], args[0].along))
     args[0].changed()
     return args[0] if result is given[0] else result
@@ -200,7 +200,7 @@ def _joined(kind: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         return NotImplemented
     dim %= like.dim() + (kind == "stack")
     after = like.along.dim + (kind == "stack" and dim <= like.along.dim)
-    if dim == after or any(each.shape[like.along.dim] != like.split.length for each in tensors):
+    if dim == after or any(each.shape[like.along.dim] != like.cutting.length for each in tensors):
         return NotImplemented
     return _remade(func([part_of(each, like.along) for each in tensors], dim), like, like.along._replace(dim=after))
 
@@ -243,7 +243,7 @@ def _cross_entropy(
 def _argmax(split: Parts, arguments: Arguments) -> Any:
     dim, keepdim = arguments.get(0, "dim"), arguments.get(1, "keepdim", False)
     is_exact = split.is_floating_point() or split.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
-    if dim is None or split.split.index(dim) != split.along.dim or not is_exact:
+    if dim is None or split.cutting.index(dim) != split.along.dim or not is_exact:
         return NotImplemented
     found = loss.argmax(split.part.movedim(dim, -1), split.along.group, split.along.lengths)
     return found.unsqueeze(dim) if keepdim else found
@@ -254,7 +254,7 @@ def _total(kind: str, split: Parts, arguments: Arguments) -> Any:
     if isinstance(dim, torch.dtype) or arguments.kwargs.get("axis") is not None:
         return NotImplemented
     given = range(split.dim()) if dim is None or dim == () or dim == [] else [dim] if isinstance(dim, int) else dim
-    over = sorted(split.split.index(each) for each in given)
+    over = sorted(split.cutting.index(each) for each in given)
     if split.along.dim not in over:
         return NotImplemented
     part = split.part.to(arguments.kwargs.get("dtype") or split.dtype)

@@ -76,8 +76,7 @@ class Parts(Tensor):
     @property
     def part(self) -> Tensor:
         """What this rank has."""
-        with torch._C.DisableTorchFunctionSubclass():
-            node = Tensor.grad_fn.__get__(self)  # type: ignore[attr-defined]
+        node = self.node
         if node is None or type(node) in _BORDERS or node is self._crossed or not torch.is_grad_enabled():
             return self._part
         self._part, self._crossed = _Inside.apply(self), node
@@ -85,7 +84,13 @@ class Parts(Tensor):
         return self._part
 
     @property
-    def split(self) -> Split:  # type: ignore[override]
+    def node(self) -> Any:
+        """Of the graph, that made it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.grad_fn.__get__(self)  # type: ignore[attr-defined]
+
+    @property
+    def cutting(self) -> Split:
         """The sizes that rules go by."""
         with torch._C.DisableTorchFunctionSubclass():
             size = tuple(self.shape)

@@ -114,6 +114,11 @@ def _over_other_dims(keepdim: int = 1) -> Rule:
     return rule
 
 
+def _spread(split: Split, arguments: Arguments) -> Local | None:
+    # Torch warns where there is nothing.
+    return _over_other_dims(2)(split, arguments) if all(split.lengths) else None
+
+
 def _flip(split: Split, arguments: Arguments) -> Local | None:
     dims = arguments.sizes("dims")
     return None if dims is None or split.dim in map(split.index, dims) else arguments.local(split)
@@ -297,7 +302,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("bool", "int", "long", "_to_copy"), _anywhere),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "max", "min", "prod", "all", "any"), _over_other_dims()),
     **dict.fromkeys(("argmax", "argmin", "logsumexp", "nansum", "median"), _over_other_dims()),
-    **dict.fromkeys(("var", "std"), _over_other_dims(2)),
+    **dict.fromkeys(("var", "std"), _spread),
     **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod"), _along_other_dim(0)),
     "flip": _flip,
     "embedding": _embedding,

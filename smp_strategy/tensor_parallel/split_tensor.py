@@ -132,7 +132,7 @@ class SplitTensor(Parts):
     @property
     def grad_fn(self) -> Any:
         """As in torch."""
-        return None if self.part.is_leaf else Tensor.grad_fn.__get__(self)  # type: ignore[attr-defined]
+        return None if self.part.is_leaf else self.node
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
