@@ -35,20 +35,21 @@ def enter(whole: Tensor, group: TensorGroup) -> Tensor:
     found, dtype = group.entered, _dtype_of(whole)
     if found is not None and found.whole is whole and (found.version, found.dtype) == (whole._version, dtype):
         return found.copied
-    copied = functions.copy(whole.to(dtype), group)
+    copied = functions.copy(as_computed(whole), group)
     group.entered = Entered(whole, whole._version, dtype, copied)
     return copied
 
 
-def leave(summand: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of the ranks' ``summand``, which is used up."""
+def leave(own: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of what each rank has of its ``own``, which is used up."""
     group.entered = None
-    return functions.add_up(summand, group)
+    return functions.add_up(own, group)
 
 
 def as_computed(tensor: Tensor) -> Tensor:
     """In the dtype in which a product of matrices is computed: sums of gradients go over the wire in it."""
-    return tensor.to(_dtype_of(tensor))
+    dtype = _dtype_of(tensor)
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _dtype_of(tensor: Tensor) -> torch.dtype:

@@ -7,12 +7,15 @@ one tensor, something else comes first: they share one sum (:mod:`~smp_strategy.
 Besides ``nn.Linear`` there is the linear layer of GPT-2 as Hugging Face writes it, with its weight transposed.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp_strategy.pipeline.weight_gradients import Formula, Kind
 from smp_strategy.tensor_parallel.boundary import as_computed, enter
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.functions import add_up, copy
@@ -117,8 +120,13 @@ class RowParallelLinear(RowParallelLayer):
         }
         return cls._split(layer, group, {"weight": cut}, {form.inputs: cut.length_of(group.rank)}, settings)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t() if self._is_transposed else self.weight)
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.weight.t() if self._is_transposed else self.weight
+        if bias is None:
+            return F.linear(x, weight)
+        # The result of `F.linear` with a bias is a view, in which no sum can be taken in place.
+        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], len(weight)])
 
 
 class _Form(NamedTuple):
@@ -151,26 +159,40 @@ class _Columns(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
+        ctx.later = frozenset()
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
         rows = gradients[0].reshape(-1, len(weight))
-        of_x = rows.mm(weight) if needs[0] else None
+        of_x = rows.mm(weight) if ctx.needs_input_grad[0] else None
         work = None
         if torch.is_grad_enabled():  # somebody wants second derivatives
             of_x, x = None if of_x is None else add_up(of_x, ctx.group), copy(x, ctx.group)
         elif of_x is not None:
             work = ctx.group.start_sum(of_x)
-        of_weight = _like(weight, rows, x.reshape(-1, x.shape[-1])) if needs[1] else None
-        of_bias = rows.sum(0) if needs[2] else None
+        needs = [number for number in (1, 2) if ctx.needs_input_grad[number] and number not in ctx.later]
+        others = dict(zip(needs, _gradients(x, weight.is_contiguous(), needs, rows), strict=True))
         if work is not None:
             work.wait()
-        return None if of_x is None else of_x.view(x.shape), of_weight, of_bias, None
+        return None if of_x is None else of_x.view(x.shape), others.get(1), others.get(2), None
+
+    @staticmethod
+    def _make_later(node: Any, inputs: Sequence[int]) -> Formula:
+        node.later = frozenset(inputs)
+        x, weight = node.saved_tensors
+        return partial(_gradients, x.detach(), weight.is_contiguous(), inputs)
+
+    product = Kind(1, 2, ("_raw_saved_tensors",), _make_later)
 
 
-def _like(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor:
-    """The gradient of ``weight``, with its layout, as autograd has it."""
-    return rows.t().mm(inputs) if weight.is_contiguous() else inputs.t().mm(rows).t()
+def _gradients(x: Tensor, has_rows: bool, inputs: Sequence[int], gradient: Tensor) -> list[Tensor]:
+    """Of the weight (1) and the bias (2), as autograd computes them: the weight's has the layout of the weight."""
+    rows, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    found = {}
+    if 1 in inputs:
+        found[1] = rows.t().mm(x) if has_rows else x.t().mm(rows).t()
+    if 2 in inputs:
+        found[2] = rows.sum(0)
+    return [found[number] for number in inputs]

@@ -53,6 +53,8 @@ class Block:
     """Numbers of heads by what they are called; they must be multiples of the number of ranks."""
     divided: tuple[tuple[str, str], ...] = ()
     """Attributes that are divided by the number of ranks: qualified name of the module, name of the attribute."""
+    attention: tuple[str, int] | None = None
+    """Qualified name of the module that computes attention, and where in its result are the weights of the heads."""
     replaced: tuple[tuple[str, str, object], ...] = ()
     """Attributes with another value: qualified name of the module, name of the attribute, the value."""
     bond: str | None = None

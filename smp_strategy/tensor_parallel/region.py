@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.tensor_parallel.boundary import leave
-from smp_strategy.tensor_parallel.functions import gather, split
+from smp_strategy.tensor_parallel.functions import gather, split, summand
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.split_layer import SplitLayer
 
@@ -73,17 +73,14 @@ class RowParallelLayer(SplitLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same on all ranks."""
-        summand = self._product(self._part(x) if self.splits_input else x)
-        y = leave(summand, self.group)
-        if self.bias is not None:
-            # In place: nobody else has the sum.
-            y = y.add_(self.bias.view(-1, *[1] * (-1 - self._features)))
+        bias = None if self.bias is None else summand(self.bias, self.group)
+        y = leave(self._product(self._part(x) if self.splits_input else x, bias), self.group)
         if self.randomness is not None:
             self.randomness.leave()
         return y
 
-    def _product(self, x: Tensor) -> Tensor:
-        """Without the bias."""
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Of this rank."""
         raise NotImplementedError
 
     def _part(self, x: Tensor) -> Tensor:
