@@ -21,9 +21,7 @@ def on_rank(architecture: Architecture, stages: int) -> tuple[dict[str, torch.Te
     """All weights after a step, and how many layers are split."""
     model = architecture.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = Engine(
-        SMPConfig(pipeline_parallel_degree=stages, tensor_parallel_degree=2, microbatches=MICROBATCHES)
-    )
+    engine = Engine(SMPConfig(pipeline_parallel_degree=stages, tensor_parallel_degree=2, microbatches=MICROBATCHES))
     engine.attach(model, [optimizer])
     result = engine.train_step(model.step, architecture.batch(model.model.config), loss_of=lambda loss: loss)
     optimizer.zero_grad()
