@@ -27,9 +27,11 @@ from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.collectives import collectives_of
-from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
+from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.uses import Timing
 from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.whole_view import PartsInSight
 
 __all__ = ["Share"]
 
@@ -62,6 +64,7 @@ class Share:
     Attributes:
         ownership: as given.
         sharded: the parameters that a shard group holds together, if there are any.
+        parts_in_sight: shows hooks the whole of split layers, if there are any.
         reduction: sums up gradients.
         whole_on: where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread.
     """
@@ -84,7 +87,10 @@ class Share:
         self._config = config
         self._delayed = delayed
         self._split = split
-        self._parts = None if split is None else split.parts
+        self._parts = parts = None if split is None else split.parts
+        self.parts_in_sight = None
+        if parts is not None:
+            self.parts_in_sight = PartsInSight(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
         copies = list(copies)
         spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
         delayed.settle(
@@ -124,9 +130,10 @@ class Share:
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
         """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
         if self.sharded is not None:
-            return self.sharded.call(unit, function, token)
-        self._state.arrivals.wait_for(self._parameters_of[unit])
-        return function
+            function = self.sharded.call(unit, function, token)
+        else:
+            self._state.arrivals.wait_for(self._parameters_of[unit])
+        return function if self.parts_in_sight is None else self.parts_in_sight.around(function)
 
     def settle(self) -> None:
         """Wait for values that are on their way to this rank: somebody will look at them."""
@@ -162,12 +169,13 @@ class Share:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
-            self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
+            self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
         self._state.begin_update(optimizer)
         if self.sharded is not None:
-            self.sharded.show_pieces()
+            self.sharded.show_pieces(parameters)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.end_update`."""
