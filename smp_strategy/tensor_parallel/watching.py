@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from smp_strategy.pipeline.placed import METADATA
 from smp_strategy.tensor_parallel.plan import Block, How
 
 __all__ = ["Pair", "Watched", "pair_blocks", "watch"]
@@ -50,6 +51,12 @@ _HARMLESS = frozenset(
     for name in ("dtype", "device", "requires_grad", "is_cuda", "is_nested", "ndim", "layout", "is_leaf", "grad_fn")
     if (getter := getattr(Tensor, name, None)) is not None and hasattr(getter, "__get__")
 ) | {Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__hash__}
+# Asked about a weight by anybody, this package included.
+_NO_READS = (
+    METADATA
+    | {getattr(Tensor, name).__get__ for name in ("_version", "is_leaf", "grad", "data")}
+    | {Tensor.requires_grad_, Tensor.register_hook, Tensor.data_ptr, Tensor.untyped_storage}
+)
 
 
 @final
@@ -138,7 +145,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func not in _HARMLESS:
+        if func not in _NO_READS:
             for tensor in read:
                 if id(tensor) in self._parameters:
                     self.readers.setdefault(id(tensor), set()).add(self.running[-1] if self.running else "")
