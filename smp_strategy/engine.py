@@ -27,7 +27,6 @@ from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.delayed import DelayedModule
-from smp_strategy.dry_run import look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.hook_view import Views
@@ -225,9 +224,10 @@ class Engine:
         self._kinds.add(kind)
         if self._calls.runtime is None:
             self._spread(First(kind, step, microbatch, loss_of))
-        if was_surveyed and is_new and (self._module.training or not self._calls.leftovers.is_empty):
+        needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
+        if was_surveyed and is_new and needs_look:
             self.share.settle()
-            look_for_exposed(step, microbatch, self.layout.surroundings(self._optimizers))
+            self.layout.look(First(kind, step, microbatch), self._optimizers)
 
     def _spread(self, first: First) -> None:
         """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""

@@ -164,7 +164,7 @@ class PartsInSight:
         if num_users not in (0, group.size):
             raise UnsupportedError(
                 f"A hook uses weights or gradients of split layers (`tensor_parallel_degree`) on {num_users} of "
-                f"{group.size} ranks that have parts of them ({'' if is_used else 'not '}on this one), but it takes all. "
+                f"{group.size} ranks that have parts ({'' if is_used else 'not '}on this one), but it takes all. "
                 "Let all ranks run the same code, with `if trainer.is_global_zero: ...` around what is done with the "
                 "result only."
             )

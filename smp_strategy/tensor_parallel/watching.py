@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from smp_strategy.pipeline.placed import METADATA
+from smp_strategy.stage_tensors import HARMLESS
 from smp_strategy.tensor_parallel.plan import Block, How
 
 __all__ = ["Pair", "Watched", "pair_blocks", "watch"]
@@ -51,12 +51,8 @@ _HARMLESS = frozenset(
     for name in ("dtype", "device", "requires_grad", "is_cuda", "is_nested", "ndim", "layout", "is_leaf", "grad_fn")
     if (getter := getattr(Tensor, name, None)) is not None and hasattr(getter, "__get__")
 ) | {Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__hash__}
-# Asked about a weight by anybody, this package included.
-_NO_READS = (
-    METADATA
-    | {getattr(Tensor, name).__get__ for name in ("_version", "is_leaf", "grad", "data")}
-    | {Tensor.requires_grad_, Tensor.register_hook, Tensor.data_ptr, Tensor.untyped_storage}
-)
+# What code may ask a weight without looking at it: also its size, which goes with those of activations that it meets.
+_NO_READS = _HARMLESS | HARMLESS
 
 
 @final
