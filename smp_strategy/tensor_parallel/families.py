@@ -157,10 +157,7 @@ def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
                 continue
             seen.add(id(weight))
             sharing = {n: m for n, m in modules.items() if _is_table(m) and m.weight is weight}
-            layers = {
-                n: How("vocab") if isinstance(m, nn.Embedding) else How("column", is_whole_outside=True)
-                for n, m in sharing.items()
-            }
+            layers = {n: How("vocab") if isinstance(m, nn.Embedding) else How("logits") for n, m in sharing.items()}
             yield Block(name, f"vocabulary of {type(module).__name__}", layers)
 
 

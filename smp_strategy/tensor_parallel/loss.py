@@ -144,7 +144,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.where(kept, 0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         logits, target, kept, log_sum = ctx.saved_tensors
         # Where nothing is kept, a mean divides by zero.

@@ -31,6 +31,7 @@ from smp_strategy.tensor_parallel.replicated import AmongParts
 from smp_strategy.tensor_parallel.report import LayerLine, Report
 from smp_strategy.tensor_parallel.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
 from smp_strategy.tensor_parallel.split_layer import CannotSplit
+from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
 from smp_strategy.tensor_parallel.torch_layers import torch_blocks
 from smp_strategy.tensor_parallel.watching import Watched, pair_blocks, watch
 
@@ -189,6 +190,8 @@ def _split_layer(
     elif how.style == "vocab":
         kind = ScaledVocabParallelEmbedding if is_scaled_embedding(layer) else VocabParallelEmbedding
         kind.from_dense(layer, group)
+    elif how.style == "logits":
+        VocabParallelHead.from_dense(layer, group)
     elif how.style == "embedding":
         HiddenParallelEmbedding.from_dense(layer, group, gather_output=how.is_whole_outside)
     elif how.style == "inside":

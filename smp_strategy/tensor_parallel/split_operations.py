@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torch.nn import _reduction as _Reduction
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
@@ -227,7 +227,7 @@ def _cross_entropy(
     ):
         return NotImplemented
     if size_average is not None or reduce is not None:
-        reduction = functional._Reduction.legacy_get_string(size_average, reduce)
+        reduction = _Reduction.legacy_get_string(size_average, reduce)
     return loss.cross_entropy(
         input.part.movedim(input.along.dim, -1),
         target,

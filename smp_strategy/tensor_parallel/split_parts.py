@@ -87,7 +87,7 @@ class Parts(Tensor):
     def node(self) -> Any:
         """Of the graph, that made it."""
         with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.grad_fn.__get__(self)  # type: ignore[attr-defined]
+            return vars(torch._C.TensorBase)["grad_fn"].__get__(self)
 
     @property
     def cutting(self) -> Split:
@@ -185,10 +185,7 @@ class _Inside(torch.autograd.Function):
         return None if gradients[0] is None else ctx.kind.of(gradients[0], ctx.along)
 
 
-_BORDERS: frozenset[Any] = frozenset(
-    kind._backward_cls  # type: ignore[attr-defined]
-    for kind in (_Border, _BorderAgain)
-)
+_BORDERS: frozenset[Any] = frozenset(kind._backward_cls for kind in (_Border, _BorderAgain))
 
 
 def _strides(part: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Which operations on a tensor that is cut along a dim can be done on each part by itself, and how.
 
 An operation is *local* if the parts of its result are what it makes of the parts of its input: a sum over another dim,
-a transposition, a reshape that keeps the elements of a part together. Rules are functions of plain sizes and arguments::
+a transposition, a reshape that keeps the elements of a part together. Rules are functions of sizes and arguments::
 
     rule(cut, arguments) -> Local(arguments for the part, where the result is cut), or None: not local
 

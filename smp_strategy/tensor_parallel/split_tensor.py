@@ -94,7 +94,7 @@ class SplitTensor(Parts):
         with torch.no_grad():
             return operate(func._schema.name.split("::")[1], func, args, kwargs or {})
 
-    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def backward(self, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         """As in torch."""
         torch.autograd.backward(self, gradient, *args, **kwargs)
 
@@ -130,7 +130,7 @@ class SplitTensor(Parts):
         self.begin(value)
 
     @property
-    def grad_fn(self) -> Any:
+    def grad_fn(self) -> Any:  # type: ignore[override]
         """As in torch."""
         return None if self.part.is_leaf else self.node
 
@@ -140,7 +140,7 @@ class SplitTensor(Parts):
         return self.part.is_leaf
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """As in torch; split like this tensor."""
         gradient = self.part.grad
         return None if gradient is None else SplitTensor.of(gradient, self.along)

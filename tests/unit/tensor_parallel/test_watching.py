@@ -178,3 +178,17 @@ def test_a_step_that_fails_leaves_no_hooks():
     with pytest.raises(AttributeError):
         pairs_of(net)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+def test_questions_about_a_weight_are_no_reads():
+    net = Net()
+
+    def step():
+        for parameter in net.parameters():
+            assert parameter.requires_grad_().shape
+            assert parameter._version >= 0
+        return net(torch.randn(3, 4))
+
+    readers = watch(dict(net.named_modules()), step).readers
+    assert readers[id(net.up.weight)] == {"up"}
+    assert id(net.gate.weight) not in readers
