@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from smp_strategy.tensor_parallel.boundary import Entered
+    from smp_strategy.tensor_parallel.sequence import Copies
 
 __all__ = ["TensorGroup"]
 
@@ -34,6 +35,7 @@ class TensorGroup:
         rank, size: as given.
         sent_bytes: how many bytes of its own this rank has put into collectives.
         entered: what has come into a split region, see :mod:`smp_strategy.tensor_parallel.boundary`.
+        copies: whole tensors that parts are computed with, see :mod:`smp_strategy.tensor_parallel.sequence`.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class TensorGroup:
         self.size = dist.get_world_size(process_group) if size is None else size
         self.sent_bytes = 0
         self.entered: Entered | None = None
+        self.copies: Copies | None = None
         self._is_alone = process_group is None
 
     @contextmanager
@@ -122,7 +125,8 @@ class TensorGroup:
         sent = [_padded(part.movedim(dim, 0), max(lengths)) for part in parts]
         total = torch.empty_like(sent[0])
         dist.reduce_scatter(total, sent, group=self._group)
-        return total[: lengths[self.rank]].movedim(0, dim).contiguous()
+        # Not a view of what is hidden here, for autograd: it may be changed in place.
+        return total[: lengths[self.rank]].movedim(0, dim).contiguous().detach()
 
     def objects(self, value: Any) -> list[Any]:
         """The ranks' ``value``, any that can be pickled."""
