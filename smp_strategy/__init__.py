@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from smp_strategy.placement import partition as partition
     from smp_strategy.placement import set_partition as set_partition
     from smp_strategy.plan_ahead import plan_partition as plan_partition
+    from smp_strategy.tensor_parallel.notes import set_tensor_parallelism as set_tensor_parallelism
+    from smp_strategy.tensor_parallel.notes import tensor_parallelism as tensor_parallelism
+    from smp_strategy.tensor_parallel.registry import tp_register as tp_register
+    from smp_strategy.tensor_parallel.registry import tp_register_with_module as tp_register_with_module
     from smp_strategy.trace.machine import Machine as Machine
     from smp_strategy.units import unit as unit
 
@@ -39,6 +43,10 @@ __all__ = [
     "partition",
     "plan_partition",
     "set_partition",
+    "set_tensor_parallelism",
+    "tensor_parallelism",
+    "tp_register",
+    "tp_register_with_module",
     "unit",
 ]
 __version__ = "0.1.0"
@@ -54,6 +62,10 @@ _HOME = {
     "partition": "smp_strategy.placement",
     "plan_partition": "smp_strategy.plan_ahead",
     "set_partition": "smp_strategy.placement",
+    "set_tensor_parallelism": "smp_strategy.tensor_parallel.notes",
+    "tensor_parallelism": "smp_strategy.tensor_parallel.notes",
+    "tp_register": "smp_strategy.tensor_parallel.registry",
+    "tp_register_with_module": "smp_strategy.tensor_parallel.registry",
     "unit": "smp_strategy.units",
 }
 

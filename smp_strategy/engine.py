@@ -26,35 +26,27 @@ from smp_strategy.agreement import start_alike
 from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
-from smp_strategy.decision import decide
 from smp_strategy.delayed import DelayedModule
-from smp_strategy.dry_run import Surroundings, look_for_exposed
+from smp_strategy.dry_run import look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.hook_view import Views
 from smp_strategy.interception import UnitCalls
+from smp_strategy.layout import First, Layout
 from smp_strategy.manual import ManualSteps
 from smp_strategy.memory.gathering import memory_report
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.runtime import Runtime
-from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.placement import placed_modules
-from smp_strategy.report import render_layout
 from smp_strategy.shape import choose_shape
 from smp_strategy.share import Share
 from smp_strategy.step_results import EvalStep, TrainStep
 from smp_strategy.timeline.gathering import gather
 from smp_strategy.timeline.timeline import Timeline
-from smp_strategy.timetables import Timetables
-from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
 
 __all__ = ["Engine"]
@@ -75,8 +67,6 @@ class Engine:
 
     Attributes:
         manual: what the code of a :meth:`manual_step` can ask for.
-        partition: which unit goes to which stage, once it is decided.
-        costs: what calls cost: measured, once the partition is decided, or modelled.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
@@ -93,7 +83,6 @@ class Engine:
     ) -> None:
         self.config = config
         self._timeout = timeout
-        self.partition: Partition | None = None
         self._report = report
         self._device = device or torch.device("cpu")
         if self._device.type != "cpu":
@@ -101,24 +90,19 @@ class Engine:
                 f"This rank computes on {self._device}, but pipelines on accelerators are not built yet. "
                 'Use `accelerator="cpu"`.'
             )
-        self._oracle = Oracle(self._device)
         self._module: nn.Module | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
-        self._given: Mapping[str, int] | None = None
         self._placed_by_hand: Mapping[str, int] = {}
         self._mesh: ProcessMesh | None = None
         self._keep_shared: Sequence[nn.Module] = ()
         self._calls = UnitCalls()
         self.manual = ManualSteps(self._calls)
-        self._used_by_glue: tuple[Tensor, ...] = ()
+        self._layout: Layout | None = None
         self._share: Share | None = None
-        self._transport: Transport | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.gradients_are_seen = False
-        self.costs = Costs.modelled(self._device)
-        self._timetables: Timetables | None = None
         self._seed = self._num_steps = self._num_evaluations = 0
         self._kinds: set[str] = set()
 
@@ -130,6 +114,23 @@ class Engine:
         if self._mesh is None:
             raise SMPError("The process mesh does not exist before a module is attached to the engine.")
         return self._mesh
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank gets what; exists once a module is attached."""
+        if self._layout is None:
+            raise SMPError("The layout does not exist before a module is attached to the engine.")
+        return self._layout
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which unit goes to which stage, once it is decided."""
+        return None if self._layout is None else self._layout.partition
+
+    @property
+    def costs(self) -> Costs:
+        """What calls cost: measured, once the partition is decided, or modelled."""
+        return self.layout.costs
 
     @property
     def share(self) -> Share:
@@ -159,6 +160,7 @@ class Engine:
         self._keep_shared = keep_shared
         if self._calls.are_intercepted:
             return
+        self.restore_everywhere()
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
@@ -166,10 +168,20 @@ class Engine:
             self._module = module
             self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
             self._units = choose_placed_units(self.config, module, shape.pp)
-            self._given = place_beforehand(self.config, module, self._units, shape.pp)
+            given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
             self._seed = seed
             self._delayed = DelayedModule(module, seed, self._device)
+            self._layout = Layout(
+                self.config,
+                module,
+                self._units,
+                self._mesh,
+                calls=self._calls,
+                delayed=self._delayed,
+                given=given,
+                report=self._report,
+            )
         self._calls.intercept(self._units)
 
     def serves(self, module: nn.Module) -> bool:
@@ -204,33 +216,6 @@ class Engine:
 
     # The first step
 
-    def _spread(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
-        """Let go of what belongs to other stages, after the partition that is kept, or the one that is made now."""
-        assert self._module is not None
-        self._delayed.prepare(self._units, self._optimizers)
-        if self.partition is None:
-            self._decide(kind, step, microbatch, loss_of)
-        assert self.partition is not None
-        stage_of = self.partition.stage_of
-        share, has_others = self._take_share(stage_of), self.mesh.pp > 1
-        ranks, group = self.mesh.stage_ranks, self.mesh.pp_group
-        self._transport = Transport(ranks, group, self._timeout) if has_others else None
-        self.views.begin(list(self._module.parameters()), share.ownership, self.mesh, self._transport, share.sharded)
-        stage = Stage(
-            number=self.mesh.stage,
-            stage_of=stage_of,
-            num_stages=self.mesh.pp,
-            oracle=self._oracle,
-            transport=self._transport,
-            device=self._device,
-            with_weights=share.with_weights,
-            reads_refused=share.reads_refused,
-        )
-        self._calls.runtime = Runtime(stage, PrivateState(*self._glue_and_units(), lambda: self._calls.exposed_parts))
-        if self.config.compile:
-            for name in (name for name, owner in stage_of.items() if owner == stage.number):
-                self._calls.compile(name)
-
     def _prepare(
         self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None = None
     ) -> None:
@@ -239,61 +224,22 @@ class Engine:
         was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
         self._kinds.add(kind)
         if self._calls.runtime is None:
-            self._spread(kind, step, microbatch, loss_of)
+            self._spread(First(kind, step, microbatch, loss_of))
         if was_surveyed and is_new and (self._module.training or not self._calls.leftovers.is_empty):
             self.share.settle()
-            look_for_exposed(step, microbatch, self._surroundings())
+            look_for_exposed(step, microbatch, self.layout.surroundings(self._optimizers))
 
-    def _surroundings(self) -> Surroundings:
+    def _spread(self, first: First) -> None:
+        """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
-        return Surroundings(
-            module=self._module,
-            units=self._units,
-            calls=self._calls,
-            oracle=self._oracle,
-            device=self._device,
-            optimizers=self._optimizers,
-            num_microbatches=self.config.num_microbatches(self.mesh.pp) if self.mesh.pp > 1 else 1,
-        )
-
-    def _decide(self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
-        """Trace and partition."""
-        assert self._module is not None
-        first, surroundings = (step, microbatch, loss_of), self._surroundings()
-        self.partition, found, self.costs = decide(
-            self.config, surroundings, self.mesh.shape, first=first, given=self._given
-        )
-        self._used_by_glue = found.used_by_glue
-        self._timetables = Timetables(self.config, self.partition, self.costs, self._report)
-        if found.trace is not None and found.trace.loss is not None:
-            self._timetables.learn(kind, found.trace)
-        layout = render_layout(self.mesh.shape, self.partition, self.config)
-        notes = self.costs.render()
-        self._report(f"{notes}\n{layout}" if notes else layout)
-
-    def _glue_and_units(self) -> tuple[list[nn.Module], list[nn.Module]]:
-        assert self._module is not None
-        units = [unit.module for unit in self._units]
-        inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, self._keep_shared))
-        return [module for module in self._module.modules() if id(module) not in inside], units
-
-    def _take_share(self, stage_of: Mapping[str, int]) -> Share:
-        assert self._module is not None
-        # Anew each time: buffers may have been replaced in the meantime.
-        ownership = Ownership(self._module, self._units, stage_of, self.mesh.pp, used_by_glue=self._used_by_glue)
-        self._share = Share(
-            self._module,
-            self._units,
-            ownership,
-            self.mesh,
-            self.config,
-            self._delayed,
-            copies=self.copies(),
-            everyone_sees=self.gradients_are_seen,
-        )
-        self._share.take_optimizers(self._optimizers)
-        self.manual.begin(self._share.parameters, self._share.reduction, self._share.sharded)
-        return self._share
+        layout = self.layout
+        layout.decide(first, self._optimizers)
+        share = self._share = layout.take_share(self.copies(), everyone_sees=self.gradients_are_seen)
+        share.take_optimizers(self._optimizers)
+        self.manual.begin(share.parameters, share.reduction, share.sharded)
+        transport = layout.transport(self._timeout)
+        self.views.begin(list(self._module.parameters()), share.ownership, self.mesh, transport, share.sharded)
+        self._calls.runtime = layout.runtime(share, transport, self._keep_shared)
 
     # Every step
 
@@ -368,14 +314,13 @@ class Engine:
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
-        assert self._timetables is not None
-        return self._timetables.run(self._calls.runtime, kind, job, microbatches, number=self._num_steps)
+        return self.layout.timetables.run(self._calls.runtime, kind, job, microbatches, number=self._num_steps)
 
     def explain(self) -> Explanation:
         """Why the units are where they are, and when each stage does what; known from the first step on."""
-        if self.partition is None or self._timetables is None:
+        if self.partition is None:
             raise SMPError("There is nothing to explain before the first step, which shows what the model does.")
-        return Explanation(self.partition, self._timetables.of("train", self.partition.num_microbatches))
+        return Explanation(self.partition, self.layout.timetables.of("train", self.partition.num_microbatches))
 
     def timeline(self) -> Timeline:
         """When each stage of this replica did what in the latest training step, beside its timetable.
@@ -387,7 +332,8 @@ class Engine:
         """
         self._calls.refuse_inside_of_step("A timeline")
         with self.views.put_aside():
-            return gather(None if self._timetables is None else self._timetables.recorded, self.mesh, self._timeout)
+            recorded = None if self.partition is None else self.layout.timetables.recorded
+            return gather(recorded, self.mesh, self._timeout)
 
     def memory_report(self) -> MemoryReport:
         """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""
@@ -495,6 +441,6 @@ class Engine:
         self.manual, self.views = ManualSteps(self._calls), Views()  # the last ones know the groups
         if self._share is not None:
             self._share.close()
-        self._transport = self._share = None
+        self._share = None
         if self._mesh is not None:
             self._mesh.close()

@@ -40,7 +40,11 @@ class ProcessMesh:
         pp_group, dp_group: process groups through this rank; a rank in them is ``pp_rank``, ``dp_rank``.
         replicate_group: the ranks with the same share of the same parameters; ``dp_group`` where nothing is sharded.
         shard_group: the ranks that hold a parameter together; ``None`` where nothing is sharded.
-        stage_ranks: global rank of each stage of this replica.
+        tp_rank: coordinate among the ranks that split layers between them. All groups but the next two are of ranks
+            with the same one.
+        tp_group: the ranks that split layers between them; ``None`` where no layers are split.
+        replica_group: all ranks that read the same samples; ``pp_group`` where no layers are split.
+        stage_ranks: global rank of each stage of this replica, of the ranks with the same ``tp_rank``.
     """
 
     def __init__(self, shape: MeshShape, *, device_type: str = "cpu", timeout: timedelta | None = None) -> None:
@@ -52,7 +56,7 @@ class ProcessMesh:
         self.shape = shape
         self.rank = dist.get_rank()
         self._timeout = timeout
-        is_sharded = shape.dp_shard > 1
+        is_sharded, is_split = shape.dp_shard > 1, shape.tp > 1
         axes = tuple(axis for axis in shape.axes if axis != "dp_shard" or is_sharded)
         self.device_mesh = DeviceMesh(
             device_type,
@@ -61,16 +65,19 @@ class ProcessMesh:
         )
         here = shape.coordinates(self.rank)
         self.pp_rank, self.replicate_rank, self.shard_rank = here["pp"], here["dp_replicate"], here["dp_shard"]
+        self.tp_rank = here["tp"]
         self.dp_rank = self.replicate_rank * shape.dp_shard + self.shard_rank
         self.pp_group = self.device_mesh.get_group("pp")
         self.replicate_group = self.device_mesh.get_group("dp_replicate")
         self.shard_group = self.device_mesh.get_group("dp_shard") if is_sharded else None
+        self.tp_group = self.device_mesh.get_group("tp") if is_split else None
         if timeout is not None:
             # DeviceMesh gives its groups the backend's default, not that of the default group.
-            for group in filter(None, (self.pp_group, self.replicate_group, self.shard_group)):
+            for group in filter(None, (self.pp_group, self.replicate_group, self.shard_group, self.tp_group)):
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         # Not one of the two even if it has the same ranks: what is told here does not queue up behind parameters.
         self.dp_group = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else self.replicate_group
+        self.replica_group = self._mine(shape.groups("pp", "tp")) if is_split else self.pp_group
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
         self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(shape.pp)): self.pp_group}
@@ -86,14 +93,19 @@ class ProcessMesh:
         return self.shape.dp
 
     @property
+    def tp(self) -> int:
+        """Number of ranks over which layers are split."""
+        return self.shape.tp
+
+    @property
     def is_first_of_replica(self) -> bool:
         """Whether this is the rank of its replica that holds the last stage, the loss and the loggers."""
-        return self.pp_rank == 0
+        return self.rank == self.first_of_replica
 
     @property
     def first_of_replica(self) -> int:
-        """Global rank that holds the last stage of this replica."""
-        return self.stage_ranks[-1]
+        """Global rank that holds the last stage of this replica, the first of those that split its layers."""
+        return self.shape.rank_at(self.dp_rank, self.pp - 1)
 
     def group_of(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
         """The group of some stages of this replica, ``None`` if this rank is not in it; collective over all ranks."""
@@ -117,6 +129,7 @@ class ProcessMesh:
     def close(self) -> None:
         """Let go of the process groups; the mesh is of no use afterwards."""
         del self.device_mesh, self.pp_group, self.dp_group, self.replicate_group, self.shard_group
+        del self.tp_group, self.replica_group
         self._groups.clear()
 
     def draw(self) -> str:

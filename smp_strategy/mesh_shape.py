@@ -1,9 +1,8 @@
 """Which rank stands where: global ranks, axes, nodes and shard groups, as plain numbers.
 
-The world is a product of axes, ``pp x dp_replicate x dp_shard x tp`` (tp is 1 until it is built). A placement strategy
-is a string of three letters, D (data), P (pipeline), T (tensor); the right-most letter varies fastest over the global
-rank, as in SageMaker's library. ``cluster`` is ``DPT``: the ranks of one pipeline are neighbours. For 8 ranks with
-pp = 2::
+The world is a product of axes, ``pp x dp_replicate x dp_shard x tp``. A placement strategy is a string of three
+letters, D (data), P (pipeline), T (tensor); the right-most letter varies fastest over the global rank, as in
+SageMaker's library. ``cluster`` is ``DPT``: the ranks of one pipeline are neighbours. For 8 ranks with pp = 2::
 
     cluster (DPT)   pipelines [0 1] [2 3] [4 5] [6 7]   replicas [0 2 4 6] [1 3 5 7]
     spread  (TPD)   pipelines [0 4] [1 5] [2 6] [3 7]   replicas [0 1 2 3] [4 5 6 7]
@@ -34,28 +33,37 @@ _AXES = {"D": "dp_replicate", "S": "dp_shard", "P": "pp", "T": "tp"}
 _NAMED_PLACEMENTS = {"cluster": ("DSPT", "DPST"), "spread": ("TPDS",)}
 
 
-def check_degree(pp: int, world_size: int, units: Sequence[str] | None = None, *, dp_shard: int = 1) -> None:
-    """Refuse a number of stages that does not fit the ranks or, where they are known, the units of the model.
+def check_degree(
+    pp: int, world_size: int, units: Sequence[str] | None = None, *, dp_shard: int = 1, tp: int = 1
+) -> None:
+    """Refuse degrees that do not fit the ranks or, where they are known, the units of the model.
 
     Args:
         pp: number of stages.
         world_size: number of ranks.
         units: names of the units of the model.
         dp_shard: ranks in a shard group, which must fit as well.
+        tp: ranks over which a layer is split, likewise.
 
     Raises:
         ConfigError: with all reasons.
     """
     problems = []
-    if world_size % pp:
+    if world_size % tp:
         problems.append(
-            f"`pipeline_parallel_degree` must divide the number of ranks ({world_size}), but is {pp}. "
+            f"`tensor_parallel_degree` must divide the number of ranks ({world_size}), but is {tp}. "
             f"Degrees that fit: {_divisors(world_size)}."
         )
-    elif (dp := world_size // pp) % dp_shard:
+    elif (num_stage_ranks := world_size // tp) % pp:
+        beside = f": {num_stage_ranks} for each of {tp} over which layers are split" if tp > 1 else ""
         problems.append(
-            f"`sharded_data_parallel_degree` must divide the number of replicas ({dp}: {world_size} ranks, {pp} for "
-            f"each replica), but is {dp_shard}. Degrees that fit: {_divisors(dp)}."
+            f"`pipeline_parallel_degree` must divide the number of ranks ({world_size}{beside}), but is {pp}. "
+            f"Degrees that fit: {_divisors(num_stage_ranks)}."
+        )
+    elif (dp := world_size // (pp * tp)) % dp_shard:
+        problems.append(
+            f"`sharded_data_parallel_degree` must divide the number of replicas ({dp}: {world_size} ranks, {pp * tp} "
+            f"for each replica), but is {dp_shard}. Degrees that fit: {_divisors(dp)}."
         )
     if units is not None and pp > len(units):
         problems.append(
@@ -100,16 +108,18 @@ class MeshShape:
         *,
         pp: int,
         dp_shard: int = 1,
+        tp: int = 1,
         placement: str = "cluster",
         node_size: int | None = None,
     ) -> "MeshShape":
-        """Fill a world that ``pp`` divides with replicas of ``pp`` stages.
+        """Fill a world with replicas of ``pp`` stages of ``tp`` ranks each.
 
         Raises:
             ConfigError: the degrees do not divide the world.
         """
-        check_degree(pp, world_size, dp_shard=dp_shard)
-        return cls(pp=pp, dp=world_size // pp, dp_shard=dp_shard, placement=placement, node_size=node_size)
+        check_degree(pp, world_size, dp_shard=dp_shard, tp=tp)
+        dp = world_size // (pp * tp)
+        return cls(pp=pp, dp=dp, dp_shard=dp_shard, tp=tp, placement=placement, node_size=node_size)
 
     @property
     def world_size(self) -> int:
@@ -156,10 +166,10 @@ class MeshShape:
         """Global rank at the given coordinates, 0 where none is given; the inverse of :meth:`coordinates`."""
         return sum(self._strides[axis] * coordinate for axis, coordinate in coordinates.items())
 
-    def rank_at(self, replica: int, stage: int) -> int:
-        """Global rank (the first of those that split layers) of a stage of a replica."""
+    def rank_at(self, replica: int, stage: int, part: int = 0) -> int:
+        """Global rank of a stage of a replica that has the given part of split layers."""
         replicate, shard = divmod(replica, self.dp_shard)
-        return self.rank_of({"dp_replicate": replicate, "dp_shard": shard, "pp": self.pp - 1 - stage})
+        return self.rank_of({"dp_replicate": replicate, "dp_shard": shard, "pp": self.pp - 1 - stage, "tp": part})
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """Global ranks along ``axes`` through ``rank``, in the order of their coordinates, the last axis fastest."""
@@ -179,7 +189,15 @@ class MeshShape:
     @cached_property
     def nodes_of_shard_group(self) -> int:
         """Nodes that the shard group touches that touches most of them."""
-        return max(len({self.node_of(rank) for rank in group}) for group in self.groups("dp_shard"))
+        return self._most_nodes("dp_shard")
+
+    @cached_property
+    def nodes_of_tensor_group(self) -> int:
+        """Nodes that the ranks touch that split layers between them, at most."""
+        return self._most_nodes("tp")
+
+    def _most_nodes(self, axis: str) -> int:
+        return max(len({self.node_of(rank) for rank in group}) for group in self.groups(axis))
 
     def hops(self, rank: int) -> tuple[list[int], list[int]]:
         """How to reach the whole shard group of ``rank`` so that no byte crosses twice to the same node.
@@ -200,10 +218,12 @@ class MeshShape:
     def draw(self) -> str:
         """A table of global ranks: one row per replica, one column per stage.
 
-        With several nodes a rank is preceded by its node; with sharding there is a gap between shard groups.
+        With several nodes a rank is preceded by its node; with sharding there is a gap between shard groups. Ranks
+        that split layers between them stand together: ``0+1``.
         """
         shards = f"dp_replicate {self.dp // self.dp_shard} x dp_shard {self.dp_shard}"
         degrees = f"pp {self.pp} x {shards if self.dp_shard > 1 else f'dp {self.dp}'}"
+        degrees += f" x tp {self.tp}" if self.tp > 1 else ""
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         order = self.order if self.dp_shard > 1 else self.order.replace("S", "")
         table = [self._row(replica) for replica in range(self.dp)]
@@ -218,14 +238,22 @@ class MeshShape:
         return "\n".join(lines + self._notes())
 
     def _row(self, replica: int) -> list[str]:
-        ranks = [self.rank_at(replica, stage) for stage in range(self.pp)]
-        cells = [f"{self.node_of(rank)}:{rank}" if self.num_nodes > 1 else str(rank) for rank in ranks]
+        cells = []
+        for stage in range(self.pp):
+            ranks = [self.rank_at(replica, stage, part) for part in range(self.tp)]
+            cells.append(
+                "+".join(f"{self.node_of(rank)}:{rank}" if self.num_nodes > 1 else str(rank) for rank in ranks)
+            )
         return [str(replica % self.dp_shard), *cells] if self.dp_shard > 1 else cells
 
     def _notes(self) -> list[str]:
         """What is slower than it need be."""
-        here, least = self.nodes_of_shard_group, replace(self, placement="cluster").nodes_of_shard_group
-        if here == 1:
-            return []
-        remedy = f" `placement_strategy=cluster` would make that {least}." if least < here else ""
-        return [f"Shard groups of {self.dp_shard} span {here} nodes of {self.node_size} ranks.{remedy}"]
+        clustered, found = replace(self, placement="cluster"), []
+        for what, size, here, least in (
+            ("Shard groups", self.dp_shard, self.nodes_of_shard_group, clustered.nodes_of_shard_group),
+            ("Tensor-parallel groups", self.tp, self.nodes_of_tensor_group, clustered.nodes_of_tensor_group),
+        ):
+            if here > 1:
+                remedy = f" `placement_strategy=cluster` would make that {least}." if least < here else ""
+                found.append(f"{what} of {size} span {here} nodes of {self.node_size} ranks.{remedy}")
+        return found

@@ -1,14 +1,14 @@
 """Options as values and as text: does a value fit the type that an option has, and which value does a text stand for?
 
 Types are those that the options of :mod:`smp_strategy.config` use: plain types, unions of them with ``None``,
-``Literal`` for a choice of words, and tuples of any length.
+``Literal`` for a choice of words, tuples of any length, and mappings.
 """
 
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-__all__ = ["as_tuple", "fits", "parse", "wrong_types"]
+__all__ = ["as_dict", "as_tuple", "fits", "parse", "wrong_types"]
 
 
 def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
@@ -28,6 +28,11 @@ def as_tuple(value: Any) -> Any:
     return tuple(value) if is_list else value
 
 
+def as_dict(value: Any) -> Any:
+    """``value``, or the dict of its items if it is another mapping."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
 def fits(value: object, hint: Any) -> bool:
     """Whether ``value`` is of the type ``hint``; that a word is one of its choices is checked elsewhere."""
     if typing.get_origin(hint) is Literal:
@@ -35,6 +40,9 @@ def fits(value: object, hint: Any) -> bool:
     if typing.get_origin(hint) is tuple:
         item_hint, _ = typing.get_args(hint)
         return isinstance(value, tuple) and all(fits(item, item_hint) for item in value)
+    if typing.get_origin(hint) is Mapping:
+        key_hint, item_hint = typing.get_args(hint)
+        return isinstance(value, Mapping) and all(fits(k, key_hint) and fits(v, item_hint) for k, v in value.items())
     if isinstance(hint, type):
         if hint is int:
             return isinstance(value, int) and not isinstance(value, bool)
@@ -46,7 +54,7 @@ def fits(value: object, hint: Any) -> bool:
 
 def parse(text: str, hint: Any) -> Any:
     """The value that ``text`` stands for under ``hint``; text that does not parse is left for the type check."""
-    choices = (hint,) if typing.get_origin(hint) in (tuple, Literal) else typing.get_args(hint) or (hint,)
+    choices = (hint,) if typing.get_origin(hint) in (tuple, Literal, Mapping) else typing.get_args(hint) or (hint,)
     if type(None) in choices and text.strip().lower() in ("", "none", "null"):
         return None
     lists = [choice for choice in choices if typing.get_origin(choice) is tuple]
@@ -54,6 +62,9 @@ def parse(text: str, hint: Any) -> Any:
     if is_list:
         item_hint, _ = typing.get_args(lists[0])
         return tuple(parse(item.strip(), item_hint) for item in text.split(",") if item.strip())
+    if any(typing.get_origin(choice) is Mapping for choice in choices):
+        pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]
+        return {pair[0].strip(): pair[1].strip() for pair in pairs} if all(len(p) == 2 for p in pairs) else text
     if bool in choices:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     for kind in (int, float):

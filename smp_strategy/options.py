@@ -8,6 +8,7 @@ imports torch.
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from typing import Literal
 
 from smp_strategy.sizes import parse_bytes
@@ -304,11 +305,31 @@ class TensorParallelOptions:
 
     tensor_parallel_degree: int = 1
     """Ranks over which layers are split."""
-    prescaled_batch: bool = False
-    """All tensor-parallel ranks of a replica read the same batch."""
+    prescaled_batch: bool = True
+    """All tensor-parallel ranks of a replica read the same batch. SageMaker's default is False: each reads its own, and
+    layers exchange their samples. That is not built yet."""
+    tensor_parallel: Mapping[str, str] | None = None
+    """How layers are split, by patterns of their names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``. They come
+    before what the model, its family and the registry say of a layer."""
+    tensor_parallel_strict: bool = False
+    """A layer with parameters that is not split is an error."""
 
     def _problems(self) -> list[str]:
-        return _at_least_one(self, "tensor_parallel_degree")
+        found = _at_least_one(self, "tensor_parallel_degree")
+        if not self.prescaled_batch:
+            found.append(
+                "`prescaled_batch=False` asks for tensor-parallel ranks that read samples of their own, which is not "
+                "built yet. Leave the option out: all ranks of a replica read the same batch."
+            )
+        if self.tensor_parallel_degree == 1:
+            names = ("tensor_parallel", "tensor_parallel_strict")
+            found += [
+                f"`{name}={getattr(self, name)!r}` has no effect, because no layers are split. Set "
+                "`tensor_parallel_degree`, or leave it out."
+                for name in names
+                if getattr(self, name)
+            ]
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

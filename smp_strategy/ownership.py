@@ -32,6 +32,9 @@ class Ownership:
         stage_of: stage of each unit, by name.
         num_stages: number of stages.
         used_by_glue: parameters and tables of units that code above the units computes with.
+
+    Attributes:
+        units, stage_of: as given.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Ownership:
         used_by_glue: Iterable[Tensor] = (),
     ) -> None:
         self._root = root
+        self.units = units
         self._units = {unit.name: unit for unit in units}
         self._used_by_glue = {id(tensor) for tensor in used_by_glue}
         self.stage_of = stage_of

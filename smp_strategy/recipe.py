@@ -36,7 +36,7 @@ def parse_recipe(name: str) -> dict[str, Any]:
     A name with ``pp`` and without ``mb`` gets 4 microbatches per stage. ``vN`` gives every rank N chunks of the model.
     A schedule is named like in the option ``pipeline``, without hyphens. ``micsAxB`` shards over A ranks and
     replicates B times; B is no option, for it follows from the number of ranks (:func:`named_replicas`). A name that
-    shards something, and has no ``pp``, stands for one stage.
+    shards something or splits layers, and has no ``pp``, stands for one stage.
 
     Raises:
         ConfigError: a part that is not understood, or one that stands twice.
@@ -49,7 +49,7 @@ def parse_recipe(name: str) -> dict[str, Any]:
         options[key] = value
     if "pipeline_parallel_degree" in options:
         options.setdefault("microbatches", MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"])
-    elif options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state"}:
+    elif options.keys() & {"sharded_data_parallel_degree", "shard_optimizer_state", "tensor_parallel_degree"}:
         options["pipeline_parallel_degree"] = 1
     return options
 

@@ -8,22 +8,26 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.explain.text import WIDTH, stage_table, summary
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
+from smp_strategy.tensor_parallel.report import Report
 
 __all__ = ["render_layout"]
 
 
-def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig) -> str:
+def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: Report | None = None) -> str:
     """The mesh, what was decided, and the stages as plain text.
 
     Args:
         shape: the mesh.
         partition: what was decided.
         config: all options.
+        split: what became of each layer, where layers are split.
     """
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
     for line in (shape.draw(), *summary(partition), *_sharding(shape, config)):
         console.print(line, highlight=False)
     console.print(stage_table(partition))
+    if split is not None:
+        console.print(str(split), highlight=False, markup=False, soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 

@@ -1,7 +1,7 @@
 """How many stages, where the user does not say: as many as ranks and units allow.
 
-Where parameters or optimizer state are to be sharded, one: sharding is about replicas, so these are what the ranks are
-wanted for, and a pipeline beside it is asked for by its degree. So it is in SageMaker's library, whose default is 1.
+Where parameters or optimizer state are to be sharded, or layers to be split, one: that is what the ranks are wanted
+for, and a pipeline beside it is asked for by its degree. So it is in SageMaker's library, whose default is 1.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,9 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
         ConfigError: the degrees do not fit the number of ranks or of units, or other options do not fit the degrees.
     """
     world_size, dp_shard = dist.get_world_size(), config.sharded_data_parallel_degree
+    tp = config.tensor_parallel_degree
     degree = config.pipeline_parallel_degree
-    if degree is None and (config.shard_optimizer_state or dp_shard > 1):
+    if degree is None and (config.shard_optimizer_state or dp_shard > 1 or tp > 1):
         degree = 1
     elif degree is None:
         num_units = len(choose_placed_units(config, module, world_size))
@@ -46,11 +47,12 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
         )
     config.check(degree)
     names = [unit.name for unit in choose_placed_units(config, module, degree)]
-    check_degree(degree, world_size, names, dp_shard=dp_shard)
+    check_degree(degree, world_size, names, dp_shard=dp_shard, tp=tp)
     return MeshShape.of_world(
         world_size,
         pp=degree,
         dp_shard=dp_shard,
+        tp=tp,
         placement=config.placement_strategy,
         node_size=find_node_size(dp_shard),
     )

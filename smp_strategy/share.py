@@ -2,7 +2,8 @@
 
 A parameter belongs to the stages of the units that have it (:mod:`smp_strategy.ownership`). There, all replicas hold
 it, or a shard group holds it together (:mod:`smp_strategy.sharding.sharded_units`), and one replica or all of them
-update it (:mod:`smp_strategy.optim.state_sharding`). The share exists from the first step on, when ranks let go of what
+update it (:mod:`smp_strategy.optim.state_sharding`). Of split layers all of this is about a rank's part
+(:mod:`smp_strategy.tensor_parallel`). The share exists from the first step on, when ranks let go of what
 is not theirs, until the module is whole again.
 """
 
@@ -26,9 +27,10 @@ from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.collectives import collectives_of
-from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
+from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.uses import Timing
 from smp_strategy.step_results import Accumulated, accumulating
-from smp_strategy.units import Unit
+from smp_strategy.tensor_parallel.split_layers import SplitLayers
 
 __all__ = ["Share"]
 
@@ -50,13 +52,13 @@ class Share:
 
     Args:
         module: whole until now.
-        units: its units.
         ownership: which stages hold which parameter.
         mesh: where the ranks stand.
         config: all options.
         delayed: what of the module has no values yet, and where they are made.
         copies: of the module, which are spread with it.
         everyone_sees: whether all replicas keep averaged gradients until the optimizer's step.
+        split: the layers that are split, if there are any.
 
     Attributes:
         ownership: as given.
@@ -68,7 +70,6 @@ class Share:
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[Unit],
         ownership: Ownership,
         mesh: ProcessMesh,
         config: SMPConfig,
@@ -76,13 +77,15 @@ class Share:
         *,
         copies: Iterable[nn.Module] = (),
         everyone_sees: bool = False,
+        split: SplitLayers | None = None,
     ) -> None:
         self.ownership = ownership
         self._module = module
-        self._units = units
         self._mesh = mesh
         self._config = config
         self._delayed = delayed
+        self._split = split
+        self._parts = None if split is None else split.parts
         copies = list(copies)
         spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
         delayed.settle(
@@ -94,11 +97,11 @@ class Share:
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
         self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
         self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
-        self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in units}
+        self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
-        self.reduction = Reduction(ownership, mesh, self._state, self.sharded)
-        is_spread = mesh.pp > 1 or self.sharded is not None
+        self.reduction = Reduction(ownership, mesh, self._state, self.sharded, self._parts)
+        is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
 
     @property
@@ -160,12 +163,13 @@ class Share:
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
-            self.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], max_norm)
+            self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
         self._state.begin_update(optimizer)
         if self.sharded is not None:
-            self.sharded.show_pieces()
+            self.sharded.show_pieces(parameters)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.end_update`."""
@@ -188,24 +192,28 @@ class Share:
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
-        if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
-            self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
-        if where == "all" or mesh.dp_rank == 0:
-            keep = where == "all" or mesh.rank == 0
-            restore(self._module, self._units, self.ownership, mesh, keep=keep)
+        with nullcontext() if self._split is None else self._split.in_parts():
+            if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
+                self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
+            # All parts of rank 0's layers: it gets the others' when all stages' are there.
+            keep = where == "all" or (mesh.dp_rank == 0 and mesh.pp_rank == 0)
+            if where == "all" or mesh.dp_rank == 0:
+                restore(self._module, self.ownership, mesh, keep=keep)
+        if self._split is not None and keep:
+            self._split.to_dense()
         self.whole_on = where
 
     def full_state_dict(self) -> dict[str, Any]:
         """See :meth:`smp_strategy.engine.Engine.full_state_dict`."""
         self.settle()
-        return full.state_dict(self._module, self._spread, self._mesh, self.sharded)
+        return full.state_dict(self._module, self._spread, self._mesh, self.sharded, self._parts)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
         """Take this rank's share of a whole state dict, or all of it where the module is whole."""
         self.settle()
         is_whole_here = self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
         ownership = None if is_whole_here else self.ownership
-        full.load_state_dict(self._module, state, ownership, self._mesh, self.sharded, strict=strict)
+        full.load_state_dict(self._module, state, ownership, self._mesh, self.sharded, self._parts, strict=strict)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Of state that ``optimizers`` have for whole parameters, keep this rank's share.
@@ -215,28 +223,31 @@ class Share:
         """
         self._try_optimizers(optimizers)
         for optimizer in optimizers:
-            full.keep_share(optimizer, self._state, self.sharded)
+            full.keep_share(optimizer, self._state, self.sharded, self._parts)
         self._delayed.load_late_states(self.load_optimizer_state)
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """See :meth:`smp_strategy.engine.Engine.full_optimizer_state`."""
-        return full.optimizer_state(optimizer, self.ownership, self._mesh, self._state, self.sharded)
+        return full.optimizer_state(optimizer, self.ownership, self._mesh, self._state, self.sharded, self._parts)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take this rank's share of a whole optimizer state dict."""
         optimizer.load_state_dict(state)
-        full.keep_share(optimizer, self._state, self.sharded)
+        full.keep_share(optimizer, self._state, self.sharded, self._parts)
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that need whole parameters, also if what they train has been added or unfrozen since."""
-        if self.sharded is None:
+        if self.sharded is None and self._parts is None:
             return
         new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
         if new:
             # Of all stages, so that all ranks refuse the same.
-            members = self.ownership.parameters_by_units().values()
+            members = () if self.sharded is None else self.ownership.parameters_by_units().values()
             spread = {parameter: name for group in members for name, parameter in group}
-            refuse_whole_tensor_optimizers(new, spread, degree=self._mesh.shape.dp_shard)
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            cuts = {} if self._parts is None else self._parts.cuts
+            split = {parameter: (names[parameter], cut.dim) for parameter, cut in cuts.items()}
+            refuse_whole_tensor_optimizers(new, spread, degree=self._mesh.shape.dp_shard, split=split)
             self._tried.update(new)
 
     def close(self) -> None:

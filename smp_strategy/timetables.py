@@ -41,16 +41,26 @@ class Timetables:
         partition: where units are, and under which policy.
         costs: how long calls take.
         report: told the first timetable of a training step, where there are several stages.
+        agree: makes a trace the same on all ranks that split layers between them. Their parts, hence their costs, may
+            differ, but they must keep one order.
 
     Attributes:
         recorded: the latest training step that had a timetable.
     """
 
-    def __init__(self, config: SMPConfig, partition: Partition, costs: Costs, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: SMPConfig,
+        partition: Partition,
+        costs: Costs,
+        report: Callable[[str], None],
+        agree: Callable[[Trace], Trace] = lambda trace: trace,
+    ) -> None:
         self._config = config
         self._partition = partition
         self._costs = costs
         self._report = report
+        self._agree = agree
         self._is_reported = False
         self.recorded: Recorded | None = None
         # The latest trace of each kind of step.
@@ -83,7 +93,7 @@ class Timetables:
     def learn(self, kind: str, trace: Trace) -> None:
         """A step of ``kind`` has taken the path of ``trace``: the next one is planned for it."""
         if kind not in self._traces or self._traces[kind].signature != trace.signature:
-            self._traces[kind] = trace
+            self._traces[kind] = self._agree(trace)
 
     def of(self, kind: str, num_microbatches: int) -> Plan | None:
         """The order of work for the next step of ``kind``; ``None`` where no path is known."""

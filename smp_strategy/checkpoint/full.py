@@ -1,7 +1,8 @@
 """The whole model and optimizer as one process would have them.
 
 Before the partition every rank has everything. After it, saving collects the stages' shares on global rank 0, and
-loading lets every rank take its share out of the whole. Names, shapes and parameter numbers are those of the plain
+loading lets every rank take its share out of the whole. What is spread is put together from the inside to the outside:
+pieces of a shard group, parts of split layers, stages. Names, shapes and parameter numbers are those of the plain
 module, so that a file written under one layout is read under any other, or by plain PyTorch.
 """
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.gather import collect
 from smp_strategy.mesh import ProcessMesh
@@ -22,12 +24,17 @@ from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import in_plain_sight
+from smp_strategy.tensor_parallel.parts import Parts
 
 __all__ = ["keep_share", "load_state_dict", "optimizer_state", "state_dict"]
 
 
 def state_dict(
-    module: nn.Module, ownership: Ownership | None, mesh: ProcessMesh, sharded: ShardedUnits | None = None
+    module: nn.Module,
+    ownership: Ownership | None,
+    mesh: ProcessMesh,
+    sharded: ShardedUnits | None = None,
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
     """The whole state dict on global rank 0, ``{}`` elsewhere; collective."""
     if ownership is None:
@@ -40,6 +47,11 @@ def state_dict(
     with in_plain_sight():
         found = module.state_dict(keep_vars=True)
         items = {name: whole.get(v, v.detach()) if isinstance(v, Tensor) else v for name, v in found.items()}
+    if parts is not None and mesh.dp_rank == 0:
+        for name, tensor in found.items():
+            if parts.has(tensor) and ownership.is_held(name, mesh.stage):
+                joined = parts.join(tensor, items[name])
+                items[name] = joined if mesh.tp_rank == 0 else None
     known = _gathered(list(items), mesh)
     savers = {name: ownership.saver(name) for name in _merged(known)}
     return _collect(items, {name: saver for name, saver in savers.items() if name in known[saver]}, mesh)
@@ -51,6 +63,7 @@ def optimizer_state(
     mesh: ProcessMesh,
     sharding: StateSharding,
     sharded: ShardedUnits | None = None,
+    parts: Parts | None = None,
 ) -> dict[str, Any]:
     """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     state = optimizer.state_dict()
@@ -59,6 +72,11 @@ def optimizer_state(
         whole = _whole_state(optimizer, {parameters[number]: kept for number, kept in state["state"].items()}, sharded)
         state["state"] = {
             number: {**kept, **whole.get(parameters[number], {})} for number, kept in state["state"].items()
+        }
+    if parts is not None:
+        state["state"] = {
+            number: _joined(kept, parameters[number], parts) if parts.has(parameters[number]) else kept
+            for number, kept in sorted(state["state"].items())
         }
     known: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(known, list(state["state"]))
@@ -82,6 +100,7 @@ def load_state_dict(
     ownership: Ownership | None,
     mesh: ProcessMesh,
     sharded: ShardedUnits | None = None,
+    parts: Parts | None = None,
     *,
     strict: bool,
 ) -> None:
@@ -99,16 +118,23 @@ def load_state_dict(
     if strict and (missing or unexpected):
         raise RuntimeError(f"The state dict does not fit the module: missing {missing}, unexpected {unexpected}.")
     # Every rank compares all shapes, so that all of them stop and not only the one that holds the tensor.
-    other = [
-        f"{name} {list(state[name].shape)} instead of {list(tensor.shape)}"
+    shapes = {
+        name: tensor.shape if parts is None else parts.whole_shape(tensor)
         for name, tensor in own.items()
-        if isinstance(tensor, Tensor) and name in state and state[name].shape != tensor.shape
+        if isinstance(tensor, Tensor) and name in state
+    }
+    other = [
+        f"{name} {list(state[name].shape)} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if state[name].shape != shape
     ]
     if other:
         raise RuntimeError(f"The state dict does not fit the module: {', '.join(other)}.")
     mine = OrderedDict((name, value) for name, value in state.items() if ownership.is_held(name, mesh.stage))
     if hasattr(state, "_metadata"):  # the versions of the modules that wrote it
         mine._metadata = state._metadata  # type: ignore[attr-defined]
+    if parts is not None:
+        mine.update({name: parts.part(own[name], mine[name]) for name in mine if parts.has(own.get(name))})
     if sharded is not None:
         spread = {name: tensor for name, tensor in own.items() if name in mine and sharded.has(tensor)}
         sharded.fill({tensor: mine.pop(name) for name, tensor in spread.items()})
@@ -116,20 +142,27 @@ def load_state_dict(
         module.load_state_dict(mine, strict=False)
 
 
-def keep_share(optimizer: Optimizer, sharding: StateSharding, sharded: ShardedUnits | None = None) -> None:
+def keep_share(
+    optimizer: Optimizer, sharding: StateSharding, sharded: ShardedUnits | None = None, parts: Parts | None = None
+) -> None:
     """Of whole optimizer state keep what this rank needs for the updates that it makes.
 
     Args:
         optimizer: has it.
         sharding: says what this rank updates.
         sharded: of which parameters it updates a piece.
+        parts: of which parameters it has a part.
     """
     for parameter in _parameters(optimizer):
         if parameter not in optimizer.state:
             continue
         if not sharding.is_mine(parameter):
             del optimizer.state[parameter]
-        elif sharded is not None and sharded.has(parameter):
+            continue
+        if parts is not None and parts.has(parameter):
+            kept = optimizer.state[parameter]
+            kept.update(_cut(kept, parameter, parts))
+        if sharded is not None and sharded.has(parameter):
             kept = optimizer.state[parameter]
             if _is_cut(kept, parameter, _piece_numel(parameter, sharded)):
                 continue
@@ -156,6 +189,24 @@ def _whole_state(
             for parameter, tensor in whole.items():
                 found[parameter][number] = tensor
     return {each: join_state(alike[each], list(tensors.values())) for each, tensors in found.items() if tensors}
+
+
+def _cut(state: Mapping[str, Any], parameter: nn.Parameter, parts: Parts) -> Any:
+    """Of ``state`` for the whole of a split parameter, this rank's part; what is for its part is left as it is."""
+    whole = parts.whole_shape(parameter)
+    return pytree.tree_map(
+        lambda leaf: parts.part(parameter, leaf) if isinstance(leaf, Tensor) and leaf.shape == whole else leaf,
+        dict(state),
+    )
+
+
+def _joined(state: Mapping[str, Any], parameter: nn.Parameter, parts: Parts) -> Any:
+    """``state`` for the whole of a split parameter. Collective over the ranks that have the parts."""
+    mine = parts.shape(parameter)
+    return pytree.tree_map(
+        lambda leaf: parts.join(parameter, leaf) if isinstance(leaf, Tensor) and leaf.shape == mine else leaf,
+        dict(state),
+    )
 
 
 def _is_cut(state: Mapping[str, Any], parameter: nn.Parameter, numel: int) -> bool:
@@ -194,7 +245,7 @@ def _merged(lists: list[list[str]]) -> list[str]:
 
 
 def _collect(items: dict[str, Any], savers: dict[str, int], mesh: ProcessMesh) -> dict[str, Any]:
-    """One replica is enough: the others hold the same."""
-    if mesh.dp_rank != 0:
+    """One replica is enough: the others hold the same. So is one of the ranks that split layers between them."""
+    if mesh.dp_rank != 0 or mesh.tp_rank != 0:
         return {}
     return collect(items, savers, mesh.stage_ranks, mesh.pp_group)

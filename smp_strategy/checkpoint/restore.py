@@ -24,18 +24,17 @@ from smp_strategy.units import Unit
 __all__ = ["restore"]
 
 
-def restore(root: nn.Module, units: Sequence[Unit], ownership: Ownership, mesh: ProcessMesh, *, keep: bool) -> None:
+def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: bool) -> None:
     """Make the values of all stages those of ``root``; collective over the stages of a replica.
 
     Args:
         root: the module that was spread.
-        units: its units.
         ownership: who holds what.
         mesh: where the ranks stand.
         keep: whether this rank wants the whole module; otherwise it only sends what it has.
     """
     described: list[Any] = [None] * mesh.pp
-    mine = [unit for unit in units if ownership.stage_of[unit.name] == mesh.stage]
+    mine = [unit for unit in ownership.units if ownership.stage_of[unit.name] == mesh.stage]
     guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
     numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]
     # The group lists its ranks in ascending order, not in that of the stages.

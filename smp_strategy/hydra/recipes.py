@@ -8,6 +8,7 @@ the search path, so a documented file of the same name is used where there is on
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from hydra.core.config_store import ConfigStore
@@ -53,7 +54,7 @@ def _in_omegaconf(hint: Any) -> Any:
         return hint
     choices = [choice for choice in typing.get_args(hint) if choice is not type(None)]
     if len(choices) == 1:
-        return _in_omegaconf(choices[0]) | None
+        return Any if typing.get_origin(choices[0]) is Mapping else _in_omegaconf(choices[0]) | None
     return Any if any(typing.get_origin(choice) is tuple for choice in choices) else hint
 
 

@@ -105,7 +105,7 @@ def divide(whole: int, parts: int) -> int:
 
 
 def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
-    """How many ranks ``layout`` needs at least: stages x ranks of a shard group x replicas.
+    """How many ranks ``layout`` needs at least: stages x ranks that split layers x ranks of a shard group x replicas.
 
     Args:
         layout: a node of the group ``smp``.
@@ -116,9 +116,10 @@ def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
     """
     stages = layout.get("pipeline_parallel_degree")
     shards, deals_out = layout.get("sharded_data_parallel_degree", 1), layout.get("shard_optimizer_state")
-    if stages is None and shards == 1 and not deals_out:
+    parts = layout.get("tensor_parallel_degree", 1)
+    if stages is None and shards == parts == 1 and not deals_out:
         return None
-    return (stages or 1) * shards * max(named_replicas(name), 2 if deals_out else 1)
+    return (stages or 1) * parts * shards * max(named_replicas(name), 2 if deals_out else 1)
 
 
 def _chosen_layout() -> str:

@@ -1,8 +1,8 @@
 """What ``reduce``, ``all_gather`` and their like mean under a pipeline.
 
 Users and Lightning itself call them as in data-parallel training: "my samples and those of the others". The ranks of
-one pipeline have the same samples, so values are exchanged between replicas only; counting each pipeline rank would
-weigh every sample ``pp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world.
+one replica have the same samples, so values are exchanged between replicas only; counting each rank would weigh every
+sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""Every rank of a pipeline reads the same batches, in the order in which one process would read them.
+"""Every rank of a replica reads the same batches, in the order in which one process would read them.
 
-Each rank reads its own data and nothing is sent, so the ranks of one pipeline must agree on every random draw on the
+Each rank reads its own data and nothing is sent, so the ranks of one replica must agree on every random draw on the
 way to a batch: the order of samples, seeds of workers, augmentation in the dataset and in ``on_after_batch_transfer``.
 Two things stand against that: nobody may have seeded anything, and the stages draw from the same global generators for
 dropout, each another number of times.
@@ -47,20 +47,21 @@ class DataStream:
     """The random numbers of the data path. See [Note: data stream].
 
     Args:
-        mesh: its pipeline groups are the ranks that must agree.
+        mesh: its replicas are the ranks that must agree.
     """
 
     def __init__(self, mesh: ProcessMesh) -> None:
         self._mesh = mesh
+        self._num_ranks = mesh.pp * mesh.tp
         self._state = _global_state()
         self._num_checked = 0
 
     def follow_first_rank(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
-        if self._mesh.pp > 1:
+        if self._num_ranks > 1:
             states = (_global_state(), [generator.get_state() for generator in generators])
             box = [states if self._mesh.is_first_of_replica else None]
-            dist.broadcast_object_list(box, src=self._mesh.first_of_replica, group=self._mesh.pp_group)
+            dist.broadcast_object_list(box, src=self._mesh.first_of_replica, group=self._mesh.replica_group)
             assert box[0] is not None
             _set_global_state(box[0][0])
             for generator, state in zip(generators, box[0][1], strict=True):
@@ -88,13 +89,14 @@ class DataStream:
         Raises:
             SMPError: they differ.
         """
-        if self._mesh.pp == 1 or self._num_checked == _CHECKED_BATCHES:
+        if self._num_ranks == 1 or self._num_checked == _CHECKED_BATCHES:
             return
-        found: list[int] = [0] * self._mesh.pp
-        dist.all_gather_object(found, checksum(batch), group=self._mesh.pp_group)
+        found: list[int] = [0] * self._num_ranks
+        dist.all_gather_object(found, checksum(batch), group=self._mesh.replica_group)
         if len(set(found)) > 1:
+            ranks = tuple(self._mesh.shape.group(self._mesh.rank, "pp", "tp"))
             raise SMPError(
-                f"Batch {self._num_checked} differs between the ranks of one pipeline {self._mesh.stage_ranks}, which "
+                f"Batch {self._num_checked} differs between the ranks of one replica {ranks}, which "
                 "must all read the same samples. A dataset that picks its samples by rank must use the data-parallel "
                 "rank (`trainer.strategy.distributed_sampler_kwargs`) instead of `trainer.global_rank`; one with "
                 "random generators of its own must seed them alike."

@@ -3,7 +3,8 @@
 Under parameter sharding a rank updates pieces of parameters: one-dimensional runs of their elements, some of them
 empty. That is right for optimizers that treat every element by itself (SGD, Adam, Lion ...), and silently wrong for
 those that look at a parameter as a whole: at its matrix (Muon, Shampoo), its rows (Adafactor), its norm (LAMB), its
-number of dims (weight decay for matrices only), or at all parameters (Prodigy).
+number of dims (weight decay for matrices only), or at all parameters (Prodigy). Of a split layer a rank updates a part
+along one dim, which is the same but for the number of dims.
 
 Any optimizer may be used, so it is tried. A twin with the same options takes some steps with a small stand-in of the
 parameter, and other twins, one for each rank that there could be, with the pieces of it. Afterwards the values must be
@@ -19,7 +20,8 @@ closure, or sparse gradients) is not used on trust either.
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import ConfigError
 from smp_strategy.optim.twin import take_step, twin_of
 
-__all__ = ["difference_in_pieces", "refuse_whole_tensor_optimizers"]
+__all__ = ["difference_in_parts", "difference_in_pieces", "refuse_whole_tensor_optimizers"]
 
 NUM_STEPS = 3
 UNITS_IN_THE_LAST_PLACE = 8
@@ -44,9 +46,10 @@ def refuse_whole_tensor_optimizers(
     sharded: Mapping[nn.Parameter, str],
     *,
     degree: int,
+    split: Mapping[nn.Parameter, tuple[str, int]] = MappingProxyType({}),
     device: torch.device | None = None,
 ) -> None:
-    """Raise one error for all optimizers that pieces of parameters cannot be given to.
+    """Raise one error for all optimizers that pieces or parts of parameters cannot be given to.
 
     Only the metadata of parameters count, so that all ranks come to the same result, wherever values are.
 
@@ -54,6 +57,7 @@ def refuse_whole_tensor_optimizers(
         optimizers: which will train the model. They, and their schedulers, are left as they are.
         sharded: the parameters that are cut into pieces, of all stages, with their names.
         degree: over how many ranks they are sharded.
+        split: parameters that are cut along one dim, likewise, with their names and that dim.
         device: where to try; by default on the CPU.
 
     Raises:
@@ -64,17 +68,28 @@ def refuse_whole_tensor_optimizers(
         name = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             which = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
-            found = _refused(optimizer, group, sharded, device or torch.device("cpu"))
-            if found:
-                (first, reason), more = next(iter(found.items())), len(found) - 1
-                others = f" and {more} other parameter{'s' * (more > 1)}" if more else ""
+            found = _refused(optimizer, group, sharded, split, device or torch.device("cpu"))
+            in_pieces = {each: reason for (each, is_part), reason in found.items() if not is_part}
+            in_parts = {each: reason for (each, is_part), reason in found.items() if is_part}
+            if in_pieces:
                 problems.append(
                     f"`sharded_data_parallel_degree` ({degree}) cuts parameters into pieces, and {name}{which} cannot "
-                    f"update pieces of `{first}`{others}: {reason}. Use `shard_optimizer_state=True` instead, which "
-                    "gives each rank whole parameters, or an optimizer that treats every element by itself."
+                    f"update pieces of {_listed(in_pieces)}. Use `shard_optimizer_state=True` instead, which gives "
+                    "each rank whole parameters, or an optimizer that treats every element by itself."
+                )
+            if in_parts:
+                problems.append(
+                    f"`tensor_parallel_degree` splits layers, and {name}{which} cannot update parts of "
+                    f"{_listed(in_parts)}. Use an optimizer that treats every element by itself, or keep these layers "
+                    "whole (`set_tensor_parallelism(module, False)`)."
                 )
     if problems:
         raise ConfigError(problems)
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    (first, reason), more = next(iter(reasons.items())), len(reasons) - 1
+    return f"`{first}`{f' and {more} other parameter' if more else ''}{'s' * (more > 1)}: {reason}"
 
 
 def difference_in_pieces(
@@ -98,40 +113,83 @@ def difference_in_pieces(
     """
     total = math.prod(shape)
     edges = _edges(shape) if edges is None else edges
-    pieces = [slice(start, stop) for start, stop in itertools.pairwise([0, *edges, total])]
+    slices = [slice(start, stop) for start, stop in itertools.pairwise([0, *edges, total])]
+
+    def pieces(tensor: Tensor) -> list[Tensor]:
+        return [tensor.flatten()[piece] for piece in slices]
+
     begin, gradients = _values(shape, dtype or parameter.dtype, device)
+    return _difference(optimizer, parameter, begin, gradients, pieces)
+
+
+def difference_in_parts(
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    shape: Sequence[int],
+    dim: int,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> str | None:
+    """What is different when ``optimizer`` gets parts along ``dim``; see :func:`difference_in_pieces`."""
+
+    def parts(tensor: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in tensor.tensor_split(2, dim)]
+
+    # Two parts at least, although this rank's may be one wide.
+    shape = (*shape[:dim], max(shape[dim], 2), *shape[dim + 1 :])
+    begin, gradients = _values(shape, dtype or parameter.dtype, device)
+    return _difference(optimizer, parameter, begin, gradients, parts)
+
+
+def _difference(
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    begin: Tensor,
+    gradients: Sequence[Tensor],
+    cut: Callable[[Tensor], list[Tensor]],
+) -> str | None:
     try:
         whole, kept, reach = _trained(optimizer, parameter, begin, gradients)
     except Exception as error:
         return f"it cannot be tried, hence not be trusted ({_shown(error)})"
     try:
-        found = [
-            _trained(optimizer, parameter, begin.flatten()[piece], [each.flatten()[piece] for each in gradients])
-            for piece in pieces
-        ]
+        of_parts = zip(cut(begin.detach()), *(cut(each) for each in gradients), strict=True)
+        found = [_trained(optimizer, parameter, first, rest) for first, *rest in of_parts]
     except Exception as error:
         return f"it needs whole tensors ({_shown(error)})"
-    if not _are_close(whole.flatten(), torch.cat([values for values, _, _ in found]), reach.flatten()):
+    same = zip(cut(whole), (values for values, _, _ in found), cut(reach), strict=True)
+    if not all(_are_close(*each) for each in same):
         return "its steps look at more than one element at a time and lead to other values"
-    return _difference_in_state(kept, whole.shape, [(state, values.numel()) for values, state, _ in found])
+    return _difference_in_state(kept, whole.shape, [(state, values.shape) for values, state, _ in found])
 
 
 def _refused(
-    optimizer: Optimizer, group: Mapping[str, Any], sharded: Mapping[nn.Parameter, str], device: torch.device
-) -> dict[str, str]:
-    """Why, by name of parameter; those of one kind are tried once."""
-    found: dict[str, str] = {}
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    sharded: Mapping[nn.Parameter, str],
+    split: Mapping[nn.Parameter, tuple[str, int]],
+    device: torch.device,
+) -> dict[tuple[str, bool], str]:
+    """Why, by name of parameter, and whether it is about parts; those of one kind are tried once."""
+    found: dict[tuple[str, bool], str] = {}
     known: dict[object, str | None] = {}
     for parameter in group["params"]:
-        if parameter not in sharded or not parameter.requires_grad or not parameter.numel():
+        if not parameter.requires_grad or not parameter.numel():
             continue
         most = _MOST_PER_DIM.get(parameter.ndim, _LEAST_MOST_PER_DIM)
         shape = tuple(min(size, most) for size in parameter.shape)
-        for dtype in _dtypes(parameter.dtype):
-            if (shape, dtype) not in known:
-                known[shape, dtype] = difference_in_pieces(optimizer, parameter, shape, dtype=dtype, device=device)
-            if (reason := known[shape, dtype]) is not None:
-                found.setdefault(sharded[parameter], reason)
+        cuts: list[tuple[str, int | None]] = [(sharded[parameter], None)] if parameter in sharded else []
+        cuts += [split[parameter]] if parameter in split else []
+        for (name, dim), dtype in itertools.product(cuts, _dtypes(parameter.dtype)):
+            if (shape, dim, dtype) not in known:
+                known[shape, dim, dtype] = (
+                    difference_in_pieces(optimizer, parameter, shape, dtype=dtype, device=device)
+                    if dim is None
+                    else difference_in_parts(optimizer, parameter, shape, dim, dtype=dtype, device=device)
+                )
+            if (reason := known[shape, dim, dtype]) is not None:
+                found.setdefault((name, dim is not None), reason)
     return found
 
 
@@ -190,16 +248,16 @@ def _are_close(one: Tensor, other: Tensor, reach: Tensor) -> bool:
     return bool(((one - other).abs() <= tolerance * reach).all())
 
 
-def _difference_in_state(whole: Any, shape: Sequence[int], pieces: Sequence[tuple[Any, int]]) -> str | None:
+def _difference_in_state(whole: Any, shape: Sequence[int], pieces: Sequence[tuple[Any, Sequence[int]]]) -> str | None:
     leaves = pytree.tree_leaves(whole)
-    of_pieces = [(pytree.tree_leaves(kept), numel) for kept, numel in pieces]
+    of_pieces = [(pytree.tree_leaves(kept), shape) for kept, shape in pieces]
     # Also where a piece is empty: checkpoints are put together by all ranks alike.
     if any(len(others) != len(leaves) for others, _ in of_pieces):
         return "it keeps something else for them than for whole tensors"
     for number, leaf in enumerate(leaves):
-        others = [(of_piece[number], numel) for of_piece, numel in of_pieces]
+        others = [(of_piece[number], of_part) for of_piece, of_part in of_pieces]
         if isinstance(leaf, Tensor):
-            is_cut = leaf.shape == shape and all(other.shape == (numel,) for other, numel in others)
+            is_cut = leaf.shape == shape and all(other.shape == of_part for other, of_part in others)
             if not is_cut and not all(torch.equal(leaf, other) for other, _ in others):
                 return f"it keeps a tensor of shape {list(leaf.shape)}, which is not one value per element"
         elif isinstance(leaf, (int, float, complex, str)) and any(other != leaf for other, _ in others):

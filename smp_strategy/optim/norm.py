@@ -6,7 +6,8 @@ vector is added up over the ranks, and every rank takes its norm: the same numbe
 so the result is bit-identical.
 
 Of a gradient that is spread over a shard group each rank takes the norm of its piece. The norm over the ranks of these
-is that of the gradient, but for rounding.
+is that of the gradient, but for rounding. So it is with gradients of split layers, over the ranks that have the parts;
+of parameters that these ranks have alike the first one's norm counts, once.
 """
 
 import functools
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.sharding.piece_gradient import PieceGradient
+from smp_strategy.tensor_parallel.parts import Parts
 
 __all__ = ["global_norm"]
 
@@ -28,6 +30,7 @@ def global_norm(
     norm_type: float,
     *,
     pieces_on: dist.ProcessGroup | None = None,
+    parts: Parts | None = None,
 ) -> Tensor:
     """Norm over the gradients of ``parameters``, each counted on one rank.
 
@@ -37,6 +40,7 @@ def global_norm(
         groups: over which the ranks that do are spread: the stages of a replica, and perhaps the replicas of a stage.
         norm_type: order of the norm; ``inf`` for the maximum.
         pieces_on: the ranks over which gradients are spread that are :class:`PieceGradient` here.
+        parts: says of which parameters the ranks of a tensor-parallel group have parts.
     """
     mine = [
         (index, parameter.grad)
@@ -59,6 +63,11 @@ def global_norm(
         of_ranks = norms.new_empty(dist.get_world_size(pieces_on), len(parameters))
         dist.all_gather(list(of_ranks), norms[0], group=pieces_on)
         norms[0, pieces] = torch.linalg.vector_norm(of_ranks[:, pieces], norm_type, dim=0)
+    if parts is not None:
+        split = [index for index, parameter in enumerate(parameters) if parts.has(parameter)]
+        of_ranks = parts.of_ranks(norms[0])
+        norms[0] = of_ranks[0]
+        norms[0, split] = torch.linalg.vector_norm(of_ranks[:, split], norm_type, dim=0)
     for group in groups:
         dist.all_reduce(norms, group=group)
     found = norms[0, norms[1] > 0]

@@ -18,6 +18,7 @@ from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.tensor_parallel.parts import Parts
 
 __all__ = ["Reduction"]
 
@@ -31,6 +32,7 @@ class Reduction:
         mesh: where the stages and replicas are.
         sharding: says which replica updates which parameter.
         sharded: parameters that a shard group holds together, whose gradients it adds up in backward.
+        parts: parameters of which the ranks of a tensor-parallel group have parts.
     """
 
     def __init__(
@@ -39,11 +41,13 @@ class Reduction:
         mesh: ProcessMesh,
         sharding: StateSharding,
         sharded: ShardedUnits | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self._ownership = ownership
         self._mesh = mesh
         self._sharding = sharding
         self._sharded = sharded
+        self._parts = parts
         local = ownership.local_parameters(mesh.stage)
         self._local = [parameter for parameter in local if sharded is None or not sharded.has(parameter)]
         # Those among them that several stages hold, with the group of these stages.
@@ -124,7 +128,7 @@ class Reduction:
         groups = [self._mesh.pp_group, *([self._mesh.dp_group] if self._sharding.is_on else [])]
         deals_out = self._sharded is not None and self._sharded.deals_out
         pieces_on = self._mesh.dp_group if deals_out else self._mesh.shard_group
-        return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on)
+        return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on, parts=self._parts)
 
     def _is_first(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's stage is the first that holds it."""

@@ -44,6 +44,8 @@ class Stage:
     """Called with each unit that runs on this stage."""
     reads_refused: str = ""
     """Why Python code must not see values in steps; empty: it may."""
+    agree: Callable[[bool], bool] = bool
+    """Whether something is true on all ranks that split layers of this stage between them."""
     latest: Latest = field(default_factory=Latest)
     """The record that new programs begin by following."""
     leftovers: Leftovers | None = None

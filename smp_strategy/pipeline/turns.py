@@ -224,7 +224,8 @@ class Turns:
         return True
 
     def _have_arrived(self, receipts: Sequence[Receipt]) -> bool:
-        return all(receipt.arrived() for receipt in receipts)
+        # Ranks that split layers between them go on together, or they would meet in different microbatches.
+        return not receipts or self._stage.agree(all(receipt.arrived() for receipt in receipts))
 
     def prepare(self, actions: Sequence[Action], position: int) -> None:
         """Let the next microbatch run up to its first receive, so that the message travels while others compute.

@@ -52,8 +52,16 @@ class Step(NamedTuple):
     """How many requests one after the other it serves."""
 
 
+class _Beginning(NamedTuple):
+    """What a rank tells the others before a pass."""
+
+    request: int
+    has_graph: int
+    digest: int
+
+
 class _Word(NamedTuple):
-    """What a rank tells the others."""
+    """What a rank tells the others in a round."""
 
     request: int
     digest: int
@@ -84,6 +92,8 @@ class CommonOrder:
         device: where messages of the group are.
         start: starts a collective.
         pass_by: is told of a collective that was started for others, or ahead, and that this rank does not need.
+        digest: of what must be the same on all ranks when a pass begins.
+        refuse: called on all ranks where it is not; raises.
     """
 
     def __init__(
@@ -93,11 +103,15 @@ class CommonOrder:
         *,
         start: Callable[[Operation], None],
         pass_by: Callable[[Operation], None],
+        digest: Callable[[], int],
+        refuse: Callable[[], None],
     ) -> None:
         self._collectives = collectives
         self._device = device
         self._start = start
         self._pass_by = pass_by
+        self._digest = digest
+        self._refuse = refuse
         self._plans: dict[Hashable, Sequence[Step]] = {}
         self._pass: _Pass | None = None
 
@@ -159,8 +173,10 @@ class CommonOrder:
 
     def _opened(self, operation: Operation | None) -> _Pass:
         if self._pass is None:
-            beginning = _Word(_coded(operation), int(torch.is_grad_enabled()), 0)
-            key = tuple(self._exchange(beginning))
+            beginning = _Beginning(_coded(operation), int(torch.is_grad_enabled()), self._digest())
+            key = tuple(map(_Beginning._make, self._exchange(beginning)))
+            if len({each.digest for each in key}) > 1:
+                self._refuse()
             self._pass = _Pass(key=key, plan=self._plans.get(key, ()))
         return self._pass
 
@@ -201,7 +217,8 @@ class CommonOrder:
     def _round(self, now: _Pass, operation: Operation | None) -> list[_Word]:
         """Carry out what any rank asks for."""
         mine = _coded(operation)
-        words = self._exchange(_Word(mine, hash(tuple(map(_coded, now.requests))), len(now.requests)))
+        word = _Word(mine, hash(tuple(map(_coded, now.requests))), len(now.requests))
+        words = list(map(_Word._make, self._exchange(word)))
         for request in sorted({word.request for word in words} - {_END}):
             wanted = _decoded(request)
             now.done.append(Step(wanted, 1))
@@ -210,11 +227,12 @@ class CommonOrder:
                 self._let_go(wanted)
         return words
 
-    def _exchange(self, word: _Word) -> list[_Word]:
+    def _exchange(self, word: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(word, dtype=torch.int64, device=self._device)
         words = mine.new_empty(self._collectives.size * len(word))
         self._collectives.gather(words, mine).wait()
-        return [_Word(*found) for found in words.view(-1, len(word)).tolist()]
+        found: list[list[int]] = words.view(-1, len(word)).tolist()
+        return found
 
 
 def plan_of(operations: Iterable[Operation]) -> tuple[Step, ...]:

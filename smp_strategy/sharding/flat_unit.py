@@ -63,6 +63,7 @@ class FlatUnit:
         owners: Collectives | None = None,
     ) -> None:
         members = _without_doubles(parameters)
+        self._named = {names[0]: parameter for names, parameter in members}
         entries = {_entry(names, parameter): parameter for names, parameter in members}
         self.layout = UnitLayout.of(
             entries, collectives.size, persistence_threshold, 1 if owners is None else owners.size
@@ -77,6 +78,12 @@ class FlatUnit:
     def parameters(self) -> list[nn.Parameter]:
         """Each once, in the order of the layout."""
         return [parameter for buffer in self._buffers for parameter in buffer.parameters]
+
+    @property
+    def are_trained(self) -> dict[str, bool]:
+        """Of each parameter, by name and in the order in which they were given, whether it is trained now."""
+        with in_plain_sight():
+            return {name: parameter.requires_grad for name, parameter in self._named.items()}
 
     @property
     def held_bytes(self) -> int:

@@ -198,7 +198,8 @@ class UnitLayout:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of these elements."""
+        """Bytes of these elements. They come on top of the resting ones: a shard stays beside the buffer, whose memory
+        comes and goes as a whole."""
         return sum(flat.full_bytes for flat in self.flats if not flat.is_persistent)
 
     @property
@@ -210,12 +211,6 @@ class UnitLayout:
     def resting_bytes(self) -> int:
         """Bytes of parameters that a rank holds between uses: its shards, and all of what stays gathered."""
         return sum(flat.full_bytes if flat.is_persistent else flat.shard_bytes for flat in self.flats)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of parameters that a rank holds during a use. A shard stays beside the gathered buffer, whose memory
-        comes and goes as a whole; where it stays gathered the shard is a part of it."""
-        return self.resting_bytes + self.transient_bytes
 
 
 def _block(itemsize: int) -> int:

@@ -20,7 +20,6 @@ reduced, which is done in the shard group. Gradients are summed in every pass of
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, final
@@ -34,22 +33,9 @@ from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
-from smp_strategy.sharding.uses import UnitUses
+from smp_strategy.sharding.uses import Timing, UnitUses
 
-__all__ = ["ShardedUnits", "Timing"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """When units are gathered and reduced."""
-
-    gathers_once: bool = False
-    """All of them when a pass begins, and not each for each use."""
-    reduces_early: bool = True
-    """As soon as gradients are there, once per microbatch, and not when a pass ends."""
-    most_live: int | None = None
-    """Number of elements up to which units are gathered ahead; ``None``: any."""
+__all__ = ["ShardedUnits"]
 
 
 @final
@@ -79,7 +65,7 @@ class ShardedUnits:
         replicas: Collectives | None,
         device: torch.device,
         *,
-        timing: Timing = Timing(),
+        timing: Timing,
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
         persistence_threshold: int = 0,
         deals_out: bool = False,
@@ -104,17 +90,16 @@ class ShardedUnits:
             self.units,
             shards,
             device,
-            most_live=timing.most_live,
-            gathers_once=timing.gathers_once,
+            timing=timing,
+            factor=1 / (shards.size * (1 if owners is None else owners.size)),
             replicas=replicas,
             deals_out=deals_out,
         )
-        self._uses.reduces_early = timing.reduces_early
-        self._uses.factor = 1 / (shards.size * (1 if owners is None else owners.size))
         self._across = {"+".join(users): found for users, found in across.items()}
         self._is_final = True
         self._has_sums = False
-        self._is_whole = self._in_pieces = False
+        self._is_whole = False
+        self._in_pieces: list[FlatUnit] = []
         self._on_use = OnUse()
         for parameter in self._unit_of:
             self._on_use.watch(parameter)
@@ -315,7 +300,7 @@ class ShardedUnits:
         groups = [(group, self.parameters)]
         groups += [(stages, self.units[name].parameters) for name, (stages, _) in self._across.items()]
         for ranks, parameters in groups:
-            flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8)
+            flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8, device=self._device)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
             used.update(zip(parameters, map(bool, flags.tolist()), strict=True))
         return list(used.values())
@@ -360,18 +345,18 @@ class ShardedUnits:
                 unit.hide_whole()
         self._is_whole = False
 
-    def show_pieces(self) -> None:
-        """Until :meth:`hide_pieces`, every parameter and gradient is this rank's piece of it."""
+    def show_pieces(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Until :meth:`hide_pieces`, each of ``parameters`` and its gradient, and all of its unit, is a piece of it."""
         self.let_go()
-        self._in_pieces = True
-        for unit in self.units.values():
+        self._in_pieces = list(dict.fromkeys(self._unit_of[each] for each in parameters if self.has(each)))
+        for unit in self._in_pieces:
             unit.show_pieces()
 
     def hide_pieces(self) -> None:
-        """Let the parameters rest again, if they are pieces, with what has become of those."""
-        for unit in self.units.values() if self._in_pieces else ():
+        """Let the parameters that are pieces rest again, with what has become of those."""
+        for unit in self._in_pieces:
             unit.hide_pieces()
-        self._in_pieces = False
+        self._in_pieces = []
 
     # Values
 

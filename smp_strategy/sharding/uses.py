@@ -11,8 +11,10 @@ and those of units of which a call has got no gradient, are reduced at the end o
 fewer than ``most_live`` elements are there. What is needed at once is gathered in any case.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -29,10 +31,26 @@ from smp_strategy.sharding.replica_sums import ReplicaSums
 from smp_strategy.sharding.saved_weights import is_in, weights_guarded
 from smp_strategy.trace.tree import flatten
 
-__all__ = ["UnitUses"]
+__all__ = ["Timing", "UnitUses"]
 
 # Gradients of more units are not kept in memory while they are being reduced.
 MOST_REDUCING = 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When units are gathered and reduced."""
+
+    gathers_once: bool = False
+    """Gather all units, however many, when a pass begins, and keep them until it ends; not each for each use."""
+    num_ahead: int = 1
+    """How many units to gather ahead of their uses."""
+    most_live: int | None = None
+    """Number of elements (padding included, without those of small parameters that stay) up to which to gather ahead;
+    ``None``: any."""
+    reduces_early: bool = True
+    """Reduce gradients as soon as they are there, once per microbatch, and not when a pass ends."""
 
 
 @final
@@ -43,19 +61,13 @@ class UnitUses:
         units: by name, in the same order on all ranks.
         collectives: those of the group.
         device: where the units are.
-        prefetch: how many units are gathered ahead.
-        most_live: number of elements (padding included, without those of small parameters that stay) up to which units
-            are gathered ahead; ``None``: any.
-        gathers_once: gather all units, however many, when a pass begins and keep them until it ends, instead of for
-            each use.
+        timing: when they are gathered and reduced.
+        factor: what this rank's gradients are multiplied by when they are reduced.
         replicas: the collectives of the ranks that have the same shards in other shard groups, if there are any.
         deals_out: whether each of these ranks updates a part of the shards.
 
     Attributes:
-        factor: what this rank's gradients are multiplied by when they are reduced.
-        reduces_early: whether gradients are reduced during the pass, and not all of them at its end.
         may_return_weights: whether units may return their weights: those stay as long as what is done with results.
-        reduces: whether gradients are reduced at all, and not left where they are for a later pass.
         is_last: whether the last backward before the optimizer's step has begun: what is reduced from now on is
             probably final, and added up over the replicas. Until the end of the pass.
         live_numel: number of elements that are gathered now.
@@ -69,26 +81,23 @@ class UnitUses:
         collectives: Collectives,
         device: torch.device,
         *,
-        prefetch: int = 1,
-        most_live: int | None = None,
-        gathers_once: bool = False,
+        timing: Timing = Timing(),
+        factor: float = 1.0,
         replicas: Collectives | None = None,
         deals_out: bool = False,
     ) -> None:
-        self.factor = 1.0
         self.is_last = False
-        self.reduces_early = self.reduces = True
+        self.may_return_weights = timing.gathers_once
         self.live_numel = self.most_numel = self._live_bytes = self.most_bytes = 0
         self._names = list(units)
         self._numbers = {name: number for number, name in enumerate(units)}
         self._units = list(units.values())
         self._numels = [unit.layout.transient_numel for unit in self._units]
         self._bytes = [unit.layout.transient_bytes for unit in self._units]
-        if not gathers_once:
-            self._check_cap(most_live)
-        self._most_live = most_live
-        self._num_prefetched = prefetch
-        self._gathers_once = self.may_return_weights = gathers_once
+        if not timing.gathers_once:
+            self._check_cap(timing.most_live)
+        self._timing = timing
+        self._factor = factor
         self._holds_all = False
         self._is_live = [False] * len(self._units)
         # How many uses of each unit are under way.
@@ -97,9 +106,18 @@ class UnitUses:
         self._sums = None
         if replicas is not None and replicas.size > 1:
             self._sums = ReplicaSums(self._units, replicas, device, deals_out=deals_out)
-        self._order = CommonOrder(collectives, device, start=self._start, pass_by=self._pass_by)
+        self._collectives = collectives
+        self._device = device
+        self._order = CommonOrder(
+            collectives,
+            device,
+            start=self._start,
+            pass_by=self._pass_by,
+            digest=lambda: zlib.crc32(bytes(is_trained for _, is_trained in self._are_trained())),
+            refuse=self._refuse_different,
+        )
         self._backwards = Backwards(
-            claim=self._claim, release=self._release, done=self._reduce_early, keeps_weights=gathers_once
+            claim=self._claim, release=self._release, done=self._reduce_early, keeps_weights=timing.gathers_once
         )
 
     def call(
@@ -144,7 +162,7 @@ class UnitUses:
         By default the first call begins. Where a rank may have no call at all in a pass, and others wait for more than
         each other's units, this must come first. Collective.
         """
-        if self._gathers_once and not self._holds_all:
+        if self._timing.gathers_once and not self._holds_all:
             self._holds_all = True
             for every in range(len(self._units)):
                 self._gather(every)
@@ -160,10 +178,9 @@ class UnitUses:
         Reduces what is left to reduce, on all ranks, and frees everything. Collective.
         """
         self._backwards.close()
-        if self.reduces:
-            for number, unit in enumerate(self._units):
-                if unit.has_gradients:
-                    self._order.request(Operation(number, "reduce"))
+        for number, unit in enumerate(self._units):
+            if unit.has_gradients:
+                self._order.request(Operation(number, "reduce"))
         if self._holds_all:
             self._holds_all = False
             for number in range(len(self._units)):
@@ -213,16 +230,17 @@ class UnitUses:
             self._prefetch()
 
     def _prefetch(self) -> None:
-        while self._order.num_ahead < self._num_prefetched:
+        most_live = self._timing.most_live
+        while self._order.num_ahead < self._timing.num_ahead:
             number = self._order.next_gather
             if number is None or self._is_live[number]:
                 return
-            if self._most_live is not None and self.live_numel + self._numels[number] > self._most_live:
+            if most_live is not None and self.live_numel + self._numels[number] > most_live:
                 return
             self._order.start_ahead()
 
     def _reduce_early(self, number: int) -> None:
-        if self.reduces and self.reduces_early and self._units[number].has_gradients:
+        if self._timing.reduces_early and self._units[number].has_gradients:
             self._order.request(Operation(number, "reduce"))
             self._prefetch()
 
@@ -248,6 +266,22 @@ class UnitUses:
                 )
         return tensors
 
+    def _are_trained(self) -> list[tuple[str, bool]]:
+        return [item for unit in self._units for item in unit.are_trained.items()]
+
+    def _refuse_different(self) -> None:
+        """Ranks have found that they do not train the same parameters."""
+        names, are_trained = zip(*self._are_trained(), strict=True)
+        mine = torch.tensor(are_trained, dtype=torch.uint8, device=self._device)
+        everyones = mine.new_empty(self._collectives.size * len(mine))
+        self._collectives.gather(everyones, mine).wait()
+        first = int((everyones.view(-1, len(mine)) != mine).any(0).nonzero()[0])
+        raise UnsupportedError(
+            f"`{names[first]}` is frozen (`requires_grad`) on some ranks of its shard group "
+            "(`sharded_data_parallel_degree`) and trained on others, but they hold it together. Freeze and unfreeze it "
+            "on all ranks alike."
+        )
+
     # Collectives
 
     def _start(self, operation: Operation) -> None:
@@ -264,7 +298,7 @@ class UnitUses:
             return
         if len(self._reducing) == MOST_REDUCING:
             self._wait_reduced(self._reducing.popleft())
-        unit.reduce(self.factor)
+        unit.reduce(self._factor)
         self._reducing.append(number)
         if self.is_last and self._sums is not None:
             self._sums.reduced(number)

@@ -56,10 +56,16 @@ class VocabParallelEmbedding(_ParallelEmbedding):
 
 
 class HiddenParallelEmbedding(_ParallelEmbedding):
-    """An embedding with some of the columns."""
+    """An embedding with some of the columns.
+
+    Attributes:
+        gather_output: whether the result has the columns of all ranks, and all go on alike.
+    """
+
+    gather_output: bool
 
     @classmethod
-    def from_dense(cls, layer: nn.Module, group: TensorGroup) -> Self:
+    def from_dense(cls, layer: nn.Module, group: TensorGroup, *, gather_output: bool = True) -> Self:
         """Split ``layer``, an ``nn.Embedding``, in place over the ranks of ``group``.
 
         Raises:
@@ -67,13 +73,14 @@ class HiddenParallelEmbedding(_ParallelEmbedding):
         """
         layer = _checked(layer)
         cut = cut_evenly(1, layer.embedding_dim, group)
-        return cls._split(layer, group, {"weight": cut}, {"embedding_dim": cut.length_of(group.rank)}, {})
+        settings = {"gather_output": gather_output}
+        return cls._split(layer, group, {"weight": cut}, {"embedding_dim": cut.length_of(group.rank)}, settings)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The same on all ranks."""
+        """The same on all ranks where it is gathered, else this rank's columns."""
         (lengths,) = self.cuts["weight"].blocks
         found = F.embedding(tokens, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
-        return gather(found, self.group, -1, lengths)
+        return found if not self.gather_output else gather(found, self.group, -1, lengths)
 
 
 def _checked(layer: nn.Module) -> nn.Embedding:

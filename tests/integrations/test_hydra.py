@@ -50,7 +50,7 @@ def user_app(tmp_path):
 # --- the examples' configuration ------------------------------------------------------------------------------------
 
 
-FILES = ["pp2", "pp4", "sdp2", "sdp4", "mics2x2", "pp2_sdp2", "zero1"]
+FILES = ["pp2", "pp4", "sdp2", "sdp4", "mics2x2", "pp2_sdp2", "zero1", "tp2", "tp2_pp2", "tp2_sdp2"]
 
 
 @pytest.mark.parametrize("smp", [*FILES, "single", "base", "pp2_mb16", "pp4_zbv_mb32"])
@@ -92,6 +92,10 @@ def test_every_file_opens_with_a_sentence_about_it(group):
         (["smp=pp2_mics2x4_mb8"], 16),
         (["smp=pp2_sdp2"], 4),
         (["smp=zero1"], 2),
+        (["smp=tp2"], 2),
+        (["smp=tp2_pp2"], 4),
+        (["smp=tp2_sdp2"], 4),
+        (["smp=base", "smp.tensor_parallel_degree=2"], 2),
         (["smp=zero1", "trainer.devices=4"], 4),
         (["smp=pp2_zero1"], 4),
         (["smp=base"], None),
@@ -167,10 +171,17 @@ def test_layouts_that_shard_are_options_of_the_config(compose, name):
     assert SMPConfig(**options).sharded_data_parallel_degree == (4 if name == "sdp4" else 2)
 
 
-def test_recipes_of_what_is_not_built_compose_and_are_refused_by_the_config(compose):
-    options = OmegaConf.to_container(compose("smp=pp2_tp2").smp)
+def test_patterns_of_split_layers_are_given_on_the_command_line(compose):
+    node = compose("smp=tp2", "smp.tensor_parallel={*.mlp.up:column,*.mlp.down:row}").smp
+    options = OmegaConf.to_container(node)
     del options["_target_"]
-    with pytest.raises(ConfigError, match="`tensor_parallel_degree=2` asks for tensor parallelism"):
+    assert SMPConfig(**options).tensor_parallel == {"*.mlp.up": "column", "*.mlp.down": "row"}
+
+
+def test_options_that_are_not_built_compose_and_are_refused_by_the_config(compose):
+    options = OmegaConf.to_container(compose("smp=pp2", "smp.fp16=true").smp)
+    del options["_target_"]
+    with pytest.raises(ConfigError, match="`fp16=True` asks for fp16 training"):
         SMPConfig(**options)
 
 

@@ -150,7 +150,7 @@ def fit_by_rank(folder):
 
 
 def test_different_batches_on_the_ranks_of_one_pipeline_are_found(tmp_path):
-    with pytest.raises(RuntimeError, match="Batch 0 differs between the ranks of one pipeline"):
+    with pytest.raises(RuntimeError, match="Batch 0 differs between the ranks of one replica"):
         on_ranks(fit_by_rank, 2, tmp_path)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.point_to_point import PointToPoint
-from smp_strategy.sharding.uses import UnitUses
+from smp_strategy.sharding.uses import Timing, UnitUses
 from tests.pieces import pieces_shown
 from tests.ranks.sharded_models import Model, batch, made
 
@@ -35,6 +35,7 @@ class Setting(NamedTuple):
     threshold: int = 0
     evaluates: bool = False
     deals_out: bool = False
+    reduces_early: bool = True
 
 
 class Sharded:
@@ -60,9 +61,12 @@ class Sharded:
             self.units,
             self.shards,
             CPU,
-            prefetch=setting.prefetch,
-            most_live=setting.most_live,
-            gathers_once=setting.gathers_once,
+            timing=Timing(
+                gathers_once=setting.gathers_once,
+                num_ahead=setting.prefetch,
+                most_live=setting.most_live,
+                reduces_early=setting.reduces_early,
+            ),
             replicas=self.replicas,
             deals_out=setting.deals_out,
         )

@@ -59,7 +59,7 @@ def follow(kind: str, ahead: int) -> Report:
         if operation.kind == "gather":
             ready.discard(operation.unit)
 
-    order = CommonOrder(collectives, torch.device("cpu"), start=start, pass_by=pass_by)
+    order = CommonOrder(collectives, torch.device("cpu"), start=start, pass_by=pass_by, digest=int, refuse=pytest.fail)
     report = Report([], [], [])
     for turn in range(PASSES):
         wanted = program(kind, turn, dist.get_rank())

@@ -296,6 +296,23 @@ def test_groups_whose_replicas_share_out_updates_have_the_weights_and_state_of_o
     assert_like_one_process("unfrozen and frozen between steps", {**FULL, "shard_optimizer_state": True}, 4)
 
 
+def frozen_on_one_rank(options: dict[str, Any], step: int) -> None:
+    model = Blocks()
+    engine = Engine(SMPConfig(**options))
+    engine.attach(model, [AdamW(model.parameters())])
+    for number in range(4):
+        if number == step:
+            model.blocks[engine.mesh.shard_rank].up.bias.requires_grad_(False)
+        engine.train_step(model.loss, batch(0), loss_of=lambda loss: loss)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("options", [FULL, STAGES])
+def test_ranks_that_freeze_different_parameters_are_told(options, step):
+    with pytest.raises(RuntimeError, match=r"`blocks\.[01]\.up\.bias` is frozen .* on some ranks of its shard group"):
+        run_ranks(frozen_on_one_rank, 2 * options["pipeline_parallel_degree"], options, step)
+
+
 def whole_tensor_optimizer_of_unfrozen() -> None:
     model = Blocks()
     model.blocks[0].requires_grad_(False)

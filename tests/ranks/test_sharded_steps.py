@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_sharded_modules import FULL, STAGES, STEPS, Blocks, batch, made
 from tests.ranks.test_state_sharding import assert_equal
@@ -103,6 +104,39 @@ def test_batches_are_accumulated_as_in_one_process(layout, way):
     for _, found, losses in ranks:
         assert found == losses
         assert bool(found) == (way == "evaluated")
+
+
+def with_optimizers(num_optimizers: int) -> tuple[dict[str, Tensor], int]:
+    """Each for as many units; and how many gathers their steps have begun, all together."""
+    model, _ = made(CASE)
+    share = len(model.blocks) // num_optimizers
+    optimizers = [
+        torch.optim.AdamW(model.blocks[first : first + share].parameters(), lr=0.02)
+        for first in range(0, len(model.blocks), share)
+    ]
+    engine = Engine(SMPConfig(**FULL, shard_optimizer_state=True))
+    engine.attach(model, optimizers)
+    num_gathers = 0
+    for step in range(STEPS):
+        data = batch(step * engine.mesh.dp + engine.mesh.dp_rank)
+        result = engine.train_step(model.loss, data, loss_of=lambda loss: loss, reduces=True)
+        model.zero_grad()
+        result.commit(torch.ones(()), reduce=True)
+        with mock.patch.object(PointToPoint, "gather", autospec=True, side_effect=PointToPoint.gather) as gather:
+            for optimizer in optimizers:
+                engine.begin_update(optimizer)
+                optimizer.step()
+                engine.end_update(optimizer)
+        num_gathers += gather.call_count
+    state = engine.full_state_dict()
+    engine.close()
+    return state, num_gathers
+
+
+def test_an_optimizer_passes_on_what_it_has_updated_and_nothing_else():
+    one, two = (run_ranks(with_optimizers, 4, number)[0] for number in (1, 2))
+    assert_equal(two[0], one[0])
+    assert two[1] == one[1] == STEPS * 4
 
 
 class OnPurposeError(Exception):

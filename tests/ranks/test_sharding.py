@@ -251,7 +251,7 @@ def test_twenty_steps_give_the_weights_of_one_process_bit_for_bit(setting, order
 def assert_memory(reports: Sequence[Report], setting: Setting, plain: GPT) -> None:
     root, *blocks = reports[0].layouts
     resting = sum(layout.resting_bytes for layout in [root, *blocks])
-    gathered = [layout.gathered_bytes - layout.resting_bytes for layout in [root, *blocks]]
+    gathered = [layout.transient_bytes for layout in [root, *blocks]]
     at_once = 2 if setting.prefetch else 1
     for report in reports:
         assert report.resting_bytes == resting

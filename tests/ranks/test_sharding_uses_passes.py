@@ -100,27 +100,7 @@ def test_each_microbatch_is_reduced_by_itself_while_others_are_in_flight():
         assert outcome.seen == ["head", "blocks.1", "blocks.0", "first"] * 2
 
 
-def accumulate(sharded: Sharded) -> Any:
-    for turn in range(2):
-        sharded.uses.reduces = turn == 1
-        sharded.model(batch(dist.get_rank())).backward()
-        sharded.uses.end_pass()
-    return sharded.reductions
-
-
-def accumulated(model: Model) -> Iterator[Tensor]:
-    for rank in range(2):
-        yield 2 * model(batch(rank))
-
-
-def test_gradients_can_be_left_for_a_later_pass():
-    for outcome in run_ranks(gradients_of, 2, Model, accumulate, Setting(2, 2)):
-        assert_equal(outcome.gradients, plain_gradients(Model, accumulated))
-        assert len(outcome.seen) == 6
-
-
 def reduce_late(sharded: Sharded) -> Any:
-    sharded.uses.reduces_early = False
     for _ in range(2):
         for unit in sharded.units.values():
             unit.begin_gradients()
@@ -134,7 +114,7 @@ def reduce_late(sharded: Sharded) -> Any:
 
 
 def test_a_backward_in_parts_is_reduced_at_the_end_and_once():
-    for outcome in run_ranks(gradients_of, 2, Model, reduce_late, Setting(2, 2)):
+    for outcome in run_ranks(gradients_of, 2, Model, reduce_late, Setting(2, 2, reduces_early=False)):
         assert_equal(outcome.gradients, plain_gradients(Model, of_two_ranks))
         assert outcome.seen == ["first", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "head"]
 

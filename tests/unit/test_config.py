@@ -235,7 +235,6 @@ def test_two_precisions_contradict_each_other():
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_parallel_degree": 2},
         {"activation_checkpointing": "each"},
         {"offload_activations": True},
         {"fp16": True},
@@ -248,7 +247,37 @@ def test_an_option_whose_feature_is_missing_is_refused_by_name(options):
 
 
 def test_an_unbuilt_option_at_its_default_is_accepted():
-    SMPConfig(tensor_parallel_degree=1, fp16=False, sdp_hierarchical_allgather=True)
+    SMPConfig(fp16=False, sdp_hierarchical_allgather=True)
+
+
+# --- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+def test_samples_of_their_own_for_tensor_parallel_ranks_are_refused():
+    with pytest.raises(ConfigError, match="`prescaled_batch=False` .* not built yet"):
+        SMPConfig(tensor_parallel_degree=2, prescaled_batch=False)
+
+
+def test_layers_are_split_by_their_values_so_these_may_not_be_delayed():
+    with pytest.raises(ConfigError, match="does not go together with `tensor_parallel_degree` \\(2\\)"):
+        SMPConfig(tensor_parallel_degree=2, delayed_parameter_initialization=True)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel": {"*.up": "column"}}, {"tensor_parallel_strict": True}])
+def test_options_about_split_layers_are_refused_where_none_are_split(options):
+    [name] = options
+    with pytest.raises(ConfigError, match=f"`{name}=.* has no effect, because no layers are split"):
+        SMPConfig(**options)
+    SMPConfig(tensor_parallel_degree=2, **options)
+
+
+def test_patterns_are_given_in_the_environment_too(monkeypatch):
+    monkeypatch.setenv("SMP_TENSOR_PARALLEL", "*.mlp.up=column, *.mlp.down=row")
+    patterns = SMPConfig.from_options(tensor_parallel_degree=2).tensor_parallel
+    assert patterns == {"*.mlp.up": "column", "*.mlp.down": "row"}
+    monkeypatch.setenv("SMP_TENSOR_PARALLEL", "*.mlp.up")
+    with pytest.raises(ConfigError, match="`tensor_parallel` must be"):
+        SMPConfig.from_options(tensor_parallel_degree=2)
 
 
 # --- all mistakes together ------------------------------------------------------------------------------------------
@@ -258,7 +287,7 @@ def test_every_mistake_is_listed_at_once(monkeypatch):
     monkeypatch.setenv("SMP_MICROBATCHS", "4")
     with pytest.raises(ConfigError) as caught:
         SMPConfig.from_options(
-            pipeline="gpipe", microbatches=0, tensor_parallel_degree=2, optimise="speed", load_partition=True
+            pipeline="gpipe", microbatches=0, fp16_params=True, optimise="speed", load_partition=True
         )
     text = str(caught.value)
     assert text.startswith(f"{len(caught.value.problems)} options are wrong:\n  1. ")
@@ -267,7 +296,7 @@ def test_every_mistake_is_listed_at_once(monkeypatch):
         "`optimise` is not an option. Did you mean `optimize`?",
         "`microbatches` must be at least 1, but is 0.",
         "`pipeline` must be one of",
-        "`tensor_parallel_degree=2` asks for tensor parallelism",
+        "`fp16_params=True` asks for fp16 parameters",
         "`load_partition` needs `partition_file`",
     ):
         assert expected in text
@@ -400,7 +429,8 @@ def test_a_recipe_says_what_its_name_says(options, random):
     parsed = parse_recipe("_".join(parts))
     if "pipeline_parallel_degree" in options and "microbatches" not in options:
         assert parsed.pop("microbatches") == MICROBATCHES_PER_STAGE * options["pipeline_parallel_degree"]
-    if "sharded_data_parallel_degree" in options and "pipeline_parallel_degree" not in options:
+    with_one_stage = {"sharded_data_parallel_degree", "tensor_parallel_degree"}
+    if with_one_stage.intersection(options) and "pipeline_parallel_degree" not in options:
         assert parsed.pop("pipeline_parallel_degree") == 1
     assert parsed == options
 
@@ -421,7 +451,8 @@ def test_any_other_name_is_a_config_error(name):
         ("zero1", {"shard_optimizer_state": True, "pipeline_parallel_degree": 1}),
         ("zero1_mb4", {"shard_optimizer_state": True, "pipeline_parallel_degree": 1, "microbatches": 4}),
         ("pp2_sdp4", {"sharded_data_parallel_degree": 4, "pipeline_parallel_degree": 2, "microbatches": 8}),
-        ("tp2_mb4", {"tensor_parallel_degree": 2, "microbatches": 4}),
+        ("tp2_mb4", {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1, "microbatches": 4}),
+        ("tp2_sdp2", {"tensor_parallel_degree": 2, "sharded_data_parallel_degree": 2, "pipeline_parallel_degree": 1}),
         ("1f1b", {"pipeline": "1f1b"}),
         ("zbv_pp2_mb4", {"pipeline": "zb-v", "pipeline_parallel_degree": 2, "microbatches": 4}),
         ("v2_1f1b", {"pipeline": "1f1b", "virtual_pipeline_degree": 2}),

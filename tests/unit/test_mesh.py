@@ -44,7 +44,7 @@ def members(group: dist.ProcessGroup) -> list[int]:
 
 def run_groups(shape: MeshShape) -> None:
     mesh = ProcessMesh(shape)
-    assert shape.rank_at(mesh.dp_rank, mesh.stage) == mesh.rank
+    assert shape.rank_at(mesh.dp_rank, mesh.stage, mesh.tp_rank) == mesh.rank
     expected = {name: shape.group(mesh.rank, name) for name in ("pp", "dp_shard", "dp_replicate")}
     assert members(mesh.pp_group) == expected["pp"]
     assert members(mesh.replicate_group) == expected["dp_replicate"]
@@ -55,6 +55,14 @@ def run_groups(shape: MeshShape) -> None:
     if mesh.shard_group is not None:
         assert members(mesh.shard_group) == expected["dp_shard"]
     assert (mesh.shard_group is None) == (shape.dp_shard == 1)
+    if mesh.tp_group is not None:
+        assert members(mesh.tp_group) == shape.group(mesh.rank, "tp")
+        assert members(mesh.tp_group).index(mesh.rank) == mesh.tp_rank
+    assert (mesh.tp_group is None) == (shape.tp == 1)
+    everyone = shape.group(mesh.rank, "pp", "tp")
+    assert members(mesh.replica_group) == sorted(everyone)
+    assert mesh.first_of_replica == min(everyone)
+    assert mesh.is_first_of_replica == (mesh.rank == min(everyone))
     mesh.close()
 
 
@@ -62,6 +70,12 @@ def run_groups(shape: MeshShape) -> None:
 @pytest.mark.parametrize(("pp", "dp_shard"), [(1, 2), (1, 4), (2, 1), (2, 2)])
 def test_groups_of_four_ranks_on_two_nodes_hold_the_ranks_of_the_shape(pp, dp_shard, placement):
     run_ranks(run_groups, 4, MeshShape.of_world(4, pp=pp, dp_shard=dp_shard, placement=placement, node_size=2))
+
+
+@pytest.mark.parametrize("placement", ["cluster", "spread", "TDP"])
+@pytest.mark.parametrize(("pp", "dp_shard"), [(1, 1), (2, 1), (1, 2)])
+def test_groups_of_four_ranks_that_split_layers_hold_the_ranks_of_the_shape(pp, dp_shard, placement):
+    run_ranks(run_groups, 4, MeshShape.of_world(4, pp=pp, dp_shard=dp_shard, tp=2, placement=placement))
 
 
 def run_count() -> list[int]:

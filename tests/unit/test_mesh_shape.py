@@ -175,6 +175,15 @@ def test_a_shard_degree_that_does_not_divide_the_replicas_is_refused_with_those_
         MeshShape.of_world(8, pp=2, dp_shard=3)
 
 
+def test_a_tensor_degree_that_does_not_divide_the_world_or_leaves_too_few_ranks_is_refused():
+    with pytest.raises(ConfigError, match=r"`tensor_parallel_degree` must divide .* \(6\), but is 4.*1, 2, 3, 6"):
+        MeshShape.of_world(6, pp=1, tp=4)
+    with pytest.raises(ConfigError, match=r"ranks \(8: 4 for each of 2 .*\), but is 8. Degrees that fit: 1, 2, 4\."):
+        MeshShape.of_world(8, pp=8, tp=2)
+    with pytest.raises(ConfigError, match=r"replicas \(2: 8 ranks, 4 for each .* is 4.*: 1, 2\."):
+        MeshShape.of_world(8, pp=2, tp=2, dp_shard=4)
+
+
 def test_degrees_that_fit_neither_units_nor_replicas_are_refused_with_both_reasons():
     with pytest.raises(ConfigError) as error:
         check_degree(4, 8, ["embed", "head"], dp_shard=4)
@@ -182,6 +191,22 @@ def test_degrees_that_fit_neither_units_nor_replicas_are_refused_with_both_reaso
 
 
 # Drawing
+
+
+def test_ranks_that_split_layers_stand_together_in_the_drawing():
+    assert MeshShape.of_world(8, pp=2, tp=2).draw().splitlines() == [
+        "Process mesh: 8 ranks = pp 2 x dp 2 x tp 2, placement DPT",
+        "           stage 0  stage 1",
+        "replica 0      2+3      0+1",
+        "replica 1      6+7      4+5",
+    ]
+
+
+def test_the_drawing_says_that_ranks_that_split_layers_are_on_several_nodes():
+    last = MeshShape.of_world(4, pp=1, tp=2, placement="spread", node_size=2).draw().splitlines()[-1]
+    assert last == (
+        "Tensor-parallel groups of 2 span 2 nodes of 2 ranks. `placement_strategy=cluster` would make that 1."
+    )
 
 
 def test_the_drawing_puts_the_last_stage_on_rank_zero():

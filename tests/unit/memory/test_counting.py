@@ -7,7 +7,8 @@ import torch
 from torch import nn, optim
 
 from smp_strategy.memory.counting import count
-from smp_strategy.sharding.sharded_units import ShardedUnits, Timing
+from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.sharding.uses import Timing
 from smp_strategy.stage_tensors import Home, Sight, StageTensor
 from tests.unit.sharding.world import World
 
@@ -76,7 +77,7 @@ def test_parameters_that_are_spread_are_counted_by_who_spreads_them():
     spread = ShardedUnits({("unit",): members}, World(2).members[0], None, torch.device("cpu"), timing=timing)
     layout, glue = spread.units["unit"].layout, 4 * 8 * 8
     assert list(count(model, [optimizer], MESH, spread).amounts.values()) == [layout.shard_bytes + glue, 0, 0, 0, 0]
-    spread.show_pieces()
+    spread.show_pieces(model.parameters())
     trained(model, optimizer)
     numel = sum(parameter.numel() for parameter in model["unit"].parameters())
     spread.hide_pieces()

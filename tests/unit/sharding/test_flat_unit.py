@@ -142,7 +142,7 @@ def test_memory_is_what_the_layout_says_and_is_freed_after_each_use(threshold):
         if not threshold:
             assert all(parameter.untyped_storage().nbytes() <= 8 for parameter in ranks.blocks[1].parameters())
         ranks.gather()
-        assert unit.held_bytes == unit.layout.gathered_bytes
+        assert unit.held_bytes == unit.layout.resting_bytes + unit.layout.transient_bytes
         assert {p.untyped_storage().nbytes() for p in ranks.blocks[1].parameters()} == {
             flat.full_bytes for flat in unit.layout.flats
         }

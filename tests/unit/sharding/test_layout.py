@@ -115,7 +115,7 @@ def test_small_parameters_stay_gathered_and_are_cut_like_all_others():
     assert (large.full_bytes, small.full_bytes) == (2048, 256)
     assert layout.shard_bytes == (2048 + 256) // 2
     assert layout.resting_bytes == 1024 + 256
-    assert layout.gathered_bytes == 1024 + 2048 + 256
+    assert layout.transient_bytes == 2048
     assert layout.full_bytes == 2048 + 256
 
 

@@ -1,0 +1,252 @@
+"""From an ordinary module to the share of each rank: decided in the first step, and kept for every later run.
+
+A trace needs a batch, so nothing is decided before there is one. Then, in this order: what has no values yet is looked
+at, layers are split, the partition is decided, every rank lets go of what is not its own, and calls of units go to the
+runtime of this rank's stage. From then on a rank has a smaller model, and the partition is that of smaller models: one
+for each part, which know of each other in split layers only.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.costs import Costs
+from smp_strategy.decision import decide
+from smp_strategy.delayed import DelayedModule
+from smp_strategy.dry_run import Surroundings
+from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.interception import UnitCalls
+from smp_strategy.mesh import ProcessMesh
+from smp_strategy.ownership import Ownership
+from smp_strategy.partitioner.partition import Partition
+from smp_strategy.pipeline.private_state import PrivateState
+from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.turns import Step
+from smp_strategy.report import render_layout
+from smp_strategy.share import Share
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.report import Report
+from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.timetables import Timetables
+from smp_strategy.trace.events import Trace
+from smp_strategy.trace.oracle import Oracle
+from smp_strategy.units import Unit
+
+__all__ = ["First", "Layout"]
+
+
+class First(NamedTuple):
+    """What the first step is to do."""
+
+    kind: str
+    """Steps of one kind probably take the same path."""
+    step: Step
+    """The user's code for one microbatch."""
+    microbatch: Any
+    """What it gets."""
+    loss_of: Callable[[Any], Tensor | None] | None = None
+    """Picks the loss out of what ``step`` returns."""
+
+
+@final
+class Layout:
+    """See the module docstring.
+
+    Args:
+        config: all options.
+        module: whole on every rank until :meth:`take_share`.
+        units: its units.
+        mesh: where the ranks stand.
+        calls: where calls of the units arrive.
+        delayed: what of the module has no values yet.
+        given: stage of each unit, where that is decided already.
+        report: called with text for the user, the same on every rank.
+
+    Attributes:
+        partition: which unit goes to which stage, once it is decided.
+        costs: what calls cost: measured, once the partition is decided, or modelled.
+    """
+
+    def __init__(
+        self,
+        config: SMPConfig,
+        module: nn.Module,
+        units: Sequence[Unit],
+        mesh: ProcessMesh,
+        *,
+        calls: UnitCalls,
+        delayed: DelayedModule,
+        given: Mapping[str, int] | None,
+        report: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._module = module
+        self._units = units
+        self._mesh = mesh
+        self._calls = calls
+        self._delayed = delayed
+        self._given = given
+        self._report = report
+        self._oracle = Oracle(delayed.device)
+        self._group = None if mesh.tp_group is None else TensorGroup(mesh.tp_group)
+        self._split: SplitLayers | None = None
+        self._used_by_glue: tuple[Tensor, ...] = ()
+        self._timetables: Timetables | None = None
+        self.partition: Partition | None = None
+        self.costs = Costs.modelled(delayed.device)
+
+    @property
+    def timetables(self) -> Timetables:
+        """After which steps run; exist once the partition is decided."""
+        assert self._timetables is not None
+        return self._timetables
+
+    def surroundings(self, optimizers: Sequence[Optimizer]) -> Surroundings:
+        """What dry runs run on."""
+        return Surroundings(
+            module=self._module,
+            units=self._units,
+            calls=self._calls,
+            oracle=self._oracle,
+            device=self._delayed.device,
+            optimizers=optimizers,
+            num_microbatches=self._config.num_microbatches(self._mesh.pp) if self._mesh.pp > 1 else 1,
+        )
+
+    def decide(self, first: First, optimizers: Sequence[Optimizer]) -> None:
+        """Split layers, and make the partition, unless one is kept. Collective over all ranks."""
+        self._delayed.prepare(self._units, optimizers)
+        if self._group is not None:
+            self._split_layers(first, self._group)
+        if self.partition is not None:
+            return
+        self.partition, found, self.costs = decide(
+            self._config,
+            self.surroundings(optimizers),
+            self._mesh.shape,
+            first=(first.step, first.microbatch, first.loss_of),
+            given=self._given,
+        )
+        self._refuse_parts_in_the_glue(found.used_by_glue)
+        self._used_by_glue = found.used_by_glue
+        self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
+        if found.trace is not None and found.trace.loss is not None:
+            self._timetables.learn(first.kind, found.trace)
+        layout = render_layout(self._mesh.shape, self.partition, self._config, self.split_report)
+        notes = self.costs.render()
+        self._report(f"{notes}\n{layout}" if notes else layout)
+
+    @property
+    def split_report(self) -> Report | None:
+        """What became of each layer; ``None`` where none are split, or before the first step."""
+        return None if self._split is None else self._split.report
+
+    def _split_layers(self, first: First, group: TensorGroup) -> None:
+        before = None if self._split is None else dict(self._split.cuts)
+        # Calls must reach the layers as they are afterwards, and not as they were when calls were intercepted.
+        self._calls.give_back()
+        try:
+            self._split = SplitLayers(
+                self._module,
+                group,
+                patterns=self._config.tensor_parallel,
+                strict=self._config.tensor_parallel_strict,
+            )
+        finally:
+            self._calls.intercept(self._units)
+        if before is not None and before != self._split.cuts:
+            raise SMPError(
+                "Layers would be split otherwise than in the last run of this strategy, which optimizers have state "
+                "for: modules or patterns have changed. Use a new strategy object."
+            )
+
+    def _refuse_parts_in_the_glue(self, used: Sequence[Tensor]) -> None:
+        """Code above the units would compute with parts as if they were whole.
+
+        Raises:
+            UnsupportedError: it does.
+        """
+        if self._split is None:
+            return
+        names = [name for name, parameter in self._module.named_parameters() if parameter in self._split.cuts]
+        parameters = dict(self._module.named_parameters())
+        found = [name for name in names if any(parameters[name] is tensor for tensor in used)]
+        if found:
+            layer = found[0].rpartition(".")[0]
+            raise UnsupportedError(
+                f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, "
+                "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
+                f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
+            )
+
+    def _agree(self, is_so: bool) -> bool:
+        """Whether something is true on all ranks that split layers between them. Collective over these."""
+        if self._group is None:
+            return is_so
+        return not self._group.most(torch.tensor([not is_so], dtype=torch.uint8)).item()
+
+    def _agree_on_trace(self, trace: Trace) -> Trace:
+        """``trace`` as the first rank of those that split layers between them knows it. Collective over these."""
+        if self._group is None:
+            return trace
+        first = self._group.objects(trace)[0]
+        return Trace(first.events, first.loss)
+
+    def take_share(self, copies: Iterable[nn.Module], *, everyone_sees: bool) -> Share:
+        """Let go of what belongs to other ranks; see :class:`~smp_strategy.share.Share`. Collective."""
+        assert self.partition is not None
+        # Anew each time: buffers may have been replaced in the meantime.
+        ownership = Ownership(
+            self._module, self._units, self.partition.stage_of, self._mesh.pp, used_by_glue=self._used_by_glue
+        )
+        return Share(
+            self._module,
+            ownership,
+            self._mesh,
+            self._config,
+            self._delayed,
+            copies=copies,
+            everyone_sees=everyone_sees,
+            split=self._split,
+        )
+
+    def transport(self, timeout: timedelta | None) -> Transport | None:
+        """What carries values between the stages, where there are several."""
+        return Transport(self._mesh.stage_ranks, self._mesh.pp_group, timeout) if self._mesh.pp > 1 else None
+
+    def runtime(self, share: Share, transport: Transport | None, keep_shared: Iterable[nn.Module]) -> Runtime:
+        """What runs the user's code on this rank's stage.
+
+        Args:
+            share: what this rank has of the module.
+            transport: see :meth:`transport`.
+            keep_shared: modules whose attributes add up over microbatches.
+        """
+        assert self.partition is not None
+        stage = Stage(
+            number=self._mesh.stage,
+            stage_of=self.partition.stage_of,
+            num_stages=self._mesh.pp,
+            oracle=self._oracle,
+            transport=transport,
+            device=self._delayed.device,
+            with_weights=share.with_weights,
+            reads_refused=share.reads_refused,
+            agree=self._agree,
+        )
+        if self._config.compile:
+            for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
+                self._calls.compile(name)
+        return Runtime(stage, PrivateState(*self._glue_and_units(keep_shared), lambda: self._calls.exposed_parts))
+
+    def _glue_and_units(self, keep_shared: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+        units = [unit.module for unit in self._units]
+        inside = {id(part) for unit in units for part in unit.modules()} | set(map(id, keep_shared))
+        return [module for module in self._module.modules() if id(module) not in inside], units

@@ -1,0 +1,111 @@
+"""Which modules the user wants to be split, said by hand.
+
+There are two ways, with the names that SageMaker gives them::
+
+    smp_strategy.set_tensor_parallelism(model.head, False)     # a module and everything in it now
+
+    with smp_strategy.tensor_parallelism():                    # every module that is created in here
+        self.encoder = Encoder()
+
+The later note replaces the earlier one, so contexts may be nested (the innermost wins) and single layers named
+after the whole. A module without a note follows the one that holds it. Where nothing is said, everything is split that
+can be; where a module is enabled by hand, only what is enabled. Copies of a module keep its note.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torch import nn
+
+from smp_strategy.errors import ConfigError
+
+__all__ = ["disabled", "set_tensor_parallelism", "tensor_parallelism"]
+
+_NOTE = "_smp_tensor_parallel"
+_WATCHES = "_smp_watches_tensor_parallel"
+# What is said of modules that are being created, per thread and per asynchronous task.
+_CURRENT: ContextVar[bool | None] = ContextVar("tensor parallelism of new modules", default=None)
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def set_tensor_parallelism(module: Module, enabled: bool = True) -> Module:
+    """Say whether ``module``, and everything that it holds now, is to be split; returns ``module``.
+
+    What is said later wins, whichever way.
+
+    Raises:
+        ConfigError: ``enabled`` is neither true nor false.
+    """
+    _check(enabled)
+    for part in module.modules():
+        vars(part)[_NOTE] = enabled
+    return module
+
+
+@contextmanager
+def tensor_parallelism(enabled: bool = True) -> Iterator[None]:
+    """Say whether all modules that are created inside are to be split. Contexts may be nested: the innermost wins.
+
+    Raises:
+        ConfigError: ``enabled`` is neither true nor false.
+    """
+    _check(enabled)
+    _watch_creation()
+    before = _CURRENT.set(enabled)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(before)
+
+
+def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The modules that are not to be split by what the user has said, with the reason.
+
+    Args:
+        modules: all modules by qualified name, those that hold others first.
+    """
+    notes: dict[str, bool] = {}
+    for name, module in modules.items():
+        note = vars(module).get(_NOTE)
+        if note is None and name:
+            note = notes.get(name.rpartition(".")[0])
+        if note is not None:
+            notes[name] = note
+    is_chosen = any(notes.values())
+    reasons = {
+        True: None,
+        False: "tensor parallelism is disabled for it",
+        None: "tensor parallelism is not enabled for it",
+    }
+    found = {name: reasons[notes.get(name, None if is_chosen else True)] for name in modules}
+    return {name: reason for name, reason in found.items() if reason is not None}
+
+
+def _check(enabled: object) -> None:
+    if not isinstance(enabled, bool):
+        raise ConfigError(f"`enabled` must be true or false, but is {enabled!r}.")
+
+
+def _watch_creation() -> None:
+    """Have every new module ask what is said at present.
+
+    Classes of all kinds have only ``nn.Module.__init__`` in common. It stays wrapped: threads may leave their contexts
+    in any order, and outside of a context the wrapper does nothing.
+    """
+    original = nn.Module.__init__
+    if getattr(original, _WATCHES, False):
+        return
+
+    @functools.wraps(original)
+    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        enabled = _CURRENT.get()
+        if enabled is not None:
+            vars(self)[_NOTE] = enabled
+
+    setattr(init, _WATCHES, True)
+    nn.Module.__init__ = init  # type: ignore[method-assign]

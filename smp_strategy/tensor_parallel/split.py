@@ -1,0 +1,265 @@
+"""Layers of a module become parts of themselves, in place, and whole layers again.
+
+What is split, and how, is decided by all ranks from the same module, before anything is changed
+(:mod:`smp_strategy.tensor_parallel.choice`), and compared: ranks that split differently would wait for each other for
+ever. A layer may still refuse when its turn comes (a ``forward`` of its own, say). Then everything that has been split
+becomes whole again, and the decision is made once more without its block.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.tensor_parallel import notes
+from smp_strategy.tensor_parallel import patterns as by_pattern
+from smp_strategy.tensor_parallel.choice import Choice, choose
+from smp_strategy.tensor_parallel.conv import ColumnParallelConv, RowParallelConv
+from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from smp_strategy.tensor_parallel.families import family_blocks, is_from_transformers, vocabulary_blocks
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.pairs import find_pairs, pair_blocks
+from smp_strategy.tensor_parallel.plan import Block, How, describe
+from smp_strategy.tensor_parallel.randomness import SplitRandomness
+from smp_strategy.tensor_parallel.registry import registered_blocks
+from smp_strategy.tensor_parallel.replicated import AmongParts
+from smp_strategy.tensor_parallel.report import LayerLine, Report
+from smp_strategy.tensor_parallel.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
+from smp_strategy.tensor_parallel.split_layer import CannotSplit
+from smp_strategy.tensor_parallel.torch_layers import torch_blocks
+
+__all__ = ["SplitModule", "split_layers"]
+
+
+@final
+@dataclass(frozen=True)
+class SplitModule:
+    """A module some of whose layers are split.
+
+    Attributes:
+        cuts: how parameters are divided; those that are not in here are the same on all ranks.
+        report: what became of each layer.
+    """
+
+    cuts: Mapping[nn.Parameter, Cut]
+    report: Report
+    _undo: list[Callable[[], object]] = field(repr=False)
+
+    def to_dense(self) -> None:
+        """Make all layers whole again, in place. All ranks of the group call it; gradients are dropped."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def split_layers(
+    module: nn.Module,
+    group: TensorGroup,
+    *,
+    patterns: Mapping[str, str] | None = None,
+    strict: bool = False,
+    run_step: Callable[[], Any] | None = None,
+) -> SplitModule:
+    """Split layers of ``module`` over the ranks of ``group``, in place. All of them call it with the same module.
+
+    Args:
+        module: the whole module, with the same values on all ranks.
+        group: the ranks that get the parts.
+        patterns: layers that the user names, with their styles; they go before what is known of the model.
+        strict: make it an error if a layer stays whole that the user has not said is to.
+        run_step: computes the loss once, to look for pairs of linear layers; ``None``: they are not looked for.
+
+    Raises:
+        ConfigError: a pattern matches nothing, its style is unknown, or what it names cannot be split; layers stay
+            whole under ``strict``; ranks do not decide alike.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    blocks = list(_blocks(modules, patterns or {}, run_step, group))
+    refused: dict[str, str] = {}
+    while True:
+        choice = choose(modules, blocks, group.size, notes.disabled(modules), refused)
+        report = Report(tuple(_lines(modules, choice)), group.size)
+        _refuse(choice, report, group, strict)
+        undo: list[Callable[[], object]] = []
+        failed = _split_all(choice, modules, group, undo)
+        if failed is None:
+            return SplitModule(_cuts(module), report, undo)
+        SplitModule({}, report, undo).to_dense()
+        refused |= failed
+
+
+def _blocks(
+    modules: Mapping[str, nn.Module],
+    patterns: Mapping[str, str],
+    run_step: Callable[[], Any] | None,
+    group: TensorGroup,
+) -> Iterator[Block]:
+    """What all sources say, in order."""
+    if group.size == 1:
+        return
+    pairs = [] if run_step is None else find_pairs(modules, run_step)
+    into = {column: pair.row for pair in pairs for column in pair.columns}
+    yield from by_pattern.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
+    yield from registered_blocks(modules)
+    yield from vocabulary_blocks(modules)
+    yield from family_blocks(modules)
+    yield from torch_blocks(modules)
+    yield from pair_blocks(modules, pairs)
+
+
+def _refuse(choice: Choice, report: Report, group: TensorGroup, strict: bool) -> None:
+    """Raise what is an error before anything is split."""
+    problems = [
+        f"`tensor_parallel` names `{name}`, which cannot be split: {reason}."
+        for name, (source, reason) in choice.reasons.items()
+        if source == by_pattern.SOURCE
+    ]
+    if strict and group.size > 1:
+        problems += [
+            f"`{line.name}` ({line.kind}) is not split, but `tensor_parallel_strict` is set: {line.why}. Name it in "
+            "`tensor_parallel`: `replicate` if it is to stay whole."
+            for line in report.skipped
+        ]
+    if problems:
+        raise ConfigError(problems)
+    if not group.sends(torch.empty(0)):
+        return
+    decisions = group.objects([(line.name, line.how) for line in report.lines])
+    for rank, decision in enumerate(decisions):
+        if decision != decisions[0]:
+            odd = sorted(set(decision) ^ set(decisions[0]))
+            raise ConfigError(
+                f"Ranks 0 and {rank} of a tensor-parallel group would split layers differently ({odd[:2]}). Build the "
+                "same module, and say the same of it, on all ranks."
+            )
+
+
+def _split_all(
+    choice: Choice, modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
+) -> dict[str, str] | None:
+    """Split what is chosen; the block that refuses, with its reason."""
+    for block in choice.blocks:
+        try:
+            _split_block(block, modules, group, undo)
+        except CannotSplit as reason:
+            return {block.name: str(reason)}
+    return None
+
+
+def _split_block(
+    block: Block, modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
+) -> None:
+    inner = [how.style for how in block.layers.values() if not how.is_whole_outside]
+    is_region = "column" in inner and "row" in inner
+    randomness = SplitRandomness(group) if is_region else None
+    shares_input = inner.count("column") > 1
+    for name, how in block.layers.items():
+        layer = modules[name]
+        try:
+            _split_layer(layer, how, group, randomness, shares_input=shares_input)
+        except CannotSplit as reason:
+            raise CannotSplit(f"`{name}`: {reason}") from None
+        if how.style != "whole":
+            undo.append(layer.to_dense)  # type: ignore[arg-type]
+    for owner, attribute in block.divided:
+        whole = getattr(modules[owner], attribute)
+        _set(modules[owner], attribute, whole // group.size, undo)
+    for owner, attribute, value in block.replaced:
+        _set(modules[owner], attribute, value, undo)
+
+
+def _set(module: nn.Module, attribute: str, value: Any, undo: list[Callable[[], object]]) -> None:
+    before = getattr(module, attribute)
+    setattr(module, attribute, value)
+    undo.append(lambda: setattr(module, attribute, before))
+
+
+def _split_layer(
+    layer: nn.Module, how: How, group: TensorGroup, randomness: SplitRandomness | None, *, shares_input: bool
+) -> None:
+    if how.style in ("column", "row"):
+        _split_features(layer, how, group, randomness, shares_input=shares_input)
+    elif how.style == "vocab":
+        kind = ScaledVocabParallelEmbedding if is_scaled_embedding(layer) else VocabParallelEmbedding
+        kind.from_dense(layer, group)
+    elif how.style == "embedding":
+        HiddenParallelEmbedding.from_dense(layer, group, gather_output=how.is_whole_outside)
+    elif how.style == "inside":
+        AmongParts.from_dense(layer, group)
+    elif how.style == "layer":
+        assert how.split_by is not None
+        how.split_by(layer, group)
+
+
+def _split_features(
+    layer: nn.Module, how: How, group: TensorGroup, randomness: SplitRandomness | None, *, shares_input: bool
+) -> None:
+    is_conv = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+    blocks: dict[str, Any] = {} if is_conv else {"num_blocks": how.num_blocks}
+    if how.style == "column":
+        column = ColumnParallelConv if is_conv else ColumnParallelLinear
+        column.from_dense(
+            layer,
+            group,
+            **blocks,
+            granule=how.granule,
+            gather_output=how.is_whole_outside,
+            shares_input=shares_input and not how.is_whole_outside,
+            randomness=randomness,
+        )
+    else:
+        row = RowParallelConv if is_conv else RowParallelLinear
+        row.from_dense(
+            layer, group, **blocks, granule=how.granule, splits_input=how.is_whole_outside, randomness=randomness
+        )
+
+
+def _cuts(module: nn.Module) -> dict[nn.Parameter, Cut]:
+    return {
+        part.get_parameter(name): cut
+        for part in module.modules()
+        for name, cut in getattr(part, "cuts", {}).items()
+        if name in dict(part.named_parameters(remove_duplicate=False))
+    }
+
+
+def _lines(modules: Mapping[str, nn.Module], choice: Choice) -> Iterator[LayerLine]:
+    seen: set[int] = set()
+    inside: dict[str, LayerLine] = {}
+    for name, module in modules.items():
+        has_own = next(module.parameters(recurse=False), None) is not None
+        found = choice.of(name)
+        if id(module) in seen or not (has_own or found is not None):
+            continue
+        seen.add(id(module))
+        if any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        kind = type(module).__name__
+        if found is not None:
+            block, how = found
+            line = LayerLine(name, kind, describe(how), block.source, how.style not in ("whole", "inside"))
+            if how.style == "layer":
+                inside[name] = line
+            yield line
+        elif name in choice.reasons:
+            source, reason = choice.reasons[name]
+            yield LayerLine(name, kind, "whole", reason if source in reason else f"{reason} ({source})", False, True)
+        else:
+            yield _whole_line(name, module, modules)
+
+
+def _whole_line(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> LayerLine:
+    kind = type(module).__name__
+    if (reason := notes.disabled(modules).get(name)) is not None:
+        return LayerLine(name, kind, "whole", reason, False)
+    if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False)):
+        return LayerLine(name, kind, "whole", "has vectors only", False)
+    if isinstance(module, nn.Embedding) and any(
+        is_from_transformers(outer) for at, outer in modules.items() if not at or name.startswith(f"{at}.")
+    ):
+        return LayerLine(name, kind, "whole", "a table of positions or types", False)
+    return LayerLine(name, kind, "whole", "nothing says how to split it", False, True)

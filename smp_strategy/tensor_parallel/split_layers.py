@@ -1,0 +1,75 @@
+"""The split layers of a module from the first step of a run to its end, as the engine meets them.
+
+Where only some ranks get the whole module back, others may get it later. Those that have it by then take part with
+their parts again, and keep the whole.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.parts import Parts
+from smp_strategy.tensor_parallel.report import Report
+from smp_strategy.tensor_parallel.split import split_layers
+
+__all__ = ["SplitLayers"]
+
+
+@final
+class SplitLayers:
+    """See the module docstring. Its construction splits them; collective.
+
+    Args:
+        module: whole until now, with the same values on all ranks.
+        group: the ranks that get the parts.
+        patterns: layers that the user names, with their styles.
+        strict: make it an error if a layer stays whole that the user has not said is to.
+        run_step: computes the loss once, to look for pairs of linear layers.
+
+    Attributes:
+        parts: what is split.
+        report: what became of each layer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: TensorGroup,
+        *,
+        patterns: Mapping[str, str] | None = None,
+        strict: bool = False,
+        run_step: Callable[[], Any] | None = None,
+    ) -> None:
+        self._module = split_layers(module, group, patterns=patterns, strict=strict, run_step=run_step)
+        self.parts = Parts(self._module.cuts, group)
+        self.report: Report = self._module.report
+        self._is_dense = False
+
+    @property
+    def cuts(self) -> Mapping[nn.Parameter, Cut]:
+        """How parameters are divided."""
+        return self.parts.cuts
+
+    def to_dense(self) -> None:
+        """Make all layers whole again, in place. Collective, on ranks where they are split; gradients are dropped."""
+        if not self._is_dense:
+            self._module.to_dense()
+            self._is_dense = True
+
+    @contextmanager
+    def in_parts(self) -> Iterator[None]:
+        """In here, values are this rank's parts, also where layers are whole already."""
+        wholes: dict[nn.Parameter, Tensor] = {}
+        if self._is_dense:
+            wholes = {parameter: parameter.data for parameter in self.cuts}
+            for parameter, whole in wholes.items():
+                parameter.data = self.parts.part(parameter, whole)
+        try:
+            yield
+        finally:
+            for parameter, whole in wholes.items():
+                parameter.data = whole

@@ -1,0 +1,65 @@
+"""``tensor_parallel_degree`` under Lightning: the checkpoint of one process, whatever the layout."""
+
+import pytest
+import torch
+from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
+from test_lightning_state_sharding import CASES, assert_averages, assert_close, assert_resumed, fit
+
+SPLIT = {
+    "pipeline_parallel_degree": 1,
+    "tensor_parallel_degree": 2,
+    "tensor_parallel": {"net.0": "column", "net.2": "row", "net.4": "column", "net.6": "row"},
+}
+LAYOUTS = {
+    "2 parts": (2, SPLIT),
+    "2 parts of 2 replicas": (4, SPLIT),
+    "2 parts of 2 stages": (4, {**SPLIT, "pipeline_parallel_degree": 2, "microbatches": 2}),
+    "2 parts of 2 shards": (4, {**SPLIT, "sharded_data_parallel_degree": 2}),
+    "2 parts of 2 replicas that deal out state": (4, {**SPLIT, "shard_optimizer_state": True}),
+}
+NAMES = sorted(CASES.keys() - {"whole matrices"})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_split_layers_have_the_checkpoint_of_one_process(name, layout, tmp_path):
+    ranks, smp = LAYOUTS[layout]
+    with quiet():
+        expected, everything, _, norm = fit(tmp_path / "one", name, None)
+    found = on_ranks(fit, ranks, tmp_path / "smp", name, smp)
+    if name != "mixed precision":  # sums of parts are rounded to bfloat16 apart
+        assert_close(found[0][0], expected)
+    assert set.union(*(kept for _, kept, _, _ in found)) == everything
+    assert all(each == pytest.approx(norm, rel=1e-5) if norm else each is None for *_, each in found)
+
+
+@pytest.mark.parametrize(("before", "after"), [(SPLIT, None), (None, SPLIT), (SPLIT, SPLIT)])
+def test_a_checkpoint_of_one_is_resumed_by_the_other(before, after, tmp_path):
+    assert_resumed(tmp_path, before, after)
+
+
+def test_averages_of_weights_are_those_of_one_process(tmp_path):
+    assert_averages(tmp_path, SPLIT)
+
+
+def run_after_run(folder, smp):
+    """What is tested, trained and predicted after a run that has left the module where ``restore_module`` says."""
+    module = toy_module(train_dataloader=lambda self: toy_loader())
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
+    trainer.fit(module)
+    [tested] = trainer.test(module, toy_loader(shuffle=False), verbose=False)
+    toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False).fit(module)
+    predicted = toy_trainer(folder, smp=smp, use_distributed_sampler=False).predict(module, toy_loader(shuffle=False))
+    return tested, torch.cat(predicted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_goes_on_with_what_another_has_left_on_some_ranks(layout, tmp_path):
+    ranks, smp = LAYOUTS[layout]
+    found = [
+        on_ranks(run_after_run, ranks, tmp_path / where, {**smp, "restore_module": where})[0]
+        for where in ("all", "rank_zero", "none")
+    ]
+    for tested, predicted in found[1:]:
+        assert tested == found[0][0]
+        assert torch.equal(predicted, found[0][1])
