@@ -6,7 +6,7 @@ the node during that visit, in which autograd computes the input's gradient only
 kernel by kernel, so the bits are the same.
 
 Only products and convolutions are worth it: biases and scales beside them cost next to nothing, and a norm's kernel
-computes all of its gradients at once.
+computes all of its gradients at once. An autograd Function that is a product says so itself, see :class:`Kind`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["can_come_later", "formula_of"]
+__all__ = ["Formula", "Kind", "can_come_later", "formula_of"]
 
 Formula = Callable[[Tensor], list[Tensor]]
 """From the gradient of a node's result to gradients of some of its inputs."""
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
+    """What is known of nodes that are products.
+
+    A subclass of ``torch.autograd.Function`` can have one as its attribute ``product``. Its backward must leave out
+    what ``make`` has been called for.
+    """
+
     weight: int
+    """Which input it is."""
     bias: int | None
     saved: tuple[str, ...]
+    """Attributes of a node with what is saved for the formula."""
     make: Callable[[Any, Sequence[int]], Formula]
+    """Called while a node is visited, with the inputs whose gradients will be asked for."""
 
 
 def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
@@ -35,10 +44,10 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
     Not so where somebody watches the visit: hooks on the node see all of its gradients, and saved tensors that are
     packed (by ``checkpoint``) can be unpacked once.
     """
-    kind = _KINDS.get(type(node).__name__)
+    kind = _kind_of(node)
     if kind is None or kind.weight not in inputs or not {kind.weight, kind.bias}.issuperset(inputs):
         return False
-    if any(getattr(node, name).unpack_hook is not None for name in kind.saved):
+    if any(saved.unpack_hook is not None for name in kind.saved for saved in _all_of(getattr(node, name))):
         return False
     handle = node.register_hook(_nothing)
     is_alone = len(handle.hooks_dict_ref()) == 1
@@ -48,7 +57,18 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
 
 def formula_of(node: Any, inputs: Sequence[int]) -> Formula:
     """What computes the gradients of ``inputs``, in their order; made while ``node`` is visited."""
-    return _KINDS[type(node).__name__].make(node, inputs)
+    kind = _kind_of(node)
+    assert kind is not None
+    return kind.make(node, inputs)
+
+
+def _kind_of(node: Any) -> Kind | None:
+    function = getattr(node, "_forward_cls", None)
+    return _KINDS.get(type(node).__name__) if function is None else getattr(function, "product", None)
+
+
+def _all_of(saved: Any) -> tuple[Any, ...]:
+    return saved if isinstance(saved, tuple) else (saved,)
 
 
 def _nothing(*gradients: Any) -> None:
@@ -115,9 +135,9 @@ def _kernel(x: Tensor, weight: Tensor, options: Sequence[Any], inputs: Sequence[
 
 
 # By the node's name: which inputs (of the operation) are the weight and the bias, what is saved for them, and how.
-_KINDS: Mapping[str, _Kind] = {
-    "AddmmBackward0": _Kind(2, 0, ("_raw_saved_mat1",), _addmm),
-    "MmBackward0": _Kind(1, None, ("_raw_saved_self",), _mm),
-    "BmmBackward0": _Kind(1, None, ("_raw_saved_self",), _bmm),
-    "ConvolutionBackward0": _Kind(1, 2, ("_raw_saved_input", "_raw_saved_weight"), _convolution),
+_KINDS: Mapping[str, Kind] = {
+    "AddmmBackward0": Kind(2, 0, ("_raw_saved_mat1",), _addmm),
+    "MmBackward0": Kind(1, None, ("_raw_saved_self",), _mm),
+    "BmmBackward0": Kind(1, None, ("_raw_saved_self",), _bmm),
+    "ConvolutionBackward0": Kind(1, 2, ("_raw_saved_input", "_raw_saved_weight"), _convolution),
 }

@@ -125,8 +125,8 @@ class RowParallelConv(RowParallelLayer):
         settings = {"splits_input": splits_input, "randomness": randomness, "_features": -len(conv.kernel_size) - 1}
         return cls._split(layer, group, {"weight": cut}, {"in_channels": cut.length_of(group.rank)}, settings)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return self._conv_forward(x, self.weight, None)
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._conv_forward(x, self.weight, bias)
 
     _conv_forward: Any  # of the dense class
 

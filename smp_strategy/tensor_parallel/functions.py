@@ -7,6 +7,7 @@ or a *summand* (its sum over the ranks is meant). Forward and backward of the st
     function                      forward                        backward
     copy         whole -> whole   nothing                        add_up
     add_up       summand -> whole sum                            copy
+    summand      whole -> summand the first rank's, else zeros   nothing
     gather       split -> whole   concatenation                  split
     split        whole -> split   this rank's part               gather
     gather_split split -> whole   concatenation                  scatter_sum
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["add_up", "copy", "gather", "gather_split", "scatter_sum", "split"]
+__all__ = ["add_up", "copy", "copy_together", "gather", "gather_split", "scatter_sum", "split", "summand"]
 
 
 def copy(whole: Tensor, group: TensorGroup) -> Tensor:
@@ -34,11 +35,22 @@ def copy(whole: Tensor, group: TensorGroup) -> Tensor:
     return result
 
 
-def add_up(summand: Tensor, group: TensorGroup) -> Tensor:
-    """The sum of the ranks' ``summand``, with which all go on alike; ``summand`` itself is used up."""
-    if not _is_own(summand):
-        summand = summand.clone(memory_format=torch.contiguous_format)
-    result: Tensor = _AddUp.apply(summand, group)  # type: ignore[no-untyped-call]
+def copy_together(wholes: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
+    """:func:`copy` of several tensors, whose gradients travel together when all of them are there."""
+    return list(_CopyTogether.apply(group, *wholes))  # type: ignore[no-untyped-call]
+
+
+def add_up(own: Tensor, group: TensorGroup) -> Tensor:
+    """The sum of what each rank has of its ``own``, with which all go on alike; ``own`` itself is used up."""
+    if not _can_change(own):
+        own = own.clone(memory_format=torch.contiguous_format)
+    result: Tensor = _AddUp.apply(own, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def summand(whole: Tensor, group: TensorGroup) -> Tensor:
+    """What adds up to ``whole``, for each rank to add something of its own before the sum."""
+    result: Tensor = _Summand.apply(whole, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -60,13 +72,13 @@ def gather_split(part: Tensor, group: TensorGroup, dim: int, lengths: Sequence[i
     return result
 
 
-def scatter_sum(summand: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    """This rank's part of the sum of the ranks' ``summand``."""
-    result: Tensor = _ScatterSum.apply(summand, group, dim, lengths)  # type: ignore[no-untyped-call]
+def scatter_sum(own: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
+    """This rank's part of the sum of what each rank has of its ``own``."""
+    result: Tensor = _ScatterSum.apply(own, group, dim, lengths)  # type: ignore[no-untyped-call]
     return result
 
 
-def _is_own(tensor: Tensor) -> bool:
+def _can_change(tensor: Tensor) -> bool:
     """Whether ``tensor`` can become something else in its own memory: nobody's leaf, and nothing else's view."""
     return tensor.is_contiguous() and not tensor._is_view() and not (tensor.is_leaf and tensor.requires_grad)
 
@@ -83,16 +95,46 @@ class _Copy(torch.autograd.Function):
         return add_up(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
+class _CopyTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *wholes: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)  # those of tensors that nobody has read do not travel
+        return tuple(whole.view_as(whole) for whole in wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = list(gradients)
+        there = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        for kind in dict.fromkeys((gradients[number].dtype, gradients[number].device) for number in there):
+            members = [number for number in there if (gradients[number].dtype, gradients[number].device) == kind]
+            flat = add_up(torch.cat([gradients[number].reshape(-1) for number in members]), ctx.group)
+            pieces = flat.split([gradients[number].numel() for number in members])
+            for number, piece in zip(members, pieces, strict=True):
+                found[number] = piece.view(gradients[number].shape)
+        return None, *found
+
+
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, summand: Tensor, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, own: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        ctx.mark_dirty(summand)
-        return group.sum(summand)
+        ctx.mark_dirty(own)
+        return group.sum(own)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return copy(gradients[0], ctx.group) if torch.is_grad_enabled() else gradients[0], None
+
+
+class _Summand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
+        return whole.view_as(whole) if group.rank == 0 else torch.zeros_like(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
 
 
 class _Moving(torch.autograd.Function):
@@ -135,8 +177,8 @@ class _GatherSplit(_Moving):
 
 class _ScatterSum(_Moving):
     @staticmethod
-    def forward(summand: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-        return group.scatter_sum(summand, dim, lengths)
+    def forward(own: Tensor, group: TensorGroup, dim: int, lengths: Sequence[int]) -> Tensor:
+        return group.scatter_sum(own, dim, lengths)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -7,6 +7,7 @@ sent: the result has the right shape, dtype and memory, and that is all that cou
 Every message is started in the order of the calls, which is the same on all ranks of the group.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, final
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from smp_strategy.tensor_parallel.boundary import Entered
+    from smp_strategy.tensor_parallel.sequence import Copies
 
 __all__ = ["TensorGroup"]
 
@@ -34,6 +36,7 @@ class TensorGroup:
         rank, size: as given.
         sent_bytes: how many bytes of its own this rank has put into collectives.
         entered: what has come into a split region, see :mod:`smp_strategy.tensor_parallel.boundary`.
+        copies: whole tensors that parts are computed with, see :mod:`smp_strategy.tensor_parallel.sequence`.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class TensorGroup:
         self.size = dist.get_world_size(process_group) if size is None else size
         self.sent_bytes = 0
         self.entered: Entered | None = None
+        self.copies: Copies | None = None
         self._is_alone = process_group is None
 
     @contextmanager
@@ -92,20 +96,22 @@ class TensorGroup:
             dim: along which they stand.
             lengths: of the ranks' parts along ``dim``.
         """
+        shapes = [_with(part.shape, dim, length) for length in lengths]
         if not self.sends(part):
-            return torch.cat(
-                [
-                    part if rank == self.rank else part.new_zeros(_with(part.shape, dim, length))
-                    for rank, length in enumerate(lengths)
-                ],
-                dim,
-            )
+            others = [part if rank == self.rank else part.new_zeros(shape) for rank, shape in enumerate(shapes)]
+            return torch.cat(others, dim)
         self.sent_bytes += part.nbytes
-        # Parts of one length are what all backends can exchange.
-        padded = _padded(part.movedim(dim, 0), max(lengths))
-        found = list(padded.new_empty((self.size, *padded.shape)).unbind())
-        dist.all_gather(found, padded, group=self._group)
-        return torch.cat([each[:length].movedim(0, dim) for each, length in zip(found, lengths, strict=True)], dim)
+        # Parts of one size are what all backends can exchange.
+        longest = max(math.prod(shape) for shape in shapes)
+        own, found = part.new_empty(longest), part.new_empty(self.size * longest)
+        if part.numel() == longest and part.is_contiguous():
+            own = part.view(-1)
+        else:
+            _begin_of(own, part.shape).copy_(part)
+        # As bytes, since backends do not know all dtypes. (The public functions have other names in each release.)
+        self._backend._allgather_base(found.view(torch.uint8), own.view(torch.uint8)).wait()
+        rows = found.view(self.size, longest)
+        return torch.cat([_begin_of(row, shape) for row, shape in zip(rows, shapes, strict=True)], dim)
 
     def scatter_sum(self, whole: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
         """This rank's part of the sum of the ranks' ``whole``.
@@ -119,10 +125,18 @@ class TensorGroup:
         if not self.sends(whole):
             return parts[self.rank].clone()
         self.sent_bytes += whole.nbytes
-        sent = [_padded(part.movedim(dim, 0), max(lengths)) for part in parts]
-        total = torch.empty_like(sent[0])
-        dist.reduce_scatter(total, sent, group=self._group)
-        return total[: lengths[self.rank]].movedim(0, dim).contiguous()
+        longest = max(part.numel() for part in parts)
+        sent, total = whole.new_empty(self.size * longest), whole.new_empty(longest)
+        for row, part in zip(sent.view(self.size, longest), parts, strict=True):
+            _begin_of(row, part.shape).copy_(part)
+        self._backend._reduce_scatter_base(total, sent, dist.ReduceScatterOptions()).wait()
+        # Not a view, for autograd: it may be changed in place.
+        return _begin_of(total, parts[self.rank].shape).detach()
+
+    @property
+    def _backend(self) -> dist.ProcessGroup:
+        assert self._group is not None
+        return self._group
 
     def objects(self, value: Any) -> list[Any]:
         """The ranks' ``value``, any that can be pickled."""
@@ -141,6 +155,6 @@ def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return sizes
 
 
-def _padded(tensor: Tensor, length: int) -> Tensor:
-    missing = length - len(tensor)
-    return tensor.contiguous() if not missing else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+def _begin_of(flat: Tensor, shape: Sequence[int]) -> Tensor:
+    """As much of ``flat`` as ``shape`` needs."""
+    return flat[: math.prod(shape)].view(shape)

@@ -7,19 +7,24 @@ one tensor, something else comes first: they share one sum (:mod:`~smp_strategy.
 Besides ``nn.Linear`` there is the linear layer of GPT-2 as Hugging Face writes it, with its weight transposed.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from smp_strategy.tensor_parallel.boundary import as_computed, enter
+from smp_strategy.pipeline.weight_gradients import Formula, Kind
+from smp_strategy.tensor_parallel.boundary import Entered, Readers, as_computed, enter, enter_parts
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.functions import add_up, copy
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
 from smp_strategy.tensor_parallel.split_layer import CannotSplit, check_plain, cut_evenly
+from smp_strategy.tensor_parallel.split_parts import Parts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -38,6 +43,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
         num_blocks: int = 1,
         granule: int = 1,
         gather_output: bool = False,
+        as_split_tensor: bool = False,
         shares_input: bool = False,
         randomness: SplitRandomness | None = None,
     ) -> Self:
@@ -49,12 +55,15 @@ class ColumnParallelLinear(ColumnParallelLayer):
             num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
             granule: outputs that stay together (the size of an attention head).
             gather_output: see the class.
+            as_split_tensor: see the class.
             shares_input: see the class.
             randomness: see the class.
 
         Raises:
             CannotSplit: it is another layer, or too small.
         """
+        if as_split_tensor and num_blocks > 1:
+            raise CannotSplit("the outputs of fused layers do not stand behind each other")
         form = _form_of(layer)
         cut = cut_evenly(form.out_dim, getattr(layer, form.outputs), group, num_blocks=num_blocks, granule=granule)
         cuts = {"weight": cut}
@@ -62,8 +71,9 @@ class ColumnParallelLinear(ColumnParallelLayer):
             cuts["bias"] = Cut(0, cut.blocks)
         settings = {
             "gather_output": gather_output,
+            "as_split_tensor": as_split_tensor,
             "shares_input": shares_input,
-            "randomness": None if gather_output else randomness,
+            "randomness": None if gather_output or as_split_tensor else randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
         }
@@ -71,6 +81,8 @@ class ColumnParallelLinear(ColumnParallelLayer):
 
     def _product(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self._is_transposed else self.weight
+        if isinstance(x, Parts):
+            return _product_of_parts(enter_parts(x, self.group, shares=self.shares_input), weight, self.bias)
         if self.shares_input or not (x.requires_grad and torch.is_grad_enabled()):
             return F.linear(enter(x, self.group), weight, self.bias)
         bias = None if self.bias is None else as_computed(self.bias)
@@ -111,14 +123,20 @@ class RowParallelLinear(RowParallelLayer):
         cut = cut_evenly(1 - form.out_dim, getattr(layer, form.inputs), group, num_blocks=num_blocks, granule=granule)
         settings = {
             "splits_input": splits_input,
+            "splits_output": None,
             "randomness": randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
         }
         return cls._split(layer, group, {"weight": cut}, {form.inputs: cut.length_of(group.rank)}, settings)
 
-    def _product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t() if self._is_transposed else self.weight)
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.weight.t() if self._is_transposed else self.weight
+        if bias is None:
+            return F.linear(x, weight)
+        # The result of `F.linear` with a bias is a view, in which no sum can be taken in place.
+        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+        return torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], len(weight)])
 
 
 class _Form(NamedTuple):
@@ -151,26 +169,74 @@ class _Columns(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
+        ctx.later = frozenset()
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight = ctx.saved_tensors
-        needs = ctx.needs_input_grad
         rows = gradients[0].reshape(-1, len(weight))
-        of_x = rows.mm(weight) if needs[0] else None
+        of_x = rows.mm(weight) if ctx.needs_input_grad[0] else None
         work = None
         if torch.is_grad_enabled():  # somebody wants second derivatives
             of_x, x = None if of_x is None else add_up(of_x, ctx.group), copy(x, ctx.group)
         elif of_x is not None:
             work = ctx.group.start_sum(of_x)
-        of_weight = _like(weight, rows, x.reshape(-1, x.shape[-1])) if needs[1] else None
-        of_bias = rows.sum(0) if needs[2] else None
+        needs = [number for number in (1, 2) if ctx.needs_input_grad[number] and number not in ctx.later]
+        others = dict(zip(needs, _gradients(x, weight.is_contiguous(), needs, rows), strict=True))
         if work is not None:
             work.wait()
-        return None if of_x is None else of_x.view(x.shape), of_weight, of_bias, None
+        return None if of_x is None else of_x.view(x.shape), others.get(1), others.get(2), None
+
+    @staticmethod
+    def _make_later(node: Any, inputs: Sequence[int]) -> Formula:
+        node.later = frozenset(inputs)
+        x, weight = node.saved_tensors
+        return partial(_gradients, x.detach(), weight.is_contiguous(), inputs)
+
+    product = Kind(1, 2, ("_raw_saved_tensors",), _make_later)
 
 
-def _like(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor:
-    """The gradient of ``weight``, with its layout, as autograd has it."""
-    return rows.t().mm(inputs) if weight.is_contiguous() else inputs.t().mm(rows).t()
+def _product_of_parts(came_in: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of all parts of a tensor, of which only this rank's is kept."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return F.linear(came_in.whole, weight, bias)
+    bias = None if bias is None else as_computed(bias)
+    y: Tensor = _ColumnsOfParts.apply(  # type: ignore[no-untyped-call]
+        came_in.whole, came_in.part, as_computed(weight), bias, came_in.readers
+    )
+    return y
+
+
+@final
+class _ColumnsOfParts(torch.autograd.Function):
+    """A product of matrices whose input is put together again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers) -> Tensor:
+        ctx.save_for_backward(part, weight)
+        ctx.readers = readers
+        readers.left += 1
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        part, weight = ctx.saved_tensors
+        rows = gradients[0].reshape(-1, len(weight))
+        of_x = rows.mm(weight).view(*gradients[0].shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        needs = [number for number in (1, 2) if ctx.needs_input_grad[number + 1]]
+        x = ctx.readers.gather(part)
+        found = dict(zip(needs, _gradients(x, weight.is_contiguous(), needs, rows), strict=True))
+        return of_x, None, found.get(1), found.get(2), None
+
+
+def _gradients(x: Tensor, has_rows: bool, inputs: Sequence[int], gradient: Tensor) -> list[Tensor]:
+    """Of the weight (1) and the bias (2), as autograd computes them: the weight's has the layout of the weight."""
+    rows, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    found = {}
+    if 1 in inputs:
+        found[1] = rows.t().mm(x) if has_rows else x.t().mm(rows).t()
+    if 2 in inputs:
+        found[2] = rows.sum(0)
+    return [found[number] for number in inputs]

@@ -8,10 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
+from smp_strategy.pipeline.segments import Import, enter
+from smp_strategy.pipeline.split_backward import backward_of_imports
 from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from smp_strategy.tensor_parallel.functions import add_up
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.tensor_parallel.split_layer import CannotSplit
@@ -123,6 +128,8 @@ def autocast_numbers() -> None:
         assert found.grad.dtype == torch.float32
         assert torch.equal(split.weight.grad, split.cuts["weight"].part(dense.weight.grad, group.rank))
         assert torch.equal(split.bias.grad, split.cuts["bias"].part(dense.bias.grad, group.rank))
+        # The tensor that came in under autocast is another one to layers outside.
+        assert torch.equal(split(found), split.cuts["bias"].part(dense(expected).t(), group.rank).t())
 
 
 def test_under_autocast_the_numbers_are_those_of_linear_layers_and_sums_are_as_small() -> None:
@@ -156,9 +163,12 @@ def second_derivatives() -> None:
     found = []
     for block in (dense, split):
         x = random(2, 3, 8).requires_grad_()
-        (first,) = torch.autograd.grad(block(x).pow(2).sum(), x, create_graph=True)
-        first.pow(2).sum().backward()
-        found.append((first.detach(), x.grad))
+        of_x, *of_weights = torch.autograd.grad(
+            block(x).pow(2).sum(), [x, block.q.weight, block.up.weight], create_graph=True
+        )
+        penalty = sum(gradient.pow(2).sum() for gradient in of_weights)
+        (of_x.pow(2).sum() + (penalty if block is dense else add_up(penalty, group))).backward()
+        found.append((of_x.detach(), x.grad))
     for pair in zip(*found, strict=True):
         assert_close(*pair)
     same_parts(split, cuts_of(split), dense, group.rank)
@@ -302,3 +312,57 @@ def test_layers_that_cannot_be_split_stay_as_they_are_and_say_why() -> None:
         with pytest.raises(CannotSplit, match=reason):
             VocabParallelEmbedding.from_dense(embedding, group)
     HiddenParallelEmbedding.from_dense(nn.Embedding(8, 8, scale_grad_by_freq=True), group)
+
+
+def under_fake_tensors() -> None:
+    """Ranks make their dry runs when they like."""
+    group, split = group_of_all(), Block()
+    split_block(split, group)
+    embedding = nn.Embedding(11, 8)
+    VocabParallelEmbedding.from_dense(embedding, group)
+    if group.rank == 0:
+        model = nn.Sequential(embedding, split)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fakes = {
+                name: torch.empty(parameter.shape, requires_grad=True) for name, parameter in model.named_parameters()
+            }
+            y = torch.func.functional_call(model, fakes, torch.zeros(2, 3, dtype=torch.long))
+            y.sum().backward()
+        assert y.shape == (2, 3, 8)
+        assert all(fake.grad.shape == fake.shape for fake in fakes.values())
+        with group.alone():
+            model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        assert group.sent_bytes == 0
+        assert group.entered is None
+
+
+def test_nothing_is_sent_in_a_dry_run_or_by_a_rank_that_measures_alone() -> None:
+    run_ranks(under_fake_tensors, 2)
+
+
+def in_two_parts() -> None:
+    """As under a zero-bubble schedule."""
+    for layer in (nn.Linear(8, 12), nn.Linear(8, 12, bias=False), Conv1D(12, 8)):
+        group = group_of_all()
+        ColumnParallelLinear.from_dense(layer, group)
+        found = []
+        for parts in (1, 2):
+            layer.zero_grad()
+            record = Import(0, None)
+            x = random(2, 3, 8)
+            y = layer(enter(x, record))
+            towards = random(*y.shape)
+            if parts == 1:
+                torch.autograd.backward([y], [towards])
+            else:
+                with FlopCounterMode(display=False) as counted:
+                    deferred = backward_of_imports([y], [towards], {record})
+                assert counted.get_total_flops() == 2 * x.numel() * y.shape[-1], "it was computed and thrown away"
+                assert layer.weight.grad is None, "it was computed although nobody waits for it"
+                deferred.run()
+            found.append([record.grad, *(parameter.grad for parameter in layer.parameters())])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_gradients_of_weights_can_be_computed_later_than_the_sum_of_their_layers() -> None:
+    run_ranks(in_two_parts, 2)
