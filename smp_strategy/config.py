@@ -92,11 +92,6 @@ class SMPConfig(
                 f"`default_partition` ({self.default_partition}) contradicts `auto_partition=True`. "
                 "Set `auto_partition=False` to place modules by hand."
             )
-        if self.delayed_parameter_initialization and self.tensor_parallel_degree > 1:
-            found.append(
-                f"`delayed_parameter_initialization` does not go together with `tensor_parallel_degree` "
-                f"({self.tensor_parallel_degree}) yet: layers are split by their values. Leave one of them out."
-            )
         if self.pipeline_parallel_degree is not None:
             found += self._problems_with(self.pipeline_parallel_degree)
         return found

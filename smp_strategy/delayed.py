@@ -8,6 +8,9 @@ Values come from the modules' own initialisers (:mod:`smp_strategy.initial_value
 loaded meanwhile: it is remembered, not copied. A state of an optimizer that is loaded meanwhile waits as well, since
 an optimizer would move it to where its parameters are.
 
+Layers may be split meanwhile (:mod:`smp_strategy.tensor_parallel`). Then a rank gets its parts of the values that the
+whole layers would have: these are made, or looked up in the state dict, one module at a time.
+
 Nothing may get lost silently. What no initialiser fills is refused, by name and before the first step, and so is what
 was done to a tensor on the meta device that initialisers do not repeat (a constructor that scales some weights after
 its layers are built): tensors count changes in place also where they have no memory, and they must not have been
@@ -15,7 +18,7 @@ changed more often than a rehearsal on the meta device changes them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -24,7 +27,8 @@ from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.initial_values import Initialisers, places_of
-from smp_strategy.meta_tensors import has_unset, leave_meta, unset, without_memory
+from smp_strategy.meta_tensors import leave_meta, unset, without_memory
+from smp_strategy.tensor_parallel.split_layers import SplitLayers
 from smp_strategy.units import Unit
 
 __all__ = ["DelayedModule"]
@@ -55,6 +59,7 @@ class DelayedModule:
         self._loaded: dict[Tensor, Tensor] = {}
         self._late_states: dict[Optimizer, Any] = {}
         self._initialisers: Initialisers | None = None
+        self._split: SplitLayers | None = None
         self._handles = _remember_loads(root, self._pending, self._loaded)
 
     @property
@@ -106,13 +111,36 @@ class DelayedModule:
             for tensor in wanted:
                 leave_meta(tensor, unset(tensor, self.device))
             fresh = [tensor for tensor in wanted if tensor not in self._loaded]
-            self._initialisers.run(fresh)
+            with nullcontext() if self._split is None else self._split.looking_dense():
+                partial = self._initialisers.run(fresh, self._take)
             for tensor in set(wanted).intersection(self._loaded):
-                tensor.copy_(self._loaded.pop(tensor))
-        partial = [self._names[tensor] for tensor in fresh if has_unset(tensor)]
+                self._take(tensor, self._loaded.pop(tensor))
         if partial:
-            raise UnsupportedError(f"Initialisers leave a part of {_listed(partial)} without values. {_REMEDY}")
+            names = [self._names[tensor] for tensor in partial]
+            raise UnsupportedError(f"Initialisers leave a part of {_listed(names)} without values. {_REMEDY}")
         self._forget(wanted)
+
+    @contextmanager
+    def pretending(self) -> Iterator[None]:
+        """In here all tensors have values, zero, in hardly any memory: the step can run, for somebody who watches."""
+        values = {}
+        with _ordinary():
+            for tensor in self._pending:
+                zero = torch.zeros((), dtype=tensor.dtype, device=self.device)
+                # The step may change buffers in place.
+                is_small = not isinstance(tensor, nn.Parameter)
+                values[tensor] = torch.zeros_like(tensor, device=self.device) if is_small else zero.expand(tensor.shape)
+                leave_meta(tensor, values[tensor])
+        try:
+            yield
+        finally:
+            with _ordinary():
+                for tensor, value in values.items():
+                    leave_meta(tensor, value)  # which is what it was before
+
+    def divide(self, split: SplitLayers) -> None:
+        """Layers have been split: tensors will get this rank's part of the values that they would have had."""
+        self._split = split
 
     def settle(
         self,
@@ -198,9 +226,21 @@ class DelayedModule:
             )
         return found
 
+    def _take(self, tensor: Tensor, whole: Tensor) -> None:
+        if self._split is not None and self._split.parts.has(tensor):
+            self._split.parts.fill(tensor, whole)
+        else:
+            tensor.copy_(whole)
+
     def _copy(self, original: Tensor, tensor: Tensor, *, is_here: bool) -> None:
         with _ordinary():
-            leave_meta(tensor, original.detach().clone() if is_here else without_memory(tensor, self.device))
+            values = self._whole(original) if is_here else without_memory(tensor, self.device)
+            leave_meta(tensor, values)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        if self._split is not None and self._split.parts.has(tensor):
+            return self._split.parts.join(tensor, tensor)
+        return tensor.detach().clone()
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:

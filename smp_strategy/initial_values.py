@@ -13,6 +13,9 @@ container that scales the weights of its blocks), run with a random stream that 
 module's name, and meanwhile all other tensors are on the meta device, where nothing can happen to them. A tied tensor
 belongs to the module that is registered first.
 
+Where layers have been split since, tensors are parts by now. Initialisers still see whole layers: a whole tensor is
+filled for a moment, and its part is kept.
+
 That all tensors will be filled is known before any has memory: in a rehearsal everything is on the meta device, and
 each operation is looked at to learn what it changes.
 """
@@ -31,6 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.meta_tensors import has_unset, unset
 from smp_strategy.pipeline.rng import begin_at, derive_seed, seeded
 from smp_strategy.trace.attributes import attributes_restored
 
@@ -142,26 +146,37 @@ class Initialisers:
             if (model := self._entries[place.owner].model) in delayed and hasattr(model, "initialize_weights")
         ]
 
-    def run(self, tensors: Collection[Tensor]) -> None:
+    def run(self, tensors: Collection[Tensor], take_part: Callable[[Tensor, Tensor], None]) -> list[Tensor]:
         """Let initialisers fill ``tensors``, and nothing else of the module; after :meth:`rehearse`.
+
+        Args:
+            tensors: which.
+            take_part: gives one that is a part by now its part of the whole, which is filled in its place.
+
+        Returns:
+            Those that are not filled altogether.
 
         Raises:
             UnsupportedError: an initialiser fails.
         """
         meant = set(tensors)
+        partial: list[Tensor] = []
         with self._shapes_only():
             for owner in dict.fromkeys(self._filled_at[tensor].owner for tensor in tensors):
-                self._fill(owner, meant)
+                for tensor, whole in self._fill(owner, meant).items():
+                    if has_unset(whole):
+                        partial.append(tensor)
+                    if whole is not tensor:
+                        take_part(tensor, whole)
+        return partial
 
-    def _fill(self, owner: str, meant: set[Tensor]) -> None:
-        """Fill what ``owner`` has of ``meant``; the rest is filled elsewhere, but draws from the same stream."""
-        own = {
-            tensor if tensor in meant else torch.empty_like(self._stand_ins[tensor], device=self._device): place
-            for tensor, place in ((tensor, self._filled_at[tensor]) for tensor in self._filled_by[owner])
-        }
+    def _fill(self, owner: str, meant: set[Tensor]) -> dict[Tensor, Tensor]:
+        """Fill what ``owner`` has of ``meant``, whole; the rest is filled elsewhere, but draws from the same stream."""
+        wholes = {tensor: self._whole(tensor, is_meant=tensor in meant) for tensor in self._filled_by[owner]}
+        own = {whole: self._filled_at[tensor] for tensor, whole in wholes.items()}
         before = {place: place.tensors[place.key] for place in own.values()}
-        for tensor, place in own.items():
-            place.tensors[place.key] = tensor
+        for whole, place in own.items():
+            place.tensors[place.key] = whole
         begin_at(derive_seed(self._seed, *owner.encode()), self._device)
         around = [self._entries[name] for name in _with_all_around(owner)]
         self._reset(around)
@@ -169,6 +184,13 @@ class Initialisers:
         for tensor, place in own.items():
             _take_over(tensor, place)
             place.tensors[place.key] = before[place]
+        return {tensor: whole for tensor, whole in wholes.items() if tensor in meant}
+
+    def _whole(self, tensor: Tensor, *, is_meant: bool) -> Tensor:
+        stand_in = self._stand_ins[tensor]
+        if is_meant:
+            return tensor if tensor.shape == stand_in.shape else unset(stand_in, self._device)
+        return torch.empty_like(stand_in, device=self._device)
 
     def _reset(self, entries: Iterable[_Entry]) -> None:
         for entry in entries:

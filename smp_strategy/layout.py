@@ -153,7 +153,8 @@ class Layout:
         def run_step() -> None:
             self._calls.intercept(self._units)
             try:
-                run_for_real(first.step, first.microbatch, first.loss_of, self.surroundings(optimizers))
+                with self._delayed.pretending():
+                    run_for_real(first.step, first.microbatch, first.loss_of, self.surroundings(optimizers))
             finally:
                 self._calls.give_back()
 
@@ -170,6 +171,7 @@ class Layout:
             )
         finally:
             self._calls.intercept(self._units)
+        self._delayed.divide(self._split)
         if before is not None and before != self._split.cuts:
             raise SMPError(
                 "Layers would be split otherwise than in the last run of this strategy, which optimizers have state "

@@ -10,7 +10,7 @@ with two columns each, on two ranks::
     rank 1  | a2 a2 | b2 b2 |
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -65,11 +65,19 @@ class Cut:
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """What ``rank`` holds of ``whole``, in memory of its own."""
-        found, start = [], 0
-        for parts in self.blocks:
-            found.append(whole.narrow(self.dim, start + sum(parts[:rank]), parts[rank]))
-            start += sum(parts)
-        return torch.cat(found, self.dim)
+        return torch.cat(list(self._pieces(whole, rank)), self.dim)
+
+    def fill(self, part: Tensor, whole: Tensor, rank: int) -> None:
+        """Copy to ``part`` what ``rank`` holds of ``whole``; dtype and device may differ."""
+        mine = part.split([lengths[rank] for lengths in self.blocks], self.dim)
+        for target, source in zip(mine, self._pieces(whole, rank), strict=True):
+            target.copy_(source)
+
+    def _pieces(self, whole: Tensor, rank: int) -> Iterator[Tensor]:
+        start = 0
+        for lengths in self.blocks:
+            yield whole.narrow(self.dim, start + sum(lengths[:rank]), lengths[rank])
+            start += sum(lengths)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from the parts of all ranks; the inverse of :meth:`part`."""

@@ -48,6 +48,10 @@ class Parts:
         """This rank's part of something with the whole shape of ``parameter``, in memory of its own."""
         return self._cut(parameter).part(whole, self.group.rank)
 
+    def fill(self, parameter: Tensor, whole: Tensor) -> None:
+        """Give ``parameter`` its part of values with its whole shape."""
+        self._cut(parameter).fill(parameter, whole, self.group.rank)
+
     def join(self, parameter: Tensor, part: Tensor) -> Tensor:
         """Something with the whole shape of ``parameter``, of which each rank has this ``part``. Collective."""
         cut = self._cut(parameter)

@@ -16,6 +16,7 @@ from torch import nn
 from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel import notes
 from smp_strategy.tensor_parallel import patterns as by_pattern
+from smp_strategy.tensor_parallel.appearance import Appearance
 from smp_strategy.tensor_parallel.attention import SomeHeads
 from smp_strategy.tensor_parallel.choice import Choice, choose
 from smp_strategy.tensor_parallel.conv import ColumnParallelConv, RowParallelConv
@@ -46,10 +47,12 @@ class SplitModule:
     Attributes:
         cuts: how parameters are divided; those that are not in here are the same on all ranks.
         report: what became of each layer.
+        appearance: what it looked like before.
     """
 
     cuts: Mapping[nn.Parameter, Cut]
     report: Report
+    appearance: Appearance
     _undo: list[Callable[[], object]] = field(repr=False)
 
     def to_dense(self) -> None:
@@ -89,10 +92,12 @@ def split_layers(
         report = Report(tuple(_lines(modules, choice)), group.size)
         _refuse(choice, report, group, strict)
         undo: list[Callable[[], object]] = []
+        appearance = Appearance(dict.fromkeys(modules.values()))
         failed = _split_all(choice, modules, group, undo)
         if failed is None:
-            return SplitModule(_cuts(module), report, undo)
-        SplitModule({}, report, undo).to_dense()
+            appearance.compare()
+            return SplitModule(_cuts(module), report, appearance, undo)
+        SplitModule({}, report, appearance, undo).to_dense()
         refused |= failed
 
 

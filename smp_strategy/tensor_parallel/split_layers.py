@@ -5,7 +5,7 @@ their parts again, and keep the whole.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -53,6 +53,10 @@ class SplitLayers:
     def cuts(self) -> Mapping[nn.Parameter, Cut]:
         """How parameters are divided."""
         return self.parts.cuts
+
+    def looking_dense(self) -> AbstractContextManager[None]:
+        """In here modules have the classes and the sizes that they had before; their values stay parts."""
+        return self._module.appearance.dense()
 
     def to_dense(self) -> None:
         """Make all layers whole again, in place. Collective, on ranks where they are split; gradients are dropped."""

@@ -258,11 +258,6 @@ def test_samples_of_their_own_for_tensor_parallel_ranks_are_refused():
         SMPConfig(tensor_parallel_degree=2, prescaled_batch=False)
 
 
-def test_layers_are_split_by_their_values_so_these_may_not_be_delayed():
-    with pytest.raises(ConfigError, match="does not go together with `tensor_parallel_degree` \\(2\\)"):
-        SMPConfig(tensor_parallel_degree=2, delayed_parameter_initialization=True)
-
-
 @pytest.mark.parametrize("options", [{"tensor_parallel": {"*.up": "column"}}, {"tensor_parallel_strict": True}])
 def test_options_about_split_layers_are_refused_where_none_are_split(options):
     [name] = options
