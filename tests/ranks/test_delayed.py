@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -267,7 +268,8 @@ class LivingBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            has_memory = isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor)
+            if has_memory and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = weakref.ref(storage)
         living = {number: storage for number, each in self._storages.items() if (storage := each()) is not None}

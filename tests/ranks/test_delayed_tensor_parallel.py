@@ -1,5 +1,6 @@
 """Layers that are split before they have values: the values are those that the whole layers would have got."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,13 @@ from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.layout import Layout
+from smp_strategy.share import Share
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY
 from tests.ranks import test_delayed as delayed
-from tests.ranks.test_delayed import MICROBATCHES, Mixed, assert_same, batch, loss_of, on_meta, tensors_of
+from tests.ranks.test_delayed import MICROBATCHES, LivingBytes, Mixed, assert_same, batch, loss_of, on_meta, tensors_of
 
 STEPS = 2
 TOLERANCE = 1e-5
@@ -52,11 +56,11 @@ class ByHand(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), given["tokens"].flatten())
 
 
-def gpt2_with_heads() -> nn.Module:
-    """Heads for four ranks; 61 tokens, of which ranks have different numbers; the head is tied."""
+def gpt2_with_heads(**sizes: int) -> nn.Module:
+    """Heads for four ranks; 61 words, of which ranks have different numbers; the head is tied."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 4, "vocab_size": max(61, VOCABULARY), "n_positions": 16}
+    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 4, "vocab_size": 61, "n_positions": 16, **sizes}
     random = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return delayed.HuggingFace(GPT2LMHeadModel(GPT2Config(**sizes, **random, bos_token_id=0, eos_token_id=0)))
 
@@ -106,23 +110,140 @@ def values_and_training(
     return tensors_of(begun), tensors_of(model), num_split
 
 
-LAYOUTS = [
-    (2, 1, {}),
-    (2, 2, {}),
-    (4, 1, {}),
-    (2, 1, {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}),
-]
+def layout_of(tp: int, pp: int, dp_shard: int = 1) -> tuple[int, int, dict[str, Any]]:
+    """Number of ranks, and what :func:`engine_for` is given for them."""
+    options: dict[str, Any] = {"pipeline_parallel_degree": pp}
+    if dp_shard > 1:
+        options |= {"sharded_data_parallel_degree": dp_shard, "sdp_param_persistence_threshold": 0}
+    return tp * pp * dp_shard, tp, options
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_values_are_those_of_the_dense_model_in_every_layout(name):
+LAYOUTS = {"tp2": layout_of(2, 1), "tp2 pp2": layout_of(2, 2), "tp4": layout_of(4, 1), "tp2 sdp2": layout_of(2, 1, 2)}
+
+
+# The model with PyTorch's own attention has two heads only.
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name in MODELS for layout in LAYOUTS if (name, layout) != ("mixed", "tp4")]
+)
+def test_values_are_those_of_the_dense_model_in_every_layout(name, layout):
     [(values, trained, _)] = run_ranks(values_and_training, 1, name, 1, {})
-    for tp, pp, options in LAYOUTS:
-        if name == "mixed" and tp == 4:
-            continue  # it has two heads
-        world = tp * pp * options.get("sharded_data_parallel_degree", 1)
-        options = {"pipeline_parallel_degree": pp, **options}
-        for found, found_trained, num_split in run_ranks(values_and_training, world, name, tp, options):
-            assert_same(found, values)
-            assert_same(found_trained, trained, TOLERANCE)
-            assert num_split > 2
+    world, tp, options = LAYOUTS[layout]
+    for found, found_trained, num_split in run_ranks(values_and_training, world, name, tp, options):
+        assert_same(found, values)
+        assert_same(found_trained, trained, TOLERANCE)
+        assert num_split > 2
+
+
+def continued(state: Any, optimizer_state: Any, tp: int, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Train on from what was saved, or from the beginning; what is saved then."""
+    model = on_meta(gpt2_with_heads)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = engine_for(model, optimizer, tp=tp, **options)
+    if state is not None:
+        engine.load_state_dict(copy.deepcopy(state))
+        engine.load_optimizer_state(optimizer, copy.deepcopy(optimizer_state))
+    train(engine, model, optimizer, range(STEPS) if state is None else range(STEPS, 2 * STEPS))
+    return engine.full_state_dict(), engine.full_optimizer_state(optimizer)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_that_are_loaded_before_the_first_step_are_cut_in_it(layout):
+    world, tp, options = LAYOUTS[layout]
+    [saved] = run_ranks(continued, 1, None, None, 1, {})
+    [(weights, moments)] = run_ranks(continued, 1, *saved, 1, {})
+    found, found_moments = run_ranks(continued, world, *saved, tp, options)[0]
+    assert_same(found, weights, TOLERANCE)
+    assert found_moments["state"].keys() == moments["state"].keys()
+    for key, state in moments["state"].items():
+        assert_same(found_moments["state"][key], state, TOLERANCE)
+    assert not torch.equal(weights["model.lm_head.weight"], saved[0]["model.lm_head.weight"])
+
+
+def bytes_of_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, tp: int, options: dict[str, Any]
+) -> tuple[int, ...]:
+    """Most bytes while all is decided, and while the share is taken; those of the share, of a unit, and of all."""
+    model = on_meta(lambda: LARGE[name]())
+    engine = engine_for(model, tp=tp, **options)
+    units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine._units]
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    counters = {Layout: LivingBytes(), Share: LivingBytes()}
+    found: list[int] = []
+    decide, construct = Layout.decide, Share.__init__
+
+    def decided(self: Layout, *args: Any) -> None:
+        with counters[Layout]:
+            decide(self, *args)
+
+    def constructed(self: Share, *args: Any, **kwargs: Any) -> None:
+        with counters[Share]:
+            construct(self, *args, **kwargs)
+        replicated = [each for each in self.parameters if self.sharded is None or not self.sharded.has(each)]
+        share = sum(each.untyped_storage().nbytes() for each in replicated)
+        found.append(share + (self.sharded.held_bytes if self.sharded is not None else 0))
+
+    monkeypatch.setattr(Layout, "decide", decided)
+    monkeypatch.setattr(Share, "__init__", constructed)
+    engine.train_step(model.loss, batch(0), loss_of=loss_of)
+    return counters[Layout].most, counters[Share].most, found[0], max(units), total
+
+
+LARGE: dict[str, Callable[[], nn.Module]] = {
+    "by hand": lambda: ByHand(256),
+    "gpt2": lambda: gpt2_with_heads(n_embd=256),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rank_ever_has_more_than_its_share_and_one_whole_unit(name, layout, monkeypatch):
+    world, tp, options = LAYOUTS[layout]
+    flat = 1 if options.get("sharded_data_parallel_degree") else 0
+    for deciding, taking, share, unit, total in run_ranks(
+        bytes_of_the_first_step, world, monkeypatch, name, tp, options
+    ):
+        assert deciding < unit  # weights that stand for others have no memory; activations have some
+        assert 0.9 * share <= taking <= share + (1 + flat) * unit
+        assert share < 0.7 * total
+
+
+class FillsHalf(nn.Linear):
+    """Forgets half of its rows."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight[: len(self.weight) // 2])
+        nn.init.zeros_(self.bias)
+
+    forward = nn.Linear.forward
+
+
+def forget_rows() -> str:
+    model = ByHand()
+    with torch.device("meta"):
+        model.blocks[1] = nn.Sequential(FillsHalf(8, 32), nn.ReLU(), nn.Linear(32, 8))
+    engine = engine_for(model, tp=2)
+    try:
+        engine.train_step(model.loss, batch(0), loss_of=loss_of)
+    except UnsupportedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_rows_that_nothing_fills_are_refused_also_by_ranks_that_have_others():
+    for message in run_ranks(forget_rows, 2):
+        assert "Initialisers leave a part of `blocks.1.0.weight` without values" in message
+
+
+def values_of_a_copy() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = on_meta(ByHand)
+    average = copy.deepcopy(model)
+    engine = engine_for(model, tp=2)
+    engine.copies = lambda: [average]
+    engine.eval_step(model.loss, batch(0))
+    engine.restore_everywhere()
+    return tensors_of(average), tensors_of(model)
+
+
+def test_copies_of_the_module_get_the_same_values_whole():
+    for copied, values in run_ranks(values_of_a_copy, 2):
+        assert_same(copied, values)
