@@ -158,3 +158,19 @@ def test_copies_that_callbacks_make_begin_with_the_same_values(tmp_path):
     assert not any(tensor.is_meta or tensor.isnan().any() for tensor in expected.values())
     for found in on_ranks(averaged, 2, tmp_path, smp(2)):
         assert_same_weights(found, expected, rtol=1e-6, atol=1e-6)
+
+
+SPLIT = {"tensor_parallel_degree": 2, "tensor_parallel": {"net.*.0": "column"}}
+
+
+def test_layers_that_are_split_begin_with_the_values_of_one_rank(tmp_path):
+    on_ranks(begin, 1, tmp_path / "1", smp(1))
+    on_ranks(begin, 2, tmp_path / "2", smp(1, **SPLIT))
+    assert_same_weights(weights_of(tmp_path / "2"), weights_of(tmp_path / "1"), rtol=0, atol=0)
+
+
+def test_a_run_with_split_layers_goes_on_from_its_checkpoint_as_one_rank_does(tmp_path):
+    [expected] = on_ranks(resume, 1, tmp_path / "1", smp(1))
+    for found in on_ranks(resume, 2, tmp_path / "2", smp(1, **SPLIT)):
+        assert found[0] == pytest.approx(expected[0], rel=1e-4)
+        assert found[1:] == expected[1:]
