@@ -165,7 +165,11 @@ def _read_alike(leaf: Any, like: Parts) -> Any:
     """A whole tensor that each rank reads for its part: the gradients are added up."""
     if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
         return leaf.whole() if isinstance(leaf, Parts) else leaf
-    return functions.copy(leaf.whole() if isinstance(leaf, Parts) else leaf, like.along.group)
+    if isinstance(leaf, Parts):
+        leaf = leaf.whole()
+    group = like.along.group
+    copied = None if group.copies is None else group.copies.of(leaf)
+    return functions.copy(leaf, group) if copied is None else copied
 
 
 @contextlib.contextmanager
