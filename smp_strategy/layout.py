@@ -7,6 +7,7 @@ for each part, which know of each other in split layers only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
@@ -133,6 +134,7 @@ class Layout:
             self._mesh.shape,
             first=(first.step, first.microbatch, first.loss_of),
             given=self._given,
+            measuring=nullcontext if self._group is None else self._group.alone,
         )
         self._used_by_glue = found.used_by_glue
         self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
