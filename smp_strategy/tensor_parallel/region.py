@@ -83,7 +83,9 @@ class RowParallelLayer(SplitLayer):
         """The same on all ranks, or split along another dim."""
         bias = None if self.bias is None else summand(self.bias, self.group)
         own = self._product(self._part(x) if self.splits_input or isinstance(x, Parts) else x, bias)
-        y = leave(own, self.group, self.splits_output)
+        dim = self.splits_output
+        # Where samples and tokens are one dim, features stand there.
+        y = leave(own, self.group, None if dim is None or own.dim() <= dim + 1 else dim)
         if self.randomness is not None:
             self.randomness.leave()
         return y

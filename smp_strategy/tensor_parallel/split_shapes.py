@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Arguments", "Local", "Split"]
+__all__ = ["RULES", "Arguments", "Local", "Split", "broadcast", "reshaped"]
 
 
 @final
@@ -143,6 +143,18 @@ def _matmul(split: Split, arguments: Arguments) -> Local | None:
     if len(other.shape) > 2 or split.from_end == 1:
         return None
     return arguments.local(split)
+
+
+def broadcast(sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """The size of what is computed element by element from tensors of these ``sizes``; ``None``: they do not fit."""
+    found = list(max(sizes, key=lambda size: len(size)))
+    for size in sizes:
+        for place in range(-len(size), 0):
+            if size[place] != found[place] and size[place] != 1:
+                if found[place] != 1:
+                    return None
+                found[place] = size[place]
+    return tuple(found)
 
 
 def reshaped(split: Split, size: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
