@@ -103,8 +103,7 @@ class PartitionOptions:
     default_partition: int | None = None
     """With ``auto_partition=False``: the stage of units that nobody placed."""
     optimize: Optimize = "speed"
-    """What the partitioner weighs more; it sets the default of ``memory_weight``. Where layers are split over ranks,
-    ``memory`` also gives each rank some tokens instead of all between them. SageMaker's default is ``memory``,
+    """What the partitioner weighs more; it sets the default of ``memory_weight``. SageMaker's default is ``memory``,
     but its cost weighs balance, while ours weighs the time of a step, which ``memory`` gives away for memory."""
     memory_weight: float | None = None
     """Weight of memory against compute time, 0 to 1. ``None``: 0.8 for ``memory``, 0.2 for ``speed``."""

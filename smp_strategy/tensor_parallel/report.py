@@ -35,8 +35,6 @@ class Report:
     lines: tuple[LayerLine, ...]
     num_ranks: int
     """Over how many ranks layers are split."""
-    chains: tuple[str, ...] = ()
-    """Lists of layers between which activations are split along the sequence."""
 
     @property
     def skipped(self) -> tuple[LayerLine, ...]:
@@ -53,8 +51,6 @@ class Report:
             "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip()
             for row in table
         ]
-        if self.chains:
-            title += f"; between them, activations of {', '.join(self.chains)} along the sequence"
         return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

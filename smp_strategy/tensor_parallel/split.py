@@ -7,7 +7,7 @@ becomes whole again, and the decision is made once more without its block.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -17,7 +17,6 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel import notes
 from smp_strategy.tensor_parallel import patterns as by_pattern
 from smp_strategy.tensor_parallel.attention import SomeHeads
-from smp_strategy.tensor_parallel.chains import chains
 from smp_strategy.tensor_parallel.choice import Choice, choose
 from smp_strategy.tensor_parallel.conv import ColumnParallelConv, RowParallelConv
 from smp_strategy.tensor_parallel.cut import Cut
@@ -31,8 +30,8 @@ from smp_strategy.tensor_parallel.registry import registered_blocks
 from smp_strategy.tensor_parallel.replicated import AmongParts
 from smp_strategy.tensor_parallel.report import LayerLine, Report
 from smp_strategy.tensor_parallel.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
-from smp_strategy.tensor_parallel.sequence import SequenceParallel
 from smp_strategy.tensor_parallel.split_layer import CannotSplit
+from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
 from smp_strategy.tensor_parallel.torch_layers import torch_blocks
 from smp_strategy.tensor_parallel.watching import Watched, pair_blocks, watch
 
@@ -65,7 +64,6 @@ def split_layers(
     *,
     patterns: Mapping[str, str] | None = None,
     strict: bool = False,
-    splits_sequence: bool = False,
     run_step: Callable[[], Any] | None = None,
 ) -> SplitModule:
     """Split layers of ``module`` over the ranks of ``group``, in place. All of them call it with the same module.
@@ -75,7 +73,6 @@ def split_layers(
         group: the ranks that get the parts.
         patterns: layers that the user names, with their styles; they go before what is known of the model.
         strict: make it an error if a layer stays whole that the user has not said is to.
-        splits_sequence: between the regions of chains of layers, give each rank some tokens instead of all.
         run_step: computes the loss once, to see pairs of linear layers, and who reads weights; ``None``: pairs are not
             looked for, and layers trusted to be the only ones that read their weights.
 
@@ -94,8 +91,7 @@ def split_layers(
         undo: list[Callable[[], object]] = []
         failed = _split_all(choice, modules, group, undo)
         if failed is None:
-            names = _split_sequence(modules, group, undo) if splits_sequence else ()
-            return SplitModule(_cuts(module), replace(report, chains=names), undo)
+            return SplitModule(_cuts(module), report, undo)
         SplitModule({}, report, undo).to_dense()
         refused |= failed
 
@@ -195,7 +191,7 @@ def _split_layer(
         kind = ScaledVocabParallelEmbedding if is_scaled_embedding(layer) else VocabParallelEmbedding
         kind.from_dense(layer, group)
     elif how.style == "logits":
-        ColumnParallelLinear.from_dense(layer, group, as_split_tensor=True)
+        VocabParallelHead.from_dense(layer, group)
     elif how.style == "embedding":
         HiddenParallelEmbedding.from_dense(layer, group, gather_output=how.is_whole_outside)
     elif how.style == "inside":
@@ -226,14 +222,6 @@ def _split_features(
         row.from_dense(
             layer, group, **blocks, granule=how.granule, splits_input=how.is_whole_outside, randomness=randomness
         )
-
-
-def _split_sequence(
-    modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
-) -> tuple[str, ...]:
-    found = list(chains(modules))
-    undo += [SequenceParallel(layers, group).remove for _, layers in found]
-    return tuple(name for name, _ in found)
 
 
 def _cuts(module: nn.Module) -> dict[nn.Parameter, Cut]:

@@ -33,15 +33,13 @@ class SplitComparison:
     """Whether the state afterwards is that of the dense model, bit for bit, with all attributes of modules."""
 
 
-def compare_split(
-    architecture: Architecture, num_ranks: int, *, splits_sequence: bool = False, timeout: float = 30.0
-) -> SplitComparison:
+def compare_split(architecture: Architecture, num_ranks: int, timeout: float = 30.0) -> SplitComparison:
     """Run both; what rank 0 has seen."""
-    found: SplitComparison = run_ranks(_on_rank, num_ranks, architecture, splits_sequence, timeout=timeout)[0]
+    found: SplitComparison = run_ranks(_on_rank, num_ranks, architecture, timeout=timeout)[0]
     return found
 
 
-def _on_rank(architecture: Architecture, splits_sequence: bool) -> SplitComparison:
+def _on_rank(architecture: Architecture) -> SplitComparison:
     dense = architecture.build()
     batch = architecture.batch(dense.model.config)
     loss = dense.step(batch)
@@ -49,7 +47,7 @@ def _on_rank(architecture: Architecture, splits_sequence: bool) -> SplitComparis
     expected = {"loss": loss.detach(), **{n: p.grad for n, p in dense.named_parameters() if p.grad is not None}}
     model = architecture.build()
     group = TensorGroup(dist.group.WORLD)
-    split = split_layers(model, group, splits_sequence=splits_sequence)
+    split = split_layers(model, group)
     loss = model.step(batch)
     loss.backward()
     is_named_alike = [n for n, _ in model.named_parameters()] == [n for n, _ in dense.named_parameters()]
