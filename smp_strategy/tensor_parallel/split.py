@@ -108,7 +108,7 @@ def _blocks(
     yield from vocabulary_blocks(modules)
     yield from family_blocks(modules)
     yield from torch_blocks(modules)
-    yield from pair_blocks(watched.pairs)
+    yield from pair_blocks(modules, watched.pairs)
 
 
 def _refuse(choice: Choice, report: Report, group: TensorGroup, strict: bool) -> None:
