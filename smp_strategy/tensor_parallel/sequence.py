@@ -28,7 +28,7 @@ from smp_strategy.tensor_parallel.split_layer import SplitLayer
 from smp_strategy.tensor_parallel.split_parts import Parts
 from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 
-__all__ = ["Copies", "SequenceParallel"]
+__all__ = ["Copies", "SequenceParallel", "chains"]
 
 _STREAM = "hidden_states"
 """What Hugging Face calls the first argument of its layers."""
@@ -58,6 +58,19 @@ class Copies:
             copies = functions.copy_together(list(wanted.values()), self._group)
             self._copies = dict(zip(wanted, copies, strict=True))
         return self._copies.get(id(tensor))
+
+
+def chains(module: nn.Module) -> list[list[nn.Module]]:
+    """The lists of layers in ``module`` whose stream can be split: those with a region in each layer."""
+    found: list[list[nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for layers in module.modules():
+        if layers in inside or not isinstance(layers, nn.ModuleList) or not len(layers):
+            continue
+        if all(any(isinstance(part, RowParallelLayer) for part in layer.modules()) for layer in layers):
+            found.append(list(layers))
+            inside.update(layers.modules())
+    return found
 
 
 @final
