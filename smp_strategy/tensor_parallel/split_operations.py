@@ -77,6 +77,9 @@ def _special(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
         return func(first.part, *args[1:], **kwargs)
     if kind == "type":
         return _remade(func(first.part, *args[1:], **kwargs), first, first.along, [first])
+    if kind == "type_as":
+        other = arguments.get(0, "other")
+        return first.to(other.device, other.dtype)
     if kind in _SAME_SIZE:
         return getattr(first, _SAME_SIZE[kind])(arguments.get(0, "other").shape)
     return NotImplemented

@@ -147,7 +147,7 @@ def _matmul(split: Split, arguments: Arguments) -> Local | None:
 
 def broadcast(sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
     """The size of what is computed element by element from tensors of these ``sizes``; ``None``: they do not fit."""
-    found = list(max(sizes, key=lambda size: len(size)))
+    found = [1] * max(map(len, sizes))
     for size in sizes:
         for place in range(-len(size), 0):
             if size[place] != found[place] and size[place] != 1:
@@ -309,7 +309,7 @@ def _full_getitem(split: Split, index: tuple[Any, ...]) -> Local | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "type_as", "zeros_like", "ones_like"), _anywhere),
+    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "zeros_like", "ones_like"), _anywhere),
     **dict.fromkeys(("full_like", "empty_like", "float", "half", "bfloat16", "double"), _anywhere),
     **dict.fromkeys(("bool", "int", "long", "_to_copy"), _anywhere),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "max", "min", "prod", "all", "any"), _over_other_dims()),
