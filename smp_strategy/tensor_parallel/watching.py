@@ -90,10 +90,14 @@ def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Watc
             module.register_forward_hook(lambda *_: mode.leave(), always_call=True),
         )
     ]
+    # PyTorch's transformers have a short cut for inference, which calls no layers.
+    has_short_cut = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), mode:
             result = run_step()
     finally:
+        torch.backends.mha.set_fastpath_enabled(has_short_cut)
         for handle in handles:
             handle.remove()
     mode.spoil_what_is_left(result)

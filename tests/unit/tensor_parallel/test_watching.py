@@ -195,3 +195,11 @@ def test_a_pair_that_gets_narrower_in_between_is_not_worth_it():
     pairs = pairs_of(adapter, lambda: adapter(torch.randn(3, 6)))
     assert pairs == [Pair(("0",), "2")]
     assert pair_blocks(dict(adapter.named_modules()), pairs) == []
+
+
+def test_transformers_of_pytorch_take_no_short_cut_while_they_are_watched():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    net = nn.Sequential(layer)
+    readers = watch(dict(net.named_modules()), lambda: net(torch.randn(2, 3, 4))).readers
+    assert readers[id(layer.linear1.weight)] == {"0.linear1"}
+    assert torch.backends.mha.get_fastpath_enabled()
