@@ -312,7 +312,7 @@ class TensorParallelOptions:
     """How layers are split, by patterns of their names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``. They come
     before what the model, its family and the registry say of a layer."""
     tensor_parallel_strict: bool = False
-    """A layer with parameters that is not split is an error."""
+    """A layer with a matrix that stays whole, though the user has not said that it is to, is an error."""
 
     def _problems(self) -> list[str]:
         found = _at_least_one(self, "tensor_parallel_degree")

@@ -16,7 +16,6 @@ from smp_strategy.tensor_parallel.functions import gather, split, summand
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.split_layer import SplitLayer
 from smp_strategy.tensor_parallel.split_parts import Along, Parts
-from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 
 __all__ = ["ColumnParallelLayer", "RowParallelLayer"]
 
@@ -29,7 +28,6 @@ class ColumnParallelLayer(SplitLayer):
 
     Attributes:
         gather_output: whether the result has the outputs of all ranks, and all go on alike.
-        as_split_tensor: whether code goes on with the result as if it had the outputs of all ranks.
         shares_input: whether other layers of the region read the same tensor.
         randomness: what the region draws from, if random numbers are drawn in it.
     """
@@ -37,7 +35,6 @@ class ColumnParallelLayer(SplitLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
     gather_output: bool
-    as_split_tensor: bool = False
     shares_input: bool
     randomness: SplitRandomness | None
     _features: int
@@ -48,8 +45,6 @@ class ColumnParallelLayer(SplitLayer):
         if self.randomness is not None and self.training:
             self.randomness.enter(x.part if isinstance(x, Parts) else x, self)
         y = self._product(x)
-        if self.as_split_tensor:
-            return SplitTensor.from_part(y, self.group, self._features, self.cuts["weight"].blocks[0])
         return self._gathered(y) if self.gather_output else y
 
     def _product(self, x: Tensor) -> Tensor:

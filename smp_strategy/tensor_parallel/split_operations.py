@@ -4,7 +4,7 @@ Operations are known by their names, which are the same for ``torch.add``, ``Ten
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel import functions, loss
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.split_parts import Along, Parts, part_of
-from smp_strategy.tensor_parallel.split_shapes import RULES, Arguments
+from smp_strategy.tensor_parallel.split_shapes import RULES, Arguments, broadcast
 
 __all__ = ["operate"]
 
@@ -77,6 +77,9 @@ def _special(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
         return func(first.part, *args[1:], **kwargs)
     if kind == "type":
         return _remade(func(first.part, *args[1:], **kwargs), first, first.along, [first])
+    if kind == "type_as":
+        other = arguments.get(0, "other")
+        return first.to(other.device, other.dtype)
     if kind in _SAME_SIZE:
         return getattr(first, _SAME_SIZE[kind])(arguments.get(0, "other").shape)
     return NotImplemented
@@ -88,9 +91,8 @@ def _elementwise(kind: str, name: str, func: Callable[..., Any], args: tuple[Any
     splits = [operand for operand in operands if isinstance(operand, Parts)]
     if kind not in _ELEMENTWISE or not splits or (_changes_first(name) and not isinstance(args[0], Parts)):
         return NotImplemented
-    try:
-        size = torch.broadcast_shapes(*(operand.shape for operand in operands)) if operands[1:] else operands[0].shape
-    except RuntimeError:
+    size = broadcast([operand.cutting.size if isinstance(operand, Parts) else operand.shape for operand in operands])
+    if size is None:
         return NotImplemented  # which the operation itself reports best
     # One whose parts are those of the result; in place it is the one that is changed.
     among = splits[:1] if _changes_first(name) else splits
@@ -102,15 +104,16 @@ def _elementwise(kind: str, name: str, func: Callable[..., Any], args: tuple[Any
     def local(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if leaf.dim() < from_end or (leaf.shape[-from_end] == 1 and length != 1):
+        own = leaf.cutting.size if isinstance(leaf, Parts) else leaf.shape
+        if len(own) < from_end or (own[-from_end] == 1 and length != 1):
             return _read_alike(leaf, like)
-        return part_of(leaf, like.along._replace(dim=leaf.dim() - from_end))
+        return part_of(leaf, Along(like.along.group, len(own) - from_end, like.along.lengths))
 
     parts = [local(leaf) for leaf in args], {key: local(leaf) for key, leaf in kwargs.items()}
     is_drawn = kind in _RANDOM and not (kind == "dropout" and not Arguments(args, kwargs).get(2, "training", True))
     with _own_numbers(like) if is_drawn else contextlib.nullcontext():
         result = func(*parts[0], **parts[1])
-    return _remade(result, like, like.along._replace(dim=len(size) - from_end), among)
+    return _remade(result, like, Along(like.along.group, len(size) - from_end, like.along.lengths), among)
 
 
 def _by_rule(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,13 +124,13 @@ def _by_rule(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
         return NotImplemented
     if kwargs.get("device", first.device) not in (None, first.device):
         return NotImplemented
-    if any(isinstance(leaf, Parts) for leaf in pytree.tree_leaves((args[1:], kwargs))):
+    if _any_split(args[1:]) or _any_split(kwargs.values()):
         return NotImplemented
     local = rule(first.cutting, Arguments(args[1:], kwargs))
     if local is None:
         return NotImplemented
-    others, named = pytree.tree_map_only(Tensor, lambda leaf: _read_alike(leaf, first), (local.args, local.kwargs))
-    result = func(first.part, *others, **named)
+    named = {key: _read_alike(leaf, first) for key, leaf in local.kwargs.items()}
+    result = func(first.part, *(_read_alike(leaf, first) for leaf in local.args), **named)
     return _remade(result, first, Along(first.along.group, local.dim, local.lengths), [first])
 
 
@@ -161,12 +164,16 @@ def _changes_first(name: str) -> bool:
     return name.endswith("_")
 
 
+def _any_split(leaves: Iterable[Any]) -> bool:
+    return any(isinstance(leaf, Parts) or (isinstance(leaf, (tuple, list)) and _any_split(leaf)) for leaf in leaves)
+
+
 def _read_alike(leaf: Any, like: Parts) -> Any:
     """A whole tensor that each rank reads for its part: the gradients are added up."""
-    if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
-        return leaf.whole() if isinstance(leaf, Parts) else leaf
     if isinstance(leaf, Parts):
         leaf = leaf.whole()
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
+        return leaf
     group = like.along.group
     copied = None if group.copies is None else group.copies.of(leaf)
     return functions.copy(leaf, group) if copied is None else copied

@@ -36,9 +36,11 @@ class Parts(Tensor):
 
     Attributes:
         along: how it is split.
+        cutting: the sizes that rules go by; quicker than to ask the tensor.
     """
 
     along: Along
+    cutting: Split
     _part: Tensor
     _part_node: Any
     _crossed: Any
@@ -71,6 +73,7 @@ class Parts(Tensor):
             cls, sizes, strides=_strides(part, sizes), dtype=part.dtype, device=part.device
         )
         made.along = along
+        made.cutting = Split(tuple(sizes), along.dim, along.lengths, along.group.rank)
         return made
 
     @property
@@ -88,13 +91,6 @@ class Parts(Tensor):
         """Of the graph, that made it."""
         with torch._C.DisableTorchFunctionSubclass():
             return vars(torch._C.TensorBase)["grad_fn"].__get__(self)
-
-    @property
-    def cutting(self) -> Split:
-        """The sizes that rules go by."""
-        with torch._C.DisableTorchFunctionSubclass():
-            size = tuple(self.shape)
-        return Split(size, self.along.dim, self.along.lengths, self.along.group.rank)
 
     def whole(self) -> Tensor:
         """All parts together, on all ranks; collective. All ranks go on alike with it."""

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.tensor_parallel.sequence import SequenceParallel
+from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
 from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 from smp_strategy.testing import run_ranks
 
@@ -91,7 +92,7 @@ def _split(model: _Transformer, group: TensorGroup, how: str) -> _Transformer:
     if how == "sequence":
         SequenceParallel(list(model.blocks), group)
     if how == "head":
-        ColumnParallelLinear.from_dense(model.head, group, as_split_tensor=True)
+        VocabParallelHead.from_dense(model.head, group)
         SequenceParallel([*model.blocks, model.norm], group, ends_whole=False)
     return model
 

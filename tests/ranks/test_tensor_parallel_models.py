@@ -98,6 +98,9 @@ SETTINGS = {
     "t2": Setting(2),
     "t2 pp2": Setting(2, pp=2),
     "t2 sdp2": Setting(2, dp=2, options=(("sharded_data_parallel_degree", 2),)),
+    "t2 sequence": Setting(2, options=(("optimize", "memory"),)),
+    "t2 pp2 sequence": Setting(2, pp=2, options=(("optimize", "memory"),)),
+    "t2 sdp2 sequence": Setting(2, dp=2, options=(("sharded_data_parallel_degree", 2), ("optimize", "memory"))),
     "t2 zero1": Setting(2, dp=2, options=(("shard_optimizer_state", True),)),
 }
 
