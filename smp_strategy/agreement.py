@@ -1,12 +1,14 @@
 """What must be the same on all ranks before the first step, and is made or checked to be."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.partitioner.partition import Partition
@@ -26,10 +28,11 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
 
     Raises:
         ConfigError: tensors are on the meta device, and may not be.
-        SMPError: not the same tensors are on the meta device everywhere.
+        SMPError: not the same tensors are on the meta device everywhere, or ranks have different ones or train others.
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
+    _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64)
     dist.broadcast(seed, 0)
     with torch.no_grad():
@@ -37,6 +40,28 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
             if not tensor.is_meta:
                 dist.broadcast(tensor.detach(), 0)
     return int(seed)
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
+    return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}"
+
+
+def _refuse_different(described: Sequence[tuple[str, str]]) -> None:
+    digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, described)
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    pairs = itertools.zip_longest(found[0], found[rank], fillvalue=("nothing", "which it has not"))
+    (mine, is_so), (theirs, is_other) = next((one, other) for one, other in pairs if one != other)
+    raise SMPError(
+        f"Ranks have different models: where rank 0 has `{mine}` ({is_so}), rank {rank} has `{theirs}` ({is_other}). "
+        "Build the same model on every rank, and freeze the same parameters."
+    )
 
 
 def _agree_on_meta(names: Sequence[str], may_lack_values: bool) -> None:

@@ -1,6 +1,7 @@
 """From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ def decide(
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
     given: Mapping[str, int] | None = None,
+    measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Partition, DryRun, Costs]:
     """Decide which unit goes to which stage; collective over all ranks.
 
@@ -39,6 +41,7 @@ def decide(
         shape: how many stages there are, and on which ranks.
         first: the step, its first microbatch, and what picks the loss out of its result.
         given: stage of each unit, where that is decided already.
+        measuring: entered while single ranks run units by themselves.
 
     Returns:
         The partition, what the dry run has found out, and what calls cost.
@@ -47,7 +50,8 @@ def decide(
     if not config.skip_tracing:
         step, microbatch, loss_of = first
         found = dry_run(step, microbatch, loss_of, surroundings)
-    costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
+    with measuring():
+        costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
     program = program_of(config, surroundings, found, costs, shape)
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])

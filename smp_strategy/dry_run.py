@@ -34,7 +34,7 @@ from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
 from smp_strategy.units import Unit
 
-__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed"]
+__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "run_for_real"]
 
 
 @final
@@ -104,7 +104,22 @@ def dry_run(
     return DryRun(None, ())
 
 
-def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings) -> None:
+def run_for_real(
+    step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None, surroundings: Surroundings
+) -> None:
+    """Run ``step`` once with values, and undo what it does, for somebody who watches. The module is still whole.
+
+    Args:
+        step: the user's code.
+        microbatch: what it gets.
+        loss_of: picks the loss out of what it returns.
+        surroundings: what it runs on.
+    """
+    with torch.inference_mode(False):
+        _survey(step, microbatch, loss_of, surroundings, computes=True)
+
+
+def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings) -> DryRun:
     """Run a later kind of step dry, too, because it may read attributes of units that the first one has not read.
 
     Args:
@@ -113,11 +128,12 @@ def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings) ->
         surroundings: what it runs on.
     """
     try:
-        _survey(step, microbatch, None, surroundings, computes=False)
+        return _survey(step, microbatch, None, surroundings, computes=False)
     except ValueNeededError:
         # It cannot be run for real any more. What it may still read is what gradients could flow through.
         surroundings.calls.leftovers.use_all_with_gradient()
         surroundings.calls.expose()
+        return DryRun(None, ())
 
 
 def _survey(

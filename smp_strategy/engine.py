@@ -27,7 +27,6 @@ from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.delayed import DelayedModule
-from smp_strategy.dry_run import look_for_exposed
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.hook_view import Views
@@ -225,20 +224,25 @@ class Engine:
         self._kinds.add(kind)
         if self._calls.runtime is None:
             self._spread(First(kind, step, microbatch, loss_of))
-        if was_surveyed and is_new and (self._module.training or not self._calls.leftovers.is_empty):
+        needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
+        if was_surveyed and is_new and needs_look:
             self.share.settle()
-            look_for_exposed(step, microbatch, self.layout.surroundings(self._optimizers))
+            self.layout.look(First(kind, step, microbatch), self._optimizers)
 
     def _spread(self, first: First) -> None:
         """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
         layout = self.layout
+        copies = list(self.copies())  # while they look like the module
         layout.decide(first, self._optimizers)
-        share = self._share = layout.take_share(self.copies(), everyone_sees=self.gradients_are_seen)
+        share = self._share = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
         share.take_optimizers(self._optimizers)
         self.manual.begin(share.parameters, share.reduction, share.sharded)
         transport = layout.transport(self._timeout)
-        self.views.begin(list(self._module.parameters()), share.ownership, self.mesh, transport, share.sharded)
+        parameters = list(self._module.parameters())
+        self.views.begin(
+            parameters, share.ownership, self.mesh, transport, sharded=share.sharded, parts=share.parts_in_sight
+        )
         self._calls.runtime = layout.runtime(share, transport, self._keep_shared)
 
     # Every step
@@ -403,14 +407,16 @@ class Engine:
         assert self._module is not None
         self._delayed.refuse_saving()
         if self._share is not None:
-            return self._share.full_state_dict()
+            with self.views.put_aside():
+                return self._share.full_state_dict()
         return self._module.state_dict() if self.mesh.rank == 0 else {}
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
         if self._share is None:
             return optimizer.state_dict() if self.mesh.rank == 0 else {}
-        return self._share.full_optimizer_state(optimizer)
+        with self.views.put_aside():
+            return self._share.full_optimizer_state(optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole state dict; this rank keeps its share."""
@@ -418,7 +424,8 @@ class Engine:
             assert self._module is not None
             self._module.load_state_dict(state_dict, strict=strict)
         else:
-            self._share.load_state_dict(state_dict, strict=strict)
+            with self.views.put_aside():
+                self._share.load_state_dict(state_dict, strict=strict)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole optimizer state dict; this rank keeps its share."""

@@ -34,6 +34,7 @@ from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import Home, StageTensor, home_of, in_plain_sight
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten_call, unflatten_call
+from smp_strategy.whole_view import PartsInSight, WholeView
 
 __all__ = ["HookView", "Views"]
 
@@ -63,6 +64,7 @@ class HookView:
         foresight: knows results by metadata.
         seed: where random numbers derive from.
         sharded: parameters that each stage holds together with other ranks; whole while the view is open.
+        parts: those of layers that are split over ranks; likewise.
     """
 
     def __init__(
@@ -75,9 +77,11 @@ class HookView:
         *,
         seed: int,
         sharded: ShardedUnits | None = None,
+        parts: PartsInSight | None = None,
     ) -> None:
         self._parameters = parameters
         self._sharded = sharded
+        self._parts = parts
         self._ownership = ownership
         self._mesh = mesh
         self._seed = seed
@@ -110,7 +114,9 @@ class HookView:
 
     def _open(self) -> None:
         if self._sharded is not None:
-            self._whole.enter_context(self._sharded.in_sight(self._make_whole))
+            self._whole.enter_context(self._sharded.in_sight(self._make_whole, sizes=self._parts is not None))
+        if self._parts is not None:
+            self._whole.enter_context(self._parts.open())
         self._watch()
 
     def _close(self) -> None:
@@ -121,10 +127,15 @@ class HookView:
 
     def _make_whole(self) -> None:
         """Before the first use of anything: what is spread over ranks."""
-        if self._sharded is None or self._sharded.is_whole:
+        if (self._sharded is None or self._sharded.is_whole) and (self._parts is None or self._parts.is_whole):
             return
         self._unwatch()
-        self._sharded.show_whole()
+        if self._parts is not None:
+            self._parts.note_use()
+        if self._sharded is not None:
+            self._sharded.show_whole()
+        if self._parts is not None:
+            self._parts.show()
         self._watch()
 
     def _watch(self) -> None:
@@ -133,10 +144,12 @@ class HookView:
             if home.is_here and home_of(tensor) is None:
                 StageTensor.watch(tensor, home)
         ownership.sight.call, ownership.sight.copy = self.call, self._copy
+        has_parts = self._parts is not None and not self._parts.is_whole
+        ownership.sight.make_whole = self._make_whole if has_parts else None
 
     def _unwatch(self) -> None:
         ownership = self._ownership
-        ownership.sight.call = ownership.sight.copy = None
+        ownership.sight.call = ownership.sight.copy = ownership.sight.make_whole = None
         for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
             if home.is_here and home_of(tensor) is not None:
                 StageTensor.unwatch(tensor)
@@ -373,37 +386,6 @@ class HookView:
 
 
 @final
-class WholeView:
-    """All weights and gradients of ``sharded`` units in sight, where there is one stage."""
-
-    def __init__(self, sharded: ShardedUnits) -> None:
-        self._sharded = sharded
-        self._whole = ExitStack()
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """While this is open, they are whole from their first use on."""
-        self._whole.enter_context(self._sharded.in_sight())
-        try:
-            yield
-        finally:
-            self._whole.close()
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """While this is open, inside of :meth:`shown`, they rest."""
-        self._whole.close()
-        try:
-            yield
-        finally:
-            self._whole.enter_context(self._sharded.in_sight())
-
-    def collected(self, tree: Any) -> Any:
-        """``tree``, which has values on every rank."""
-        return tree
-
-
-@final
 class Views:
     """The view of the hook that runs just now, if one does.
 
@@ -422,15 +404,18 @@ class Views:
         ownership: Ownership,
         mesh: ProcessMesh,
         transport: Transport | None,
+        *,
         sharded: ShardedUnits | None,
+        parts: PartsInSight | None,
     ) -> None:
         """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
 
         def make(seed: int) -> HookView | WholeView:
             if transport is None:
-                assert sharded is not None
-                return WholeView(sharded)
-            return HookView(parameters, ownership, mesh, transport, self.foresight, seed=seed, sharded=sharded)
+                return WholeView(sharded, parts)
+            return HookView(
+                parameters, ownership, mesh, transport, self.foresight, seed=seed, sharded=sharded, parts=parts
+            )
 
         self._make = make
 

@@ -7,6 +7,7 @@ for each part, which know of each other in split layers only.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
@@ -18,7 +19,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
 from smp_strategy.decision import decide
 from smp_strategy.delayed import DelayedModule
-from smp_strategy.dry_run import Surroundings
+from smp_strategy.dry_run import Surroundings, look_for_exposed, run_for_real
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import ProcessMesh
@@ -124,7 +125,7 @@ class Layout:
         """Split layers, and make the partition, unless one is kept. Collective over all ranks."""
         self._delayed.prepare(self._units, optimizers)
         if self._group is not None:
-            self._split_layers(first, self._group)
+            self._split_layers(first, optimizers, self._group)
         if self.partition is not None:
             return
         self.partition, found, self.costs = decide(
@@ -133,8 +134,8 @@ class Layout:
             self._mesh.shape,
             first=(first.step, first.microbatch, first.loss_of),
             given=self._given,
+            measuring=nullcontext if self._group is None else self._group.alone,
         )
-        self._refuse_parts_in_the_glue(found.used_by_glue)
         self._used_by_glue = found.used_by_glue
         self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
         if found.trace is not None and found.trace.loss is not None:
@@ -148,7 +149,14 @@ class Layout:
         """What became of each layer; ``None`` where none are split, or before the first step."""
         return None if self._split is None else self._split.report
 
-    def _split_layers(self, first: First, group: TensorGroup) -> None:
+    def _split_layers(self, first: First, optimizers: Sequence[Optimizer], group: TensorGroup) -> None:
+        def run_step() -> None:
+            self._calls.intercept(self._units)
+            try:
+                run_for_real(first.step, first.microbatch, first.loss_of, self.surroundings(optimizers))
+            finally:
+                self._calls.give_back()
+
         before = None if self._split is None else dict(self._split.cuts)
         # Calls must reach the layers as they are afterwards, and not as they were when calls were intercepted.
         self._calls.give_back()
@@ -158,6 +166,7 @@ class Layout:
                 group,
                 patterns=self._config.tensor_parallel,
                 strict=self._config.tensor_parallel_strict,
+                run_step=run_step,
             )
         finally:
             self._calls.intercept(self._units)
@@ -167,17 +176,21 @@ class Layout:
                 "for: modules or patterns have changed. Use a new strategy object."
             )
 
-    def _refuse_parts_in_the_glue(self, used: Sequence[Tensor]) -> None:
-        """Code above the units would compute with parts as if they were whole.
+    @property
+    def needs_look(self) -> bool:
+        """Whether each new kind of step is to be looked at before it runs: see :meth:`look`."""
+        return self._split is not None
+
+    def look(self, kind: First, optimizers: Sequence[Optimizer]) -> None:
+        """Look at a later kind of step, which may use what the first one has not used.
 
         Raises:
-            UnsupportedError: it does.
+            UnsupportedError: code above the units computes with parts of split layers as if they were whole.
         """
-        if self._split is None:
-            return
-        names = [name for name, parameter in self._module.named_parameters() if parameter in self._split.cuts]
-        parameters = dict(self._module.named_parameters())
-        found = [name for name in names if any(parameters[name] is tensor for tensor in used)]
+        used = look_for_exposed(kind.step, kind.microbatch, self.surroundings(optimizers)).used_by_glue
+        cuts = {} if self._split is None else self._split.cuts
+        used_parts = {id(tensor) for tensor in used if tensor in cuts}
+        found = [name for name, parameter in self._module.named_parameters() if id(parameter) in used_parts]
         if found:
             layer = found[0].rpartition(".")[0]
             raise UnsupportedError(

@@ -18,6 +18,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.costs import find_costs
 from smp_strategy.decision import program_of
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.errors import ConfigError
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
@@ -66,6 +67,11 @@ def plan_partition(
     """
     config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
     config.check(num_stages)
+    if config.tensor_parallel_degree > 1:
+        raise ConfigError(
+            f"`tensor_parallel_degree` ({config.tensor_parallel_degree}) is given, but planning without ranks splits "
+            "no layers yet: costs and memory would be those of whole ones. Leave it out."
+        )
     given = place_beforehand(config, module, choose_placed_units(config, module, num_stages), num_stages)
     program = trace_program(
         config, module, step, microbatch, num_stages=num_stages, loss_of=loss_of, optimizers=optimizers, machine=machine

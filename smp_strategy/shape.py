@@ -13,6 +13,7 @@ from smp_strategy.beforehand import choose_placed_units
 from smp_strategy.config import SMPConfig
 from smp_strategy.mesh_shape import MeshShape, check_degree
 from smp_strategy.nodes import find_node_size
+from smp_strategy.sizes import show_count
 
 __all__ = ["choose_shape"]
 
@@ -37,8 +38,10 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
         num_units = len(choose_placed_units(config, module, world_size))
         degree = max((d for d in range(1, num_units + 1) if world_size % d == 0), default=1)
         report(
-            f"No `pipeline_parallel_degree` is given: {degree} stages on {world_size} ranks ({num_units} units), "
-            f"{config.num_microbatches(degree)} microbatches where the batch has as many samples."
+            f"No `pipeline_parallel_degree` is given: {show_count(degree, 'stage')} on "
+            f"{show_count(world_size, 'rank')} ({show_count(num_units, 'unit')}), "
+            f"{show_count(config.num_microbatches(degree), 'microbatch', 'microbatches')} where the batch has as many "
+            "samples."
         )
     elif degree > 1 and config.num_microbatches(degree) == 1:
         report(

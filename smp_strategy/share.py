@@ -31,6 +31,7 @@ from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.sharding.uses import Timing
 from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.whole_view import PartsInSight
 
 __all__ = ["Share"]
 
@@ -63,6 +64,7 @@ class Share:
     Attributes:
         ownership: as given.
         sharded: the parameters that a shard group holds together, if there are any.
+        parts_in_sight: shows hooks the whole of split layers, if there are any.
         reduction: sums up gradients.
         whole_on: where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread.
     """
@@ -85,7 +87,10 @@ class Share:
         self._config = config
         self._delayed = delayed
         self._split = split
-        self._parts = None if split is None else split.parts
+        self._parts = parts = None if split is None else split.parts
+        self.parts_in_sight = None
+        if parts is not None:
+            self.parts_in_sight = PartsInSight(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
         copies = list(copies)
         spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
         delayed.settle(
@@ -125,9 +130,10 @@ class Share:
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
         """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
         if self.sharded is not None:
-            return self.sharded.call(unit, function, token)
-        self._state.arrivals.wait_for(self._parameters_of[unit])
-        return function
+            function = self.sharded.call(unit, function, token)
+        else:
+            self._state.arrivals.wait_for(self._parameters_of[unit])
+        return function if self.parts_in_sight is None else self.parts_in_sight.around(function)
 
     def settle(self) -> None:
         """Wait for values that are on their way to this rank: somebody will look at them."""

@@ -16,7 +16,7 @@ When the values come back, the tensor gets its class back and is an ordinary one
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -30,6 +30,7 @@ __all__ = [
     "BY_IDENTITY",
     "GRADIENT",
     "HARMLESS",
+    "SIZES",
     "Home",
     "Sight",
     "StageParameter",
@@ -61,6 +62,11 @@ HARMLESS = METADATA | _accessors(
     *("_base", "_is_view", "_backward_hooks", "_post_accumulate_grad_hooks", "register_hook", "is_shared"),
     *("register_post_accumulate_grad_hook", "untyped_storage", "__hash__", "__dir__", "grad_dtype"),
 )
+# Questions about how much there is.
+SIZES = frozenset({torch.numel}) | _accessors(
+    *("shape", "nbytes", "size", "stride", "numel", "nelement", "is_contiguous", "is_same_size", "__len__"),
+    *("untyped_storage", "storage_offset"),
+)
 
 
 @final
@@ -71,10 +77,12 @@ class Sight:
     Attributes:
         call: carries out an operation on such tensors where their values are; ``None`` where nobody can.
         copy: makes an independent tensor with the same home; goes with ``call``.
+        make_whole: called before questions about sizes are answered, where sizes are those of parts.
     """
 
     call: Callable[[Any, Any, Any], Any] | None = None
     copy: Callable[["StageTensor"], Tensor] | None = None
+    make_whole: Callable[[], None] | None = None
 
 
 @final
@@ -127,6 +135,8 @@ class StageTensor(Tensor):
                 return home.sight.call(func, args, kwargs or {})
             if func not in GRADIENT:
                 raise home.refuse(name_of(func))
+        elif func in SIZES and (make_whole := _first_home(args, kwargs or {}).sight.make_whole) is not None:
+            make_whole()
         with in_plain_sight():
             return func(*args, **(kwargs or {}))
 
@@ -154,6 +164,14 @@ class StageTensor(Tensor):
         tensor.data = one.expand(tensor.shape)
         tensor.grad = None
         StageTensor.watch(tensor, home)
+
+    @staticmethod
+    def resize(tensor: Tensor, shape: torch.Size) -> None:
+        """Let ``tensor``, which was sent away, stand for something of another ``shape``."""
+        with in_plain_sight():
+            tensor.data = tensor.data[(slice(1),) * tensor.ndim].expand(shape)
+        stride = torch.empty(shape, device="meta").stride()
+        setattr(tensor, _HOME, replace(vars(tensor)[_HOME], stride=stride))
 
     @staticmethod
     def bring_back(tensor: Tensor, values: Tensor) -> None:

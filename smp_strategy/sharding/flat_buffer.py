@@ -251,7 +251,7 @@ class FlatBuffer:
         """Let every parameter and gradient be whole, in memory of its own. Collective."""
         self._retire()
         self._before = [_taken(parameter) for parameter in self.parameters]
-        self._show([value for value in self.values() if value is not None])
+        self._show(self.values())
         whole = self.whole_of([None if gradient is None else gradient.piece for gradient in self._before])
         for parameter, gradient in zip(self.parameters, whole, strict=True):
             parameter.grad = gradient
@@ -281,22 +281,19 @@ class FlatBuffer:
         there = [piece for piece in pieces if piece is not None]
         if not there:
             return [None] * len(pieces)
-        shard = own = torch.zeros_like(self.own, dtype=there[0].dtype)
+        own = torch.zeros_like(self.own, dtype=there[0].dtype)
         for place, piece in zip(self._pieces(own), pieces, strict=True):
             if piece is not None:
                 place.copy_(piece)
-        if self._owners is not None:
-            shard = own.new_empty(self.layout.shard_numel)
-            self._owners.gather(shard, own).wait()
-        full = shard.new_empty(self.layout.full_numel)
-        self._collectives.gather(full, shard).wait()
+        full = self._gathered(own)
         found = zip(self.layout.slots, pieces, strict=True)
         return [None if piece is None else _view(full, slot).clone() for slot, piece in found]
 
-    def values(self) -> list[Tensor | None]:
+    def values(self) -> list[Tensor]:
         """All values of the parameters, in memory of their own. Collective."""
         self._wait_refreshed()
-        return self.whole_of(self._pieces(self.own))
+        full = self._gathered(self.own)
+        return [_view(full, slot).clone() for slot in self.layout.slots]
 
     def piece_of(self, number: int, tensor: Tensor) -> Tensor:
         """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
@@ -323,14 +320,24 @@ class FlatBuffer:
         self.shard.untyped_storage().resize_(0)
         self._full.untyped_storage().resize_(0)
 
+    def _gathered(self, own: Tensor) -> Tensor:
+        """A buffer of something of which each rank has its ``own`` part. Collective."""
+        shard = own
+        if self._owners is not None:
+            shard = own.new_empty(self.layout.shard_numel)
+            self._owners.gather(shard, own).wait()
+        full = own.new_empty(self.layout.full_numel)
+        self._collectives.gather(full, shard).wait()
+        return full
+
     def _joined(self, gradients: Sequence[PieceGradient | None]) -> Tensor | None:
         """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
         if all(gradient is None for gradient in gradients):
             return None
         places = [piece.offset for piece in self._own_pieces]
-        whole = _whole_of([None if each is None else each.piece for each in gradients], places, self.own)
-        if whole is not None:
-            return whole
+        base = _common_base([None if each is None else each.piece for each in gradients], places, self.own)
+        if base is not None:
+            return base
         joined = torch.zeros_like(self.own)
         for gradient, piece in zip(gradients, self._pieces(joined), strict=True):
             if gradient is not None:
@@ -424,7 +431,7 @@ def _taken(parameter: nn.Parameter) -> PieceGradient | None:
     return gradient
 
 
-def _whole_of(pieces: Sequence[Tensor | None], places: Sequence[int], shard: Tensor) -> Tensor | None:
+def _common_base(pieces: Sequence[Tensor | None], places: Sequence[int], shard: Tensor) -> Tensor | None:
     """The tensor like ``shard`` that ``pieces`` are views of, if there is one."""
     storage = None
     for piece, place in zip(pieces, places, strict=True):

@@ -235,7 +235,6 @@ class FlatUnit:
                 parameter: value
                 for buffer in self._buffers
                 for parameter, value in zip(buffer.parameters, buffer.values(), strict=True)
-                if value is not None
             }
 
     def restore(self, *, keep: bool = True) -> None:

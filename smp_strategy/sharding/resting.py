@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.stage_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight, name_of
+from smp_strategy.stage_tensors import BY_IDENTITY, GRADIENT, HARMLESS, SIZES, in_plain_sight, name_of
 
 __all__ = ["OnUse", "Resting", "placeholder"]
 
@@ -36,9 +36,11 @@ class OnUse:
 
     Attributes:
         make_whole: gives all parameters their values; ``None``: the use is refused.
+        sizes: whether to ask for a size is a use, too: that of a whole parameter is another one.
     """
 
     make_whole: Callable[[], None] | None = None
+    sizes: bool = False
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Be in charge of ``parameter``."""
@@ -57,6 +59,8 @@ class Resting(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in HARMLESS or func in BY_IDENTITY:
+            if func in SIZES:
+                _become_whole_for_sizes(args)
             with in_plain_sight():
                 return func(*args, **(kwargs or {}))
         resting = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Resting))
@@ -89,6 +93,12 @@ def _become_whole(parameter: Resting) -> bool:
         return False
     on_use.make_whole()
     return True
+
+
+def _become_whole_for_sizes(args: tuple[Any, ...]) -> None:
+    for leaf in args:
+        if isinstance(leaf, Resting) and (on_use := vars(leaf).get(_ON_USE)) is not None and on_use.sizes:
+            _become_whole(leaf)
 
 
 def placeholder(parameter: nn.Parameter, device: torch.device) -> Tensor:

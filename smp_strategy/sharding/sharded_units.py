@@ -315,15 +315,16 @@ class ShardedUnits:
     # The optimizer's step, and code of the user
 
     @contextmanager
-    def in_sight(self, make_whole: Callable[[], None] | None = None) -> Iterator[None]:
+    def in_sight(self, make_whole: Callable[[], None] | None = None, *, sizes: bool = False) -> Iterator[None]:
         """Code of the user runs in here. From its first use on every parameter and gradient is whole.
 
         What is done to them, on all ranks alike, stays. Collective over those that use them.
 
         Args:
             make_whole: called at the first use, to call :meth:`show_whole`.
+            sizes: to ask for the size of a parameter is a use as well.
         """
-        self._on_use.make_whole = make_whole or self.show_whole
+        self._on_use.make_whole, self._on_use.sizes = make_whole or self.show_whole, sizes
         try:
             yield
         finally:

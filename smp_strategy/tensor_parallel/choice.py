@@ -40,6 +40,7 @@ def choose(
     num_ranks: int,
     disabled: Mapping[str, str],
     refused: Mapping[str, str] | None = None,
+    readers: Mapping[int, frozenset[str]] | None = None,
 ) -> Choice:
     """Decide.
 
@@ -49,6 +50,7 @@ def choose(
         num_ranks: over how many ranks layers are split.
         disabled: modules that are not to be split, with the reason.
         refused: blocks that have turned out not to be possible, by name, with the reason.
+        readers: by ``id`` of a parameter the modules whose code reads it, as far as that is known.
     """
     first_names: dict[int, str] = {}
     for name, module in modules.items():
@@ -72,12 +74,28 @@ def choose(
         found.append(block)
         for name in _claims(block, modules):
             taken.setdefault(name, block)
+    found = [_unless_read_elsewhere(block, modules, readers or {}) for block in found]
     settled = _settled(found, modules)
     reasons: dict[str, tuple[str, str]] = {}
     for block in settled:
         if block.problem is not None:
             reasons |= {name: (block.source, block.problem) for name in block.layers if taken[name].name == block.name}
     return Choice(tuple(block for block in settled if block.problem is None), reasons)
+
+
+def _unless_read_elsewhere(
+    block: Block, modules: Mapping[str, nn.Module], readers: Mapping[int, frozenset[str]]
+) -> Block:
+    """``block``, refused if code outside of a layer reads a parameter that would be cut."""
+    for layer, how in block.layers.items() if block.problem is None else ():
+        for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer"):
+            if cut_key(modules[layer], how, own) is None:
+                continue
+            for reader in readers.get(id(parameter), ()):
+                is_owner = any(parameter is other for other in modules[reader].parameters(recurse=False))
+                if not is_owner and not f"{reader}.".startswith(f"{layer}."):
+                    return block.refused(f"code of `{reader or 'the step'}` reads the {own} of `{layer}`")
+    return block
 
 
 def _is_whole(block: Block) -> bool:

@@ -47,6 +47,8 @@ class _Family:
     """The attribute with the number of features of a head, in attentions."""
     divided: tuple[str, ...] = ()
     """Attributes that are divided by the number of ranks."""
+    weights_at: int = 1
+    """Where in the result of an attention its weights are."""
     bond: str | None = None
     """Class of the module around, in which all of these are split together: they hand parts to each other."""
 
@@ -95,6 +97,7 @@ _FAMILIES = (
         {"q": _COLUMN, "k": _COLUMN, "v": _COLUMN, "o": _ROW, "relative_attention_bias": _Layer("embedding", heads=0)},
         "key_value_proj_dim",
         ("n_heads", "inner_dim"),
+        weights_at=2,
         bond="T5Stack",
     ),
     _Family("T5DenseActDense", {"wi": _COLUMN, "wo": _ROW}),
@@ -154,10 +157,7 @@ def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
                 continue
             seen.add(id(weight))
             sharing = {n: m for n, m in modules.items() if _is_table(m) and m.weight is weight}
-            layers = {
-                n: How("vocab") if isinstance(m, nn.Embedding) else How("column", is_whole_outside=True)
-                for n, m in sharing.items()
-            }
+            layers = {n: How("vocab") if isinstance(m, nn.Embedding) else How("logits") for n, m in sharing.items()}
             yield Block(name, f"vocabulary of {type(module).__name__}", layers)
 
 
@@ -203,7 +203,10 @@ def _block(name: str, module: nn.Module, family: _Family, bond: str | None) -> B
             length = sizes[1 if layer.style == "column" else 0]
             heads.setdefault(_name_of_heads(relative), length // (num_blocks * granule))
     divided = tuple(_place(name, path) for path in family.divided)
-    block = Block(name, type(module).__name__, layers, heads, divided, bond=bond)
+    attention = None
+    if family.head is not None:
+        attention = _place(name, family.head)[0], family.weights_at
+    block = Block(name, type(module).__name__, layers, heads, divided, attention, bond=bond)
     learned = [part for part in parts if "act" in part.rpartition(".")[2] and _owns_parameters(parts[part])]
     return block if not learned else block.refused(f"`{learned[0]}` has parameters, which would see parts")
 
@@ -289,4 +292,4 @@ def _planned_block(parent: str, styles: Mapping[str, str], modules: Mapping[str,
             length = sizes[1 if how.style == "column" else 0]
             heads.setdefault(_name_of_heads(name.rpartition(".")[2]), length // head)
             hows[name] = replace(how, granule=head)
-    return Block(parent, source, hows, heads)
+    return Block(parent, source, hows, heads, attention=None if head is None else (parent, 1))

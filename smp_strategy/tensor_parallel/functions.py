@@ -26,13 +26,18 @@ from torch import Tensor
 
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["add_up", "copy", "gather", "gather_split", "scatter_sum", "split", "summand"]
+__all__ = ["add_up", "copy", "copy_together", "gather", "gather_split", "scatter_sum", "split", "summand"]
 
 
 def copy(whole: Tensor, group: TensorGroup) -> Tensor:
     """``whole``, for each rank to go on with in its own way: its gradients are added up."""
     result: Tensor = _Copy.apply(whole, group)  # type: ignore[no-untyped-call]
     return result
+
+
+def copy_together(wholes: Sequence[Tensor], group: TensorGroup) -> list[Tensor]:
+    """:func:`copy` of several tensors, whose gradients travel together when all of them are there."""
+    return list(_CopyTogether.apply(group, *wholes))  # type: ignore[no-untyped-call]
 
 
 def add_up(own: Tensor, group: TensorGroup) -> Tensor:
@@ -88,6 +93,26 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         # In memory of its own: a gradient may be used elsewhere as well.
         return add_up(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _CopyTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: TensorGroup, *wholes: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        ctx.set_materialize_grads(False)  # those of tensors that nobody has read do not travel
+        return tuple(whole.view_as(whole) for whole in wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        found = list(gradients)
+        there = [number for number, gradient in enumerate(gradients) if gradient is not None]
+        for kind in dict.fromkeys((gradients[number].dtype, gradients[number].device) for number in there):
+            members = [number for number in there if (gradients[number].dtype, gradients[number].device) == kind]
+            flat = add_up(torch.cat([gradients[number].reshape(-1) for number in members]), ctx.group)
+            pieces = flat.split([gradients[number].numel() for number in members])
+            for number, piece in zip(members, pieces, strict=True):
+                found[number] = piece.view(gradients[number].shape)
+        return None, *found
 
 
 class _AddUp(torch.autograd.Function):

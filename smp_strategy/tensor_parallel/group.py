@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from smp_strategy.tensor_parallel.boundary import Entered
+    from smp_strategy.tensor_parallel.sequence import Copies
 
 __all__ = ["TensorGroup"]
 
@@ -35,6 +36,7 @@ class TensorGroup:
         rank, size: as given.
         sent_bytes: how many bytes of its own this rank has put into collectives.
         entered: what has come into a split region, see :mod:`smp_strategy.tensor_parallel.boundary`.
+        copies: whole tensors that parts are computed with, see :mod:`smp_strategy.tensor_parallel.sequence`.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TensorGroup:
         self.size = dist.get_world_size(process_group) if size is None else size
         self.sent_bytes = 0
         self.entered: Entered | None = None
+        self.copies: Copies | None = None
         self._is_alone = process_group is None
 
     @contextmanager
@@ -127,7 +130,8 @@ class TensorGroup:
         for row, part in zip(sent.view(self.size, longest), parts, strict=True):
             _begin_of(row, part.shape).copy_(part)
         self._backend._reduce_scatter_base(total, sent, dist.ReduceScatterOptions()).wait()
-        return _begin_of(total, parts[self.rank].shape)
+        # Not a view, for autograd: it may be changed in place.
+        return _begin_of(total, parts[self.rank].shape).detach()
 
     @property
     def _backend(self) -> dist.ProcessGroup:

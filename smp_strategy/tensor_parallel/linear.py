@@ -14,15 +14,17 @@ from typing import Any, NamedTuple, Self, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from smp_strategy.pipeline.weight_gradients import Formula, Kind
-from smp_strategy.tensor_parallel.boundary import as_computed, enter
+from smp_strategy.tensor_parallel.boundary import Entered, Readers, as_computed, enter, enter_parts
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.functions import add_up, copy
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
 from smp_strategy.tensor_parallel.split_layer import CannotSplit, check_plain, cut_evenly
+from smp_strategy.tensor_parallel.split_parts import Parts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -41,6 +43,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
         num_blocks: int = 1,
         granule: int = 1,
         gather_output: bool = False,
+        as_split_tensor: bool = False,
         shares_input: bool = False,
         randomness: SplitRandomness | None = None,
     ) -> Self:
@@ -52,12 +55,15 @@ class ColumnParallelLinear(ColumnParallelLayer):
             num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
             granule: outputs that stay together (the size of an attention head).
             gather_output: see the class.
+            as_split_tensor: see the class.
             shares_input: see the class.
             randomness: see the class.
 
         Raises:
             CannotSplit: it is another layer, or too small.
         """
+        if as_split_tensor and num_blocks > 1:
+            raise CannotSplit("the outputs of fused layers do not stand behind each other")
         form = _form_of(layer)
         cut = cut_evenly(form.out_dim, getattr(layer, form.outputs), group, num_blocks=num_blocks, granule=granule)
         cuts = {"weight": cut}
@@ -65,8 +71,9 @@ class ColumnParallelLinear(ColumnParallelLayer):
             cuts["bias"] = Cut(0, cut.blocks)
         settings = {
             "gather_output": gather_output,
+            "as_split_tensor": as_split_tensor,
             "shares_input": shares_input,
-            "randomness": None if gather_output else randomness,
+            "randomness": None if gather_output or as_split_tensor else randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
         }
@@ -74,6 +81,8 @@ class ColumnParallelLinear(ColumnParallelLayer):
 
     def _product(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self._is_transposed else self.weight
+        if isinstance(x, Parts):
+            return _product_of_parts(enter_parts(x, self.group, shares=self.shares_input), weight, self.bias)
         if self.shares_input or not (x.requires_grad and torch.is_grad_enabled()):
             return F.linear(enter(x, self.group), weight, self.bias)
         bias = None if self.bias is None else as_computed(self.bias)
@@ -114,6 +123,7 @@ class RowParallelLinear(RowParallelLayer):
         cut = cut_evenly(1 - form.out_dim, getattr(layer, form.inputs), group, num_blocks=num_blocks, granule=granule)
         settings = {
             "splits_input": splits_input,
+            "splits_output": None,
             "randomness": randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
@@ -185,6 +195,40 @@ class _Columns(torch.autograd.Function):
         return partial(_gradients, x.detach(), weight.is_contiguous(), inputs)
 
     product = Kind(1, 2, ("_raw_saved_tensors",), _make_later)
+
+
+def _product_of_parts(came_in: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of all parts of a tensor, of which only this rank's is kept."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return F.linear(came_in.whole, weight, bias)
+    bias = None if bias is None else as_computed(bias)
+    y: Tensor = _ColumnsOfParts.apply(  # type: ignore[no-untyped-call]
+        came_in.whole, came_in.part, as_computed(weight), bias, came_in.readers
+    )
+    return y
+
+
+@final
+class _ColumnsOfParts(torch.autograd.Function):
+    """A product of matrices whose input is put together again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers) -> Tensor:
+        ctx.save_for_backward(part, weight)
+        ctx.readers = readers
+        readers.left += 1
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        part, weight = ctx.saved_tensors
+        rows = gradients[0].reshape(-1, len(weight))
+        of_x = rows.mm(weight).view(*gradients[0].shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        needs = [number for number in (1, 2) if ctx.needs_input_grad[number + 1]]
+        x = ctx.readers.gather(part)
+        found = dict(zip(needs, _gradients(x, weight.is_contiguous(), needs, rows), strict=True))
+        return of_x, None, found.get(1), found.get(2), None
 
 
 def _gradients(x: Tensor, has_rows: bool, inputs: Sequence[int], gradient: Tensor) -> list[Tensor]:

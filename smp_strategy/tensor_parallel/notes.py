@@ -9,7 +9,8 @@ There are two ways, with the names that SageMaker gives them::
 
 The later note replaces the earlier one, so contexts may be nested (the innermost wins) and single layers named
 after the whole. A module without a note follows the one that holds it. Where nothing is said, everything is split that
-can be; where a module is enabled by hand, only what is enabled. Copies of a module keep its note.
+can be; where a module is enabled by hand that is not inside of a disabled one, only what is enabled. Copies of a module
+keep its note.
 """
 
 import functools
@@ -69,13 +70,15 @@ def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
         modules: all modules by qualified name, those that hold others first.
     """
     notes: dict[str, bool] = {}
+    # What is said of the outermost module around that something is said of.
+    outermost: dict[str, bool] = {}
     for name, module in modules.items():
-        note = vars(module).get(_NOTE)
-        if note is None and name:
-            note = notes.get(name.rpartition(".")[0])
+        around = name.rpartition(".")[0]
+        note: bool | None = vars(module).get(_NOTE, notes.get(around))
         if note is not None:
+            outermost[name] = outermost.get(around, note)
             notes[name] = note
-    is_chosen = any(notes.values())
+    is_chosen = any(outermost.values())
     reasons = {
         True: None,
         False: "tensor parallelism is disabled for it",

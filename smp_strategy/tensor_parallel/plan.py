@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 __all__ = ["Block", "How", "Style", "cut_key", "describe", "is_conv1d", "linear_sizes", "problem_of"]
 
-Style = Literal["column", "row", "vocab", "embedding", "inside", "whole", "layer"]
+Style = Literal["column", "row", "vocab", "logits", "embedding", "inside", "whole", "layer"]
 
 
 @final
@@ -22,9 +22,10 @@ Style = Literal["column", "row", "vocab", "embedding", "inside", "whole", "layer
 class How:
     """How a layer is split.
 
-    ``column``: by output features; ``row``: by input features; ``vocab``: an embedding by rows; ``embedding``: an
-    embedding by columns; ``inside``: not at all, but its inputs are parts, so its gradients are added up; ``whole``:
-    not at all, on purpose; ``layer``: as ``split_by`` does it.
+    ``column``: by output features; ``row``: by input features; ``vocab``: an embedding by rows; ``logits``: a linear
+    layer by output features, whose result code uses as if it were whole; ``embedding``: an embedding by columns;
+    ``inside``: not at all, but its inputs are parts, so its gradients are added up; ``whole``: not at all, on purpose;
+    ``layer``: as ``split_by`` does it.
     """
 
     style: Style
@@ -53,6 +54,8 @@ class Block:
     """Numbers of heads by what they are called; they must be multiples of the number of ranks."""
     divided: tuple[tuple[str, str], ...] = ()
     """Attributes that are divided by the number of ranks: qualified name of the module, name of the attribute."""
+    attention: tuple[str, int] | None = None
+    """Qualified name of the module that computes attention, and where in its result are the weights of the heads."""
     replaced: tuple[tuple[str, str, object], ...] = ()
     """Attributes with another value: qualified name of the module, name of the attribute, the value."""
     bond: str | None = None
@@ -129,7 +132,7 @@ def _length(layer: nn.Module, how: How) -> int | str | None:
     sizes = linear_sizes(layer)
     if sizes is None:
         return f"is a {kind}, which cannot be split by {how.style}s: it is no linear or convolutional layer"
-    return sizes[1] if how.style == "column" else sizes[0]
+    return sizes[0] if how.style == "row" else sizes[1]
 
 
 def describe(how: How) -> str:
@@ -138,6 +141,7 @@ def describe(how: How) -> str:
         "column": "by columns",
         "row": "by rows",
         "vocab": "by vocabulary",
+        "logits": "by vocabulary",
         "embedding": "by embedding dim",
         "inside": "whole, among parts",
         "whole": "whole",

@@ -14,7 +14,7 @@ tells: it knows the seed that it began with.
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.tensor_parallel.group import TensorGroup
@@ -29,7 +29,7 @@ _OFFSETS_OF_A_CALL = 4
 class _Inside(NamedTuple):
     """That a region has been entered."""
 
-    opener: nn.Module
+    opener: object
     """The layer that did it."""
     generator: torch.Generator
     seed: int
@@ -50,7 +50,7 @@ class SplitRandomness:
         self._group = group
         self._inside: _Inside | None = None
 
-    def enter(self, x: Tensor, layer: nn.Module) -> None:
+    def enter(self, x: Tensor, layer: object) -> None:
         """From now on draw numbers of this rank's own, unless that has begun already.
 
         Args:

@@ -16,6 +16,7 @@ from torch import nn
 from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel import notes
 from smp_strategy.tensor_parallel import patterns as by_pattern
+from smp_strategy.tensor_parallel.attention import SomeHeads
 from smp_strategy.tensor_parallel.choice import Choice, choose
 from smp_strategy.tensor_parallel.conv import ColumnParallelConv, RowParallelConv
 from smp_strategy.tensor_parallel.cut import Cut
@@ -23,7 +24,6 @@ from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, Voca
 from smp_strategy.tensor_parallel.families import family_blocks, is_from_transformers, vocabulary_blocks
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.pairs import find_pairs, pair_blocks
 from smp_strategy.tensor_parallel.plan import Block, How, describe
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.registry import registered_blocks
@@ -31,7 +31,9 @@ from smp_strategy.tensor_parallel.replicated import AmongParts
 from smp_strategy.tensor_parallel.report import LayerLine, Report
 from smp_strategy.tensor_parallel.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
 from smp_strategy.tensor_parallel.split_layer import CannotSplit
+from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
 from smp_strategy.tensor_parallel.torch_layers import torch_blocks
+from smp_strategy.tensor_parallel.watching import Watched, pair_blocks, watch
 
 __all__ = ["SplitModule", "split_layers"]
 
@@ -71,17 +73,19 @@ def split_layers(
         group: the ranks that get the parts.
         patterns: layers that the user names, with their styles; they go before what is known of the model.
         strict: make it an error if a layer stays whole that the user has not said is to.
-        run_step: computes the loss once, to look for pairs of linear layers; ``None``: they are not looked for.
+        run_step: computes the loss once, to see pairs of linear layers, and who reads weights; ``None``: pairs are not
+            looked for, and layers trusted to be the only ones that read their weights.
 
     Raises:
         ConfigError: a pattern matches nothing, its style is unknown, or what it names cannot be split; layers stay
             whole under ``strict``; ranks do not decide alike.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    blocks = list(_blocks(modules, patterns or {}, run_step, group))
+    watched = Watched() if run_step is None or group.size == 1 else watch(modules, run_step)
+    blocks = [] if group.size == 1 else list(_blocks(modules, patterns or {}, watched))
     refused: dict[str, str] = {}
     while True:
-        choice = choose(modules, blocks, group.size, notes.disabled(modules), refused)
+        choice = choose(modules, blocks, group.size, notes.disabled(modules), refused, watched.readers)
         report = Report(tuple(_lines(modules, choice)), group.size)
         _refuse(choice, report, group, strict)
         undo: list[Callable[[], object]] = []
@@ -95,20 +99,16 @@ def split_layers(
 def _blocks(
     modules: Mapping[str, nn.Module],
     patterns: Mapping[str, str],
-    run_step: Callable[[], Any] | None,
-    group: TensorGroup,
+    watched: Watched,
 ) -> Iterator[Block]:
     """What all sources say, in order."""
-    if group.size == 1:
-        return
-    pairs = [] if run_step is None else find_pairs(modules, run_step)
-    into = {column: pair.row for pair in pairs for column in pair.columns}
+    into = {column: pair.row for pair in watched.pairs for column in pair.columns}
     yield from by_pattern.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
     yield from registered_blocks(modules)
     yield from vocabulary_blocks(modules)
     yield from family_blocks(modules)
     yield from torch_blocks(modules)
-    yield from pair_blocks(modules, pairs)
+    yield from pair_blocks(watched.pairs)
 
 
 def _refuse(choice: Choice, report: Report, group: TensorGroup, strict: bool) -> None:
@@ -165,6 +165,10 @@ def _split_block(
             raise CannotSplit(f"`{name}`: {reason}") from None
         if how.style != "whole":
             undo.append(layer.to_dense)  # type: ignore[arg-type]
+    if block.attention is not None:
+        name, weights_at = block.attention
+        SomeHeads.from_dense(modules[name], group, {}, weights_at)
+        undo.append(modules[name].to_dense)  # type: ignore[arg-type]
     for owner, attribute in block.divided:
         whole = getattr(modules[owner], attribute)
         _set(modules[owner], attribute, whole // group.size, undo)
@@ -186,6 +190,8 @@ def _split_layer(
     elif how.style == "vocab":
         kind = ScaledVocabParallelEmbedding if is_scaled_embedding(layer) else VocabParallelEmbedding
         kind.from_dense(layer, group)
+    elif how.style == "logits":
+        VocabParallelHead.from_dense(layer, group)
     elif how.style == "embedding":
         HiddenParallelEmbedding.from_dense(layer, group, gather_output=how.is_whole_outside)
     elif how.style == "inside":

@@ -70,6 +70,35 @@ def test_the_norm_of_no_gradients_is_zero():
             assert found.tolist() == [0.0, 0.0]
 
 
+class OwnSizes(nn.Module):
+    """Depends on the rank, as if it were made for this rank's data."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        is_other = dist.get_rank() == 1
+        self.first = nn.Linear(4, 5 if is_other and what == "a size" else 4)
+        self.second = nn.Linear(4, 4).requires_grad_(not (is_other and what == "freezing"))
+        if is_other and what == "a module":
+            self.third = nn.Linear(4, 4)
+
+
+def run_different_models(what: str) -> None:
+    Engine(SMPConfig(pipeline_parallel_degree=1)).attach(OwnSizes(what))
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("a size", r"rank 0 has `first\.weight` \(of shape \[4, 4\], .*\), rank 1 has .* \(of shape \[5, 4\], "),
+        ("a module", r"rank 0 has `nothing` .*, rank 1 has `third\.weight` "),
+        ("freezing", r"rank 0 has `second\.weight` \(.*, trained\), rank 1 has `second\.weight` \(.*, not trained\)"),
+    ],
+)
+def test_ranks_with_different_models_are_told_before_they_begin(what, told):
+    with pytest.raises(RuntimeError, match=rf"Ranks have different models: where {told}"):
+        run_ranks(run_different_models, 2, what)
+
+
 def run_empty_batch() -> list[Tensor | None]:
     model = Text()
     engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))

@@ -157,19 +157,27 @@ class Penalised(Text):
         return super().loss(batch) + 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
-def run_penalised(pp: int) -> str:
+def run_penalised(pp: int, options: tuple[tuple[str, Any], ...], evaluates_first: bool) -> str:
     torch.manual_seed(0)
     model = Penalised()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    engine = engine_for(Setting(2, pp=pp), model, optimizer)
-    with pytest.raises(UnsupportedError) as caught:
+    engine = engine_for(Setting(2, pp=pp, options=options), model, optimizer)
+    if evaluates_first:
+        engine.eval_step(super(Penalised, model).loss, batch_of(0, 0))
+    with pytest.raises((ConfigError, UnsupportedError)) as caught:
         train(engine, model, optimizer, range(1), None)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("options", [(), (("skip_tracing", True),)], ids=["traced", "not traced"])
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_step_that_computes_with_weights_of_split_layers_from_outside_is_refused(pp):
-    for told in run_ranks(run_penalised, 2 * pp, pp):
+def test_a_step_that_computes_with_weights_of_split_layers_from_outside_is_refused(pp, options):
+    for told in run_ranks(run_penalised, 2 * pp, pp, options, False):
+        assert "`blocks.0.mlp.0`, which cannot be split: code of `the step` reads the weight" in told
+
+
+def test_a_later_kind_of_step_that_does_so_is_refused_too():
+    for told in run_ranks(run_penalised, 2, 1, (), True):
         assert "Code above the units computes with `blocks.0.mlp.0.weight` and 11 more" in told
         assert '`tensor_parallel={"blocks.0.mlp.0": "replicate"}`' in told
 

@@ -30,7 +30,7 @@ class SplitComparison:
     is_named_alike: bool
     """Whether parameters had the names of the dense model while layers were split."""
     is_dense_again: bool
-    """Whether the state afterwards is that of before, bit for bit, with all attributes of modules."""
+    """Whether the state afterwards is that of the dense model, bit for bit, with all attributes of modules."""
 
 
 def compare_split(architecture: Architecture, num_ranks: int, timeout: float = 30.0) -> SplitComparison:
@@ -46,7 +46,6 @@ def _on_rank(architecture: Architecture) -> SplitComparison:
     loss.backward()
     expected = {"loss": loss.detach(), **{n: p.grad for n, p in dense.named_parameters() if p.grad is not None}}
     model = architecture.build()
-    attributes = _attributes(model)
     group = TensorGroup(dist.group.WORLD)
     split = split_layers(model, group)
     loss = model.step(batch)
@@ -72,7 +71,7 @@ def _on_rank(architecture: Architecture) -> SplitComparison:
     is_dense_again = (
         list(before) == list(after)
         and all(torch.equal(before[name], after[name]) for name in before)
-        and _attributes(model) == attributes
+        and _attributes(model) == _attributes(dense)
     )
     return SplitComparison(differences[where], where, split.report, tuple(apart), is_named_alike, is_dense_again)
 

@@ -1,20 +1,24 @@
-"""Pairs of linear layers, recognised by watching the step: linear, elementwise operations, linear.
+"""What is seen of linear layers while the step runs once: pairs of them, and who reads their weights.
 
 If all that reads the output of a linear layer is elementwise, and all that reads the result is another linear layer,
 the first one can be split by columns and the second by rows, and nobody notices: what lies between works on parts just
 as well. Several first layers may meet on the way (``silu(gate(x)) * up(x)``), if they are equally wide.
 
-The step runs once while every operation is looked at. A value is *on the way* from one or more first layers; an
-operation that is not known to be elementwise, that mixes it with a tensor which is not a mere number, or that asks for
-its shape, spoils the layers that it comes from. So does what still exists when the step is over: somebody has kept it,
-and may read it later. A layer has to be the same in all of its calls.
+Every operation is looked at. A value is *on the way* from one or more first layers; an operation that is not known to
+be elementwise, that mixes it with a tensor which is not a mere number, or that asks for its shape, spoils the layers
+that it comes from. So does what still exists when the step is over: somebody has kept it, and may read it later. A
+layer has to be the same in all of its calls.
+
+A weight that other code reads than the layer that has it (a head that multiplies by the table of an embedding) must
+stay whole, too: that code would take a part for the whole.
 """
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, final
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +26,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from smp_strategy.stage_tensors import HARMLESS
 from smp_strategy.tensor_parallel.plan import Block, How
 
-__all__ = ["Pair", "find_pairs", "pair_blocks"]
+__all__ = ["Pair", "Watched", "pair_blocks", "watch"]
 
 _ELEMENTWISE_NAMES = (
     "relu relu_ relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign "
@@ -46,6 +51,8 @@ _HARMLESS = frozenset(
     for name in ("dtype", "device", "requires_grad", "is_cuda", "is_nested", "ndim", "layout", "is_leaf", "grad_fn")
     if (getter := getattr(Tensor, name, None)) is not None and hasattr(getter, "__get__")
 ) | {Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__hash__}
+# What code may ask a weight without looking at it: also its size, which goes with those of activations that it meets.
+_NO_READS = _HARMLESS | HARMLESS
 
 
 @final
@@ -57,26 +64,43 @@ class Pair:
     row: str
 
 
-def find_pairs(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> list[Pair]:
-    """The pairs among the linear layers of ``modules``, by qualified name, as ``run_step`` uses them.
+@final
+@dataclass(frozen=True)
+class Watched:
+    """What has been seen."""
+
+    pairs: tuple[Pair, ...] = ()
+    readers: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By ``id`` of a parameter the modules whose code has read it."""
+
+
+def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Watched:
+    """Run the step, and look.
 
     Args:
         modules: all modules by qualified name.
-        run_step: computes the loss; it is run once, without gradients.
+        run_step: computes the loss with them; it is run once, without gradients.
     """
-    linears = {
-        name: module
-        for name, module in modules.items()
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    }
-    watch = _Watch(linears)
-    with torch.no_grad(), watch:
-        result = run_step()
-    watch.spoil_what_is_left(result)
-    return watch.pairs()
+    mode = _Watch(modules)
+    handles = [
+        handle
+        for name, module in mode.first_names.items()
+        for handle in (
+            module.register_forward_pre_hook(lambda *_, name=name: mode.running.append(name), prepend=True),
+            module.register_forward_hook(lambda *_: mode.leave(), always_call=True),
+        )
+    ]
+    try:
+        with torch.no_grad(), mode:
+            result = run_step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    mode.spoil_what_is_left(result)
+    return Watched(tuple(mode.pairs()), {key: frozenset(found) for key, found in mode.readers.items()})
 
 
-def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list[Block]:
+def pair_blocks(pairs: Iterable[Pair]) -> list[Block]:
     """Blocks of ``pairs``."""
     found = []
     for pair in pairs:
@@ -89,23 +113,38 @@ def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list
 class _Watch(TorchFunctionMode):
     """Looks at every operation."""
 
-    def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._name_of = {id(layer.weight): name for name, layer in linears.items()}
-        # The weight of two layers is that of none: they are tied.
-        counts: dict[int, int] = {}
-        for layer in linears.values():
-            counts[id(layer.weight)] = counts.get(id(layer.weight), 0) + 1
-        self._name_of = {key: name for key, name in self._name_of.items() if counts[key] == 1}
+        seen: set[int] = set()
+        self.first_names: dict[str, nn.Module] = {}
+        for name, module in modules.items():
+            if id(module) not in seen:
+                seen.add(id(module))
+                self.first_names[name] = module
+        linears = {name: layer for name, layer in self.first_names.items() if _is_plain(layer)}
+        # A weight of two layers is taken for that of neither.
+        counts = Counter(id(layer.weight) for layer in linears.values())
+        self._name_of = {id(layer.weight): name for name, layer in linears.items() if counts[id(layer.weight)] == 1}
         self._widths = {name: (layer.in_features, layer.out_features) for name, layer in linears.items()}
+        self._parameters = {id(p) for module in self.first_names.values() for p in module.parameters(recurse=False)}
         self._origins: dict[int, tuple[weakref.ref[Tensor], frozenset[str]]] = {}
         self._spoilt: set[str] = set()
         self._into: dict[str, set[str]] = {}
         self._from: dict[str, set[frozenset[str]]] = {}
+        self.running: list[str] = []
+        self.readers: dict[int, set[str]] = {}
+
+    def leave(self) -> None:
+        """The innermost of the modules that are running has ended."""
+        self.running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func not in _NO_READS:
+            for tensor in read:
+                if id(tensor) in self._parameters:
+                    self.readers.setdefault(id(tensor), set()).add(self.running[-1] if self.running else "")
         origins = [self._origin(tensor) for tensor in read]
         result = func(*args, **kwargs)
         if func is F.linear:
@@ -169,3 +208,7 @@ class _Watch(TorchFunctionMode):
                 found.append(Pair(tuple(sorted(sources)), row))
                 taken |= {*sources, row}
         return found
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
