@@ -131,15 +131,13 @@ class UnitUses:
         """Call ``function`` while the parameters of a unit are there, and see to it that backward finds them.
 
         Args:
-            name: of the unit; one without parameters need not be known.
+            name: of the unit.
             function: what to call.
             args: its arguments.
             kwargs: its keyword arguments.
             token: equal for calls that one thread makes one after the other: those of a microbatch.
         """
-        number = self._numbers.get(name)
-        if number is None:
-            return function(*args, **kwargs)
+        number = self._numbers[name]
         self._claim(number)
         try:
             memory = self._units[number].memory
