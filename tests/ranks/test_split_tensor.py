@@ -30,6 +30,12 @@ def _in_place(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
     return x
 
 
+def _changed(x: Tensor, w: Tensor) -> Tensor:
+    x.add_(w)
+    x.mul_(w)
+    return x
+
+
 def _set(x: Tensor, index: Any, value: Any) -> None:
     x[index] = value
 
@@ -96,6 +102,9 @@ TABLE: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[int, ...]]] = {
     "checkpoint": (lambda x, w: checkpoint(lambda y: F.gelu(y * w) * y, x, use_reentrant=False), ANY),
     "reentrant checkpoint": (lambda x, w: checkpoint(lambda y: F.gelu(y * 2) * y, x, use_reentrant=True), ANY),
     "a function of the user's": (lambda x, w: _Square.apply(x * 2) * w, ANY),
+    "such a function of what was changed": (lambda x, w: _Square.apply(_in_place(x, lambda y: y.mul_(w))), ANY),
+    "and changed by a view": (lambda x, w: _Square.apply(_in_place(x, lambda y: y.transpose(0, 1).mul_(w))), ANY),
+    "its result changed": (lambda x, w: _changed(_Square.apply(x), w) + x, ANY),
     "one of two": (lambda x, w: _Product.apply(x, w.expand(2, 8, 6)), ANY),
 }
 
