@@ -59,17 +59,17 @@ class Copies:
         return self._copies.get(id(tensor))
 
 
-def chains(module: nn.Module) -> list[list[nn.Module]]:
-    """The lists of layers in ``module`` whose stream can be split: those with a region in each layer."""
-    found: list[list[nn.Module]] = []
+def chains(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """The lists of layers in ``module`` whose stream can be split, by name: those with a region in each layer."""
+    found: dict[str, list[nn.Module]] = {}
     inside: set[nn.Module] = set()
-    for layers in module.modules():
+    for name, layers in module.named_modules():
         if layers in inside or not isinstance(layers, nn.ModuleList) or not len(layers):
             continue
         if any(isinstance(layer, SplitLayer) or "forward" in vars(layer) for layer in layers):
             continue
         if all(any(isinstance(part, RowParallelLayer) for part in layer.modules()) for layer in layers):
-            found.append(list(layers))
+            found[name] = list(layers)
             inside.update(layers.modules())
     return found
 

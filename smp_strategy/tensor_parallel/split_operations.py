@@ -39,6 +39,7 @@ _ELEMENTWISE = _RANDOM | {
     *("greater", "greater_equal", "isnan", "isinf", "isfinite", "isclose", "logical_not", "logical_and"),
     *("logical_or", "logical_xor", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "copy", "fill", "zero"),
 }
+_COLLECTIVES = ("torch.distributed", "torch._ops.c10d", "torch._ops._c10d")
 _NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"})
 _SAME_SIZE = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
 
@@ -140,6 +141,10 @@ def _with_the_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], 
         raise UnsupportedError(f"`{name}(..., out=...)` into a split tensor. Use what the operation returns.")
     if name.startswith("set "):
         raise UnsupportedError(f"`{name[4:]}` of a split tensor is set. Use an operation that returns a new tensor.")
+    if str(getattr(func, "__module__", "")).startswith(_COLLECTIVES):
+        raise UnsupportedError(f"`{name}` of a split tensor. Say what is meant: `x.whole()`, or `x.part` of this rank.")
+    if _changes_first(name) and _any_split(leaf for leaf in args[:1] if isinstance(leaf, (list, tuple))):
+        raise UnsupportedError(f"`{name}` would change split tensors in a list. Put them together first: `x.whole()`.")
     wholes: dict[int, Tensor] = {}
 
     def whole(leaf: Parts) -> Tensor:

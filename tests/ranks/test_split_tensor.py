@@ -274,15 +274,32 @@ def _refused(what: str) -> None:
     split = SplitTensor.from_whole(torch.ones(2, 4), TensorGroup(dist.group.WORLD), 1)
     if what == "size":
         split.unsqueeze_(0)
+    elif what == "collective":
+        dist.all_reduce(split)
+    elif what == "collective past Python":
+        dist.group.WORLD.allreduce([split])
+    elif what == "list":
+        torch._foreach_add_([split], 1)
+    elif what == "data":
+        split.data = torch.ones(2, 4)
     else:
         torch.add(split, 1, out=split)
 
 
-def test_changes_that_no_part_can_make_alone_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"`unsqueeze_` would change the size of a split tensor\. Use what returns"):
-        run_ranks(_refused, 2, "size")
-    with pytest.raises(RuntimeError, match=r"`add\(\.\.\., out=\.\.\.\)` into a split tensor\. Use what the operation"):
-        run_ranks(_refused, 2, "out")
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("size", r"`unsqueeze_` would change the size of a split tensor\. Use what returns"),
+        ("out", r"`add\(\.\.\., out=\.\.\.\)` into a split tensor\. Use what the operation"),
+        ("collective", r"`all_reduce` of a split tensor\. Say what is meant: `x\.whole\(\)`, or"),
+        ("collective past Python", r"`allreduce_` of a split tensor\. Say what is meant"),
+        ("list", r"`_foreach_add_` would change split tensors in a list\. Put them together first"),
+        ("data", "no setter"),
+    ],
+)
+def test_changes_that_no_part_can_make_alone_are_refused(what: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(_refused, 2, what)
 
 
 def _bytes() -> list[int]:
