@@ -17,8 +17,8 @@ its layers are built): tensors count changes in place also where they have no me
 changed more often than a rehearsal on the meta device changes them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.initial_values import Initialisers, places_of
-from smp_strategy.meta_tensors import leave_meta, unset, without_memory
+from smp_strategy.meta_tensors import leave_meta, ordinary, unset, without_memory, zero_values
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
 from smp_strategy.units import Unit
 
@@ -85,7 +85,7 @@ class DelayedModule:
         self._pending.update(self._names)
         if not self._pending:
             return
-        with _ordinary():
+        with ordinary():
             self._initialisers = Initialisers(self._root, self._seed, self.device)
             problems = [*self._rehearse(), *_meta_attributes(self._root), *_meta_states(optimizers)]
         if problems:
@@ -107,7 +107,7 @@ class DelayedModule:
         if not wanted:
             return
         assert self._initialisers is not None, "prepare comes first"
-        with _ordinary():
+        with ordinary():
             for tensor in wanted:
                 leave_meta(tensor, unset(tensor, self.device))
             fresh = [tensor for tensor in wanted if tensor not in self._loaded]
@@ -120,23 +120,9 @@ class DelayedModule:
             raise UnsupportedError(f"Initialisers leave a part of {_listed(names)} without values. {_REMEDY}")
         self._forget(wanted)
 
-    @contextmanager
-    def pretending(self) -> Iterator[None]:
+    def pretending(self) -> AbstractContextManager[None]:
         """In here all tensors have values, zero, in hardly any memory: the step can run, for somebody who watches."""
-        values = {}
-        with _ordinary():
-            for tensor in self._pending:
-                zero = torch.zeros((), dtype=tensor.dtype, device=self.device)
-                # The step may change buffers in place.
-                is_small = not isinstance(tensor, nn.Parameter)
-                values[tensor] = torch.zeros_like(tensor, device=self.device) if is_small else zero.expand(tensor.shape)
-                leave_meta(tensor, values[tensor])
-        try:
-            yield
-        finally:
-            with _ordinary():
-                for tensor, value in values.items():
-                    leave_meta(tensor, value)  # which is what it was before
+        return zero_values(self._pending, self.device)
 
     def divide(self, split: SplitLayers) -> None:
         """Layers have been split: tensors will get this rank's part of the values that they would have had."""
@@ -170,7 +156,7 @@ class DelayedModule:
     def pass_over(self, tensors: Iterable[Tensor]) -> None:
         """Let ``tensors`` leave the meta device without memory: their values are on other ranks."""
         passed = [tensor for tensor in dict.fromkeys(tensors) if tensor in self._pending]
-        with _ordinary():
+        with ordinary():
             for tensor in passed:
                 leave_meta(tensor, without_memory(tensor, self.device))
         self._forget(passed)
@@ -233,7 +219,7 @@ class DelayedModule:
             tensor.copy_(whole)
 
     def _copy(self, original: Tensor, tensor: Tensor, *, is_here: bool) -> None:
-        with _ordinary():
+        with ordinary():
             values = self._whole(original) if is_here else without_memory(tensor, self.device)
             leave_meta(tensor, values)
 
@@ -315,13 +301,6 @@ def _meta_states(optimizers: Sequence[Optimizer]) -> list[str]:
             for value in state.values()
         )
     ]
-
-
-@contextmanager
-def _ordinary() -> Iterator[None]:
-    """What is made in here is an ordinary tensor, also where the first step is one of evaluation."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,10 +5,20 @@ has seen the tensor (an optimizer, a tied module, a recurrent layer with its wea
 object, with its class, attributes, hooks and ``requires_grad``.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-__all__ = ["has_unset", "leave_meta", "unset", "without_memory"]
+import torch
+from torch import Tensor, nn
+
+__all__ = ["has_unset", "leave_meta", "ordinary", "unset", "without_memory", "zero_values"]
+
+
+@contextmanager
+def ordinary() -> Iterator[None]:
+    """What is made in here is an ordinary tensor, also where the first step is one of evaluation."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def leave_meta(tensor: Tensor, values: Tensor) -> None:
@@ -38,6 +48,24 @@ def without_memory(tensor: Tensor, device: torch.device) -> Tensor:
     values = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
     values.untyped_storage().resize_(0)
     return values
+
+
+@contextmanager
+def zero_values(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """In here ``tensors`` are zero on ``device``; parameters have no more memory than one element."""
+    values = {}
+    with ordinary():
+        for tensor in tensors:
+            # Others may be changed in place.
+            size = () if isinstance(tensor, nn.Parameter) else tensor.shape
+            values[tensor] = torch.zeros(size, dtype=tensor.dtype, device=device).expand(tensor.shape)
+            leave_meta(tensor, values[tensor])
+    try:
+        yield
+    finally:
+        with ordinary():
+            for tensor, value in values.items():
+                leave_meta(tensor, value)  # which is what it was before
 
 
 def _can_be_nan(tensor: Tensor) -> bool:

@@ -118,7 +118,13 @@ def layout_of(tp: int, pp: int, dp_shard: int = 1) -> tuple[int, int, dict[str, 
     return tp * pp * dp_shard, tp, options
 
 
-LAYOUTS = {"tp2": layout_of(2, 1), "tp2 pp2": layout_of(2, 2), "tp4": layout_of(4, 1), "tp2 sdp2": layout_of(2, 1, 2)}
+LAYOUTS = {
+    "tp2": layout_of(2, 1),
+    "tp2 pp2": layout_of(2, 2),
+    "tp4": layout_of(4, 1),
+    "tp2 sdp2": layout_of(2, 1, 2),
+    "tp2 along the sequence": (2, 2, {"pipeline_parallel_degree": 1, "optimize": "memory"}),
+}
 
 
 # The model with PyTorch's own attention has two heads only.
