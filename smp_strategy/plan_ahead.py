@@ -2,10 +2,13 @@
 
 The model may be on the meta device. Units need no values (:mod:`smp_strategy.trace.oracle`); what code above them
 computes with (masks, rotary tables) is small and gets memory, with zeros, while the step runs dry.
+
+Layers that ranks would split are split meanwhile, as the first rank would have them, and whole again afterwards. They
+are chosen by what the step does, too, which is watched where it costs nothing: on the meta device, if the model is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,12 +20,15 @@ from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import find_costs
 from smp_strategy.decision import program_of
-from smp_strategy.dry_run import DryRun, Surroundings, dry_run
-from smp_strategy.errors import ConfigError
+from smp_strategy.dry_run import DryRun, Surroundings, dry_run, run_for_real
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh_shape import MeshShape
+from smp_strategy.meta_tensors import zero_values
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.planning import Program, as_given, best_partition
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.trace.attributes import attributes_restored
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
@@ -67,11 +73,6 @@ def plan_partition(
     """
     config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
     config.check(num_stages)
-    if config.tensor_parallel_degree > 1:
-        raise ConfigError(
-            f"`tensor_parallel_degree` is {config.tensor_parallel_degree}, but planning without ranks splits no layers "
-            "yet: costs and memory would be those of whole ones. Leave it out."
-        )
     given = place_beforehand(config, module, choose_placed_units(config, module, num_stages), num_stages)
     program = trace_program(
         config, module, step, microbatch, num_stages=num_stages, loss_of=loss_of, optimizers=optimizers, machine=machine
@@ -94,23 +95,76 @@ def trace_program(
 ) -> Program:
     """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
     device, dp_shard = torch.device("cpu"), config.sharded_data_parallel_degree
-    shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard)
+    shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
     units = choose_placed_units(config, module, num_stages)
     calls = UnitCalls()
     surroundings = Surroundings(
         module=module, units=units, calls=calls, oracle=Oracle(device), device=device, optimizers=optimizers
     )
-    calls.intercept(units)
+    microbatch = pytree.tree_map(_real, microbatch)
+    with _split(config, surroundings, step, microbatch, loss_of):
+        calls.intercept(units)
+        try:
+            found = DryRun(None, ())
+            if not config.skip_tracing:
+                with _glue_in_memory(module, units, device):
+                    found = dry_run(step, microbatch, loss_of, surroundings)
+            machine = Machine.nominal(machine) if isinstance(machine, str) else machine
+            costs = find_costs(config, device, found.calls, found.trace, shape, machine)
+        finally:
+            calls.give_back()
+        return program_of(config, surroundings, found, costs, shape)
+
+
+@contextmanager
+def _split(
+    config: SMPConfig,
+    surroundings: Surroundings,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    loss_of: Callable[[Any], Tensor | None],
+) -> Iterator[None]:
+    """In here layers are those of the first of the ranks that would split them."""
+    if config.tensor_parallel_degree == 1:
+        yield
+        return
+    parameters = list(surroundings.module.parameters())
+    before = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
+    split = SplitLayers(
+        surroundings.module,
+        TensorGroup(None, rank=0, size=config.tensor_parallel_degree),
+        patterns=config.tensor_parallel,
+        strict=config.tensor_parallel_strict,
+        splits_sequence=config.optimize == "memory",
+        run_step=lambda: _run(step, microbatch, loss_of, surroundings),
+    )
     try:
-        found = DryRun(None, ())
-        if not config.skip_tracing:
-            with _glue_in_memory(module, units, device):
-                found = dry_run(step, pytree.tree_map(_real, microbatch), loss_of, surroundings)
-        machine = Machine.nominal(machine) if isinstance(machine, str) else machine
-        costs = find_costs(config, device, found.calls, found.trace, shape, machine)
+        yield
     finally:
-        calls.give_back()
-    return program_of(config, surroundings, found, costs, shape)
+        split.to_dense()
+        for parameter, values, gradient in before:
+            parameter.grad = None
+            parameter.data = values
+            parameter.grad = gradient
+
+
+def _run(
+    step: Callable[[Any], Any], microbatch: Any, loss_of: Callable[[Any], Tensor | None], surroundings: Surroundings
+) -> None:
+    """Run the step for somebody who watches."""
+    module = surroundings.module
+    without_values = [each for each in (*module.parameters(), *module.buffers()) if each.is_meta]
+    if without_values:
+        # Nothing is computed there. What fails looks at values, or has some elsewhere, and does better with zeros.
+        with suppress(Exception), torch.device("meta"), attributes_restored(module.modules()):
+            step(pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), microbatch))
+            return
+    surroundings.calls.intercept(surroundings.units)
+    try:
+        with zero_values(without_values, surroundings.device):
+            run_for_real(step, microbatch, loss_of, surroundings)
+    finally:
+        surroundings.calls.give_back()
 
 
 def _real(leaf: Any) -> Any:

@@ -165,7 +165,51 @@ def test_units_that_are_spread_over_replicas_are_planned_with_their_shares():
     assert [unit.held for unit in alone.units] == [unit.held for unit in spread.units]
 
 
-def test_layers_that_are_split_cannot_be_planned_without_ranks():
-    model = Text()
-    with pytest.raises(ConfigError, match="`tensor_parallel_degree` is 2, but planning without ranks splits no layers"):
+class Wide(OnMeta):
+    """With pairs of layers that are large enough to count; what `mlp` is, the step shows."""
+
+    def __init__(self) -> None:
+        with torch.device("meta"):
+            Text.__init__(self, width=64)
+
+
+def on_ranks_that_split_layers(options: dict[str, Any]) -> tuple[Any, int]:
+    torch.manual_seed(0)
+    model = Text(width=64)
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, tensor_parallel_degree=2, microbatches=2, **options))
+    engine.attach(model)
+    engine.train_step(model.loss, batch_for("text", 0, 4), loss_of=lambda loss: loss)
+    return engine.partition, sum(line.is_split for line in engine.layout.split_report.lines)
+
+
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel": {"*.mlp": "replicate"}}, {"skip_tracing": True}], ids=str)
+@pytest.mark.parametrize("kind", [Wide, lambda: Text(width=64)], ids=["meta", "cpu"])
+def test_layers_that_are_split_are_planned_as_ranks_do(kind, options):
+    model = kind()
+    given = {"num_stages": 2, "microbatches": 2, **options}
+    planned = plan_partition(model, model.loss, batch_for("text", 0, 2), tensor_parallel_degree=2, **given)
+    found, num_split = run_ranks(on_ranks_that_split_layers, 4, options)[0]
+    assert planned == found
+    assert (num_split == 0) == ("tensor_parallel" in options)
+    whole = plan_partition(model, model.loss, batch_for("text", 0, 2), **given | {"tensor_parallel": None})
+    assert (planned.stages[0].held.parameter < whole.stages[0].held.parameter) == (num_split > 0)
+
+
+def test_planning_with_split_layers_leaves_the_module_as_it_was():
+    model = Text(width=16)
+    model.loss(batch_for("text", 0, 2)).backward()
+    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
+    kinds = [type(part) for part in model.modules()]
+    plan_partition(model, model.loss, batch_for("text", 0, 2), num_stages=2, tensor_parallel_degree=2)
+    assert [type(part) for part in model.modules()] == kinds
+    for parameter, (same, value, gradient) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert torch.equal(parameter, value)
+        assert parameter.grad is gradient
+
+
+def test_a_step_that_looks_at_values_is_refused_with_split_layers_too():
+    model = LooksAtValues()
+    with pytest.raises(UnsupportedError, match="looks at a value .* but the module is on the meta device"):
         plan_partition(model, model.loss, batch_for("text", 0, 2), num_stages=2, tensor_parallel_degree=2)
+    assert all(parameter.is_meta for parameter in model.parameters())
