@@ -24,7 +24,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
 from smp_strategy.tensor_parallel.split_layer import CannotSplit, check_plain, cut_evenly
-from smp_strategy.tensor_parallel.split_parts import Parts
+from smp_strategy.tensor_parallel.split_parts import InParts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -76,7 +76,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
 
     def _product(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self._is_transposed else self.weight
-        if isinstance(x, Parts):
+        if isinstance(x, InParts):
             return _product_of_parts(enter_parts(x, self.group, shares=self.shares_input), weight, self.bias)
         if self.shares_input or not (x.requires_grad and torch.is_grad_enabled()):
             return F.linear(enter(x, self.group), weight, self.bias)

@@ -24,7 +24,7 @@ from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.region import RowParallelLayer
 from smp_strategy.tensor_parallel.split_layer import CannotSplit, SplitLayer
-from smp_strategy.tensor_parallel.split_parts import Parts
+from smp_strategy.tensor_parallel.split_parts import InParts
 from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 
 __all__ = ["Copies", "SequenceParallel", "chains"]
@@ -59,17 +59,17 @@ class Copies:
         return self._copies.get(id(tensor))
 
 
-def chains(module: nn.Module) -> list[list[nn.Module]]:
-    """The lists of layers in ``module`` whose stream can be split: those with a region in each layer."""
-    found: list[list[nn.Module]] = []
+def chains(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """The lists of layers in ``module`` whose stream can be split, by name: those with a region in each layer."""
+    found: dict[str, list[nn.Module]] = {}
     inside: set[nn.Module] = set()
-    for layers in module.modules():
+    for name, layers in module.named_modules():
         if layers in inside or not isinstance(layers, nn.ModuleList) or not len(layers):
             continue
         if any(isinstance(layer, SplitLayer) or "forward" in vars(layer) for layer in layers):
             continue
         if all(any(isinstance(part, RowParallelLayer) for part in layer.modules()) for layer in layers):
-            found.append(list(layers))
+            found[name] = list(layers)
             inside.update(layers.modules())
     return found
 
@@ -136,7 +136,7 @@ class SequenceParallelLayer(SplitLayer):
             result = type(self)._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         finally:
             self.group.copies = None
-        return pytree.tree_map_only(Parts, Parts.whole, result) if self._ends_whole else result
+        return pytree.tree_map_only(InParts, InParts.whole, result) if self._ends_whole else result
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         stream = args[0] if args else kwargs.get(_STREAM)
@@ -146,7 +146,7 @@ class SequenceParallelLayer(SplitLayer):
                 f"stream, a tensor with tokens along dim {self._dim}, but is {_described(stream)}. Give it the tensor "
                 f"as its first argument, or as `{_STREAM}`."
             )
-        if not isinstance(stream, Parts):
+        if not isinstance(stream, InParts):
             stream = SplitTensor.from_whole(stream, self.group, self._dim)
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, _STREAM: stream})
 

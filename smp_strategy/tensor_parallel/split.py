@@ -7,7 +7,7 @@ becomes whole again, and the decision is made once more without its block.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -95,7 +95,9 @@ def split_layers(
         failed = _split_all(choice, modules, group, undo)
         if failed is None:
             if splits_sequence:
-                undo += [SequenceParallel(layers, group).remove for layers in chains(module)]
+                streams = chains(module)
+                undo += [SequenceParallel(layers, group).remove for layers in streams.values()]
+                report = replace(report, streams=tuple(streams))
             return SplitModule(_cuts(module), report, undo)
         SplitModule({}, report, undo).to_dense()
         refused |= failed

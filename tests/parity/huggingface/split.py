@@ -51,7 +51,7 @@ def _on_rank(architecture: Architecture, splits_sequence: bool) -> SplitComparis
     model = architecture.build()
     group = TensorGroup(dist.group.WORLD)
     split = split_layers(model, group)
-    streams = [SequenceParallel(layers, group) for layers in chains(model)] if splits_sequence else []
+    streams = [SequenceParallel(layers, group) for layers in chains(model).values()] if splits_sequence else []
     assert bool(streams) == splits_sequence
     loss = model.step(batch)
     loss.backward()
