@@ -13,6 +13,9 @@ from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.layout import Layout
 from smp_strategy.share import Share
+from smp_strategy.tensor_parallel.functions import add_up
+from smp_strategy.tensor_parallel.functions import copy as copy_
+from smp_strategy.tensor_parallel.registry import tp_register
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY
 from tests.ranks import test_delayed as delayed
@@ -65,7 +68,36 @@ def gpt2_with_heads(**sizes: int) -> nn.Module:
     return delayed.HuggingFace(GPT2LMHeadModel(GPT2Config(**sizes, **random, bos_token_id=0, eos_token_id=0)))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"by hand": ByHand, "gpt2": gpt2_with_heads, "mixed": Mixed}
+class SplitReaching(nn.Module):
+    """A twin of one's own."""
+
+    def __init__(self, width: int, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.up, self.down = nn.Linear(width, 4 * width // group.size), nn.Linear(4 * width // group.size, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        summand = nn.functional.linear(torch.relu(self.up(copy_(x, self.group))), self.down.weight)
+        return x + add_up(summand, self.group) + self.down.bias
+
+
+@tp_register(SplitReaching)
+class Registered(Reaching):
+    """Built whole, with a twin."""
+
+
+def registered() -> nn.Module:
+    model = ByHand()
+    model.blocks = nn.ModuleList(Registered(8) for _ in range(4))
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "by hand": ByHand,
+    "gpt2": gpt2_with_heads,
+    "mixed": Mixed,
+    "registered": registered,
+}
 
 
 def engine_for(model: nn.Module, *optimizers: torch.optim.Optimizer, tp: int, **options: Any) -> Engine:

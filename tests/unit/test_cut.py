@@ -36,6 +36,9 @@ def test_every_rank_has_a_part_of_each_fused_matrix() -> None:
     whole = torch.arange(12)
     assert cut.part(whole, 0).tolist() == [0, 1, 2, 3, 6, 7, 8, 9]
     assert cut.part(whole, 1).tolist() == [4, 5, 10, 11]
+    part = torch.zeros(4, dtype=torch.float64)
+    cut.fill(part, whole, 1)
+    assert part.tolist() == [4, 5, 10, 11]
 
 
 @pytest.mark.parametrize(("length", "num_blocks", "granule"), [(7, 2, 1), (12, 1, 5), (4, 1, 4)])
