@@ -33,6 +33,7 @@ from smp_strategy.pipeline.turns import Step
 from smp_strategy.report import render_layout
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.joint_batch import join
 from smp_strategy.tensor_parallel.report import Report
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
 from smp_strategy.timetables import Timetables
@@ -108,6 +109,10 @@ class Layout:
         """After which steps run; exist once the partition is decided."""
         assert self._timetables is not None
         return self._timetables
+
+    def joined(self, batch: Any) -> Any:
+        """The samples of all ranks that split layers between them; see :func:`join`. Collective over these."""
+        return batch if self._group is None else join(batch, self._group)
 
     def surroundings(self, optimizers: Sequence[Optimizer]) -> Surroundings:
         """What dry runs run on."""

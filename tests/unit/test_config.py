@@ -253,17 +253,15 @@ def test_an_unbuilt_option_at_its_default_is_accepted():
 # --- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
-def test_samples_of_their_own_for_tensor_parallel_ranks_are_refused():
-    with pytest.raises(ConfigError, match="`prescaled_batch=False` .* not built yet"):
-        SMPConfig(tensor_parallel_degree=2, prescaled_batch=False)
-
-
 def test_layers_are_split_by_their_values_so_these_may_not_be_delayed():
     with pytest.raises(ConfigError, match="does not go together with `tensor_parallel_degree` \\(2\\)"):
         SMPConfig(tensor_parallel_degree=2, delayed_parameter_initialization=True)
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel": {"*.up": "column"}}, {"tensor_parallel_strict": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel": {"*.up": "column"}}, {"tensor_parallel_strict": True}, {"prescaled_batch": False}],
+)
 def test_options_about_split_layers_are_refused_where_none_are_split(options):
     [name] = options
     with pytest.raises(ConfigError, match=f"`{name}=.* has no effect, because no layers are split"):
