@@ -7,43 +7,55 @@ A step is forward, backward and AdamW of a few blocks of the kinds of Llama (rot
 gated MLP) and of GPT-2 (fused queries, keys and values, layer norms, biases). The blocks are plain PyTorch. Both sides
 have the same weights and batches, run in the same processes over gloo, and take turns, each going first every other
 time; what counts is the median of the ratios of neighbours. Before anything is timed, results and gradients are
-compared.
+compared. Each kind is run twice: with whole activations between regions (attention, MLP), and with some tokens of them
+on each rank ("tokens"; ``SequenceParallel`` of both sides).
 
 * Memory: live bytes of tensors at most in forward and backward (benchmarks/live_bytes.py), on the fullest rank, less
   those of weights. Gradients of weights are among them, on both sides.
-* Bytes: what a rank puts into collectives. The least is one whole activation in forward and one in backward for each
-  region (attention, MLP). Theirs are counted as calls, all of that size.
+* Bytes: what a rank sends (benchmarks/wire_bytes.py). The least is that of one sum of a whole activation in forward and
+  one in backward for each region. With tokens on all ranks, the same is sent as gathers and reductions; ours gathers
+  once more in backward, since it keeps the parts only.
 
 The last line is JSON: ``worst_time_vs_dtensor`` and ``memory_vs_dtensor`` (ours over theirs, in the worst case), and
-``bytes_over_minimum`` (ours, in the worst case).
+``bytes_over_minimum`` (ours, in the worst case; ``tokens_bytes_over_minimum`` with tokens on all ranks).
 """
 
 import copy
+import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from live_bytes import peak_of
-from tensor_parallel_blocks import GPT2Block, LlamaBlock
+from tensor_parallel_blocks import BLOCKS, Block, Region
 from timing import over_ranks, seconds_of
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.optim import AdamW
+from wire_bytes import wire_bytes
 from workloads import Chain
 
+from smp_strategy.tensor_parallel import sequence
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.testing import run_ranks
 
 WARM_UPS, NUM_BLOCKS, REGIONS_OF_A_BLOCK = 3, 4, 2
-KINDS: dict[str, Callable[[int], nn.Module]] = {"llama": LlamaBlock, "gpt2": GPT2Block}
+TOKENS = 1
+"""The dim of activations along which they stand."""
 
 
 class Size(NamedTuple):
@@ -66,8 +78,8 @@ class Side:
 
     name: str
 
-    def __init__(self, model: Chain, batch: Tensor) -> None:
-        self.model, self._batch = model, batch
+    def __init__(self, model: Chain, batch: Tensor, splits_tokens: bool) -> None:
+        self.model, self._batch, self._splits_tokens = model, batch, splits_tokens
         self.split()
         self.optimizer = AdamW(model.parameters(), 1e-4)
 
@@ -75,9 +87,13 @@ class Side:
         """Make each rank hold a part of the model."""
         raise NotImplementedError
 
+    def forward(self) -> Tensor:
+        """The whole result."""
+        return self.model(self._batch)
+
     def forward_backward(self) -> Tensor:
         """The result of the model."""
-        y = self.model(self._batch)
+        y = self.forward()
         y.square().mean().backward()
         return y.detach()
 
@@ -88,7 +104,7 @@ class Side:
 
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """Weights and gradients."""
-        raise NotImplementedError
+        return [(local(weight.detach()), local(weight.grad)) for weight in self.model.parameters()]
 
     def activation_bytes(self) -> float:
         """At most, on the fullest rank. The least of some runs: threads of collectives free memory sooner or later."""
@@ -99,9 +115,9 @@ class Side:
             peaks.append(peak_of(self.forward_backward, iter(())))
         return over_ranks(min(peaks) - weights, dist.ReduceOp.MAX)
 
-    def sent_bytes(self) -> int:
+    def sent_bytes(self) -> float:
         """Of a rank in forward and backward."""
-        raise NotImplementedError
+        return wire_bytes(self.forward_backward)
 
 
 class Ours(Side):
@@ -110,61 +126,65 @@ class Ours(Side):
     name = "ours"
 
     def split(self) -> None:
-        self.group = TensorGroup(dist.group.WORLD)
-        for block in self.model.parts:
-            for name, settings in block.columns().items():
-                ColumnParallelLinear.from_dense(block.get_submodule(name), self.group, **settings)
-            for name in block.rows():
-                RowParallelLinear.from_dense(block.get_submodule(name), self.group)
-
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        return [(weight.detach(), weight.grad) for weight in self.model.parameters()]
-
-    def sent_bytes(self) -> int:
-        before = self.group.sent_bytes
-        self.forward_backward()
-        return self.group.sent_bytes - before
+        group = TensorGroup(dist.group.WORLD)
+        for region in regions(self.model).values():
+            for name, settings in region.columns.items():
+                ColumnParallelLinear.from_dense(region.get_submodule(name), group, **settings)
+            RowParallelLinear.from_dense(region.get_submodule(region.row), group)
+        if self._splits_tokens:
+            sequence.SequenceParallel(list(self.model.parts), group, dim=TOKENS)
 
 
 class Theirs(Side):
-    """DTensors."""
+    """DTensors, as in PyTorch's tutorial."""
 
     name = "DTensor"
 
     def split(self) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in self.model.parts:
-            plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in block.columns()}
-            parallelize_module(block, mesh, plan | {name: RowwiseParallel() for name in block.rows()})
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        between = Shard(TOKENS) if self._splits_tokens else Replicate()
+        plan: dict[str, ParallelStyle] = {}
+        for path, region in regions(self.model).items():
+            plan |= {f"{path}.{name}": ColwiseParallel() for name in region.columns}
+            plan[f"{path}.{region.row}"] = RowwiseParallel(output_layouts=between)
+            if self._splits_tokens:
+                plan[path] = PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+                plan[f"{path}_norm"] = SequenceParallel(sequence_dim=TOKENS)
+        parallelize_module(self.model, self._mesh, plan)
 
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        return [(local(weight.detach()), local(weight.grad)) for weight in self.model.parameters()]
+    def forward(self) -> Tensor:
+        if not self._splits_tokens:
+            return super().forward()
+        # What stands before and behind the blocks is no matter of theirs, but both sides begin and end with the whole.
+        whole = DTensor.from_local(self._batch, self._mesh, [Replicate()], run_check=False)
+        y = self.model(whole.redistribute(placements=[Shard(TOKENS)]).to_local())
+        return DTensor.from_local(y, self._mesh, [Shard(TOKENS)], run_check=False).full_tensor()
 
-    def sent_bytes(self) -> int:
-        calls = CommDebugMode()
-        with calls:
-            self.forward_backward()
-        return calls.get_total_counts() * self._batch.nbytes
+
+def regions(model: Chain) -> dict[str, Region]:
+    """By their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Region)}
 
 
 class Row(NamedTuple):
     """What was found of one kind of block."""
 
     kind: str
+    splits_tokens: bool
     ranks: int
     milliseconds: tuple[float, float]
     ratio: float
     peaks: tuple[float, float]
-    sent: tuple[int, int]
-    least: int
+    sent: tuple[float, float]
+    least: float
 
 
-def measure(kind: str, size: Size) -> Row:
+def measure(kind: str, splits_tokens: bool, size: Size) -> Row:
     """Compare both sides; on every rank."""
     torch.manual_seed(0)
-    model = Chain([KINDS[kind](size.width) for _ in range(NUM_BLOCKS)])
+    model = Chain([Block(kind, size.width) for _ in range(NUM_BLOCKS)])
     batch = torch.randn(size.samples, size.length, size.width, requires_grad=True)
-    sides = [side(copy.deepcopy(model), batch) for side in (Ours, Theirs)]
+    sides = [side(copy.deepcopy(model), batch, splits_tokens) for side in (Ours, Theirs)]
     check(*sides)
     peaks = tuple(side.activation_bytes() for side in sides)
     sent = tuple(side.sent_bytes() for side in sides)
@@ -178,8 +198,9 @@ def measure(kind: str, size: Size) -> Row:
     ours, theirs = turns.values()
     ratio = median(one / other for one, other in zip(ours, theirs, strict=True))
     times = (median(ours) * 1e3, median(theirs) * 1e3)
-    least = NUM_BLOCKS * REGIONS_OF_A_BLOCK * 2 * batch.nbytes
-    return Row(kind, dist.get_world_size(), times, ratio, peaks, sent, least)
+    ranks = dist.get_world_size()
+    least = NUM_BLOCKS * REGIONS_OF_A_BLOCK * 2 * batch.nbytes * 2 * (ranks - 1) / ranks
+    return Row(kind, splits_tokens, ranks, times, ratio, peaks, sent, least)
 
 
 def check(ours: Side, theirs: Side) -> None:
@@ -194,17 +215,17 @@ def check(ours: Side, theirs: Side) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     """Of this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole = any(placement.is_partial() for placement in tensor.placements)
+    return tensor.full_tensor() if whole else tensor.to_local()
 
 
 def show(row: Row) -> None:
     """As a line of the table."""
-    times, peaks, sent = row.milliseconds, row.peaks, row.sent
-    print(
-        f"{row.kind:8} {row.ranks:5} {times[0]:8.1f} {times[1]:8.1f} {row.ratio:6.2f} "
-        f"{peaks[0] / 1e6:8.1f} {peaks[1] / 1e6:8.1f} {sent[0] / 1e6:8.1f} {sent[1] / 1e6:8.1f} {row.least / 1e6:8.1f}",
-        flush=True,
-    )
+    figures = [*row.milliseconds, row.ratio, *(number / 1e6 for number in (*row.peaks, *row.sent, row.least))]
+    kind = f"{row.kind}, tokens" if row.splits_tokens else row.kind
+    print(f"{kind:15} {row.ranks:5}", *(f"{figure:8.2f}" for figure in figures), flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -212,18 +233,17 @@ def main(arguments: Sequence[str]) -> None:
     size = QUICK if "--quick" in arguments else USUAL
     torch.set_num_threads(1)
     columns = ("ms", "DTensor", "ratio", "peak MB", "DTensor", "sent MB", "DTensor", "least")
-    print(
-        f"{'block':8} {'ranks':>5} {columns[0]:>8} {columns[1]:>8} {columns[2]:>6}", *(f"{c:>8}" for c in columns[3:])
-    )
+    print(f"{'block':15} {'ranks':>5}", *(f"{column:>8}" for column in columns))
     rows = []
     for ranks in (2, 4):
-        for kind in KINDS:
-            rows.append(run_ranks(measure, ranks, kind, size, timeout=600)[0])
+        for kind, splits_tokens in itertools.product(BLOCKS, (False, True)):
+            rows.append(run_ranks(measure, ranks, kind, splits_tokens, size, timeout=600)[0])
             show(rows[-1])
     figures = {
         "worst_time_vs_dtensor": max(row.ratio for row in rows),
         "memory_vs_dtensor": max(row.peaks[0] / row.peaks[1] for row in rows),
-        "bytes_over_minimum": max(row.sent[0] / row.least for row in rows),
+        "bytes_over_minimum": max(row.sent[0] / row.least for row in rows if not row.splits_tokens),
+        "tokens_bytes_over_minimum": max(row.sent[0] / row.least for row in rows if row.splits_tokens),
     }
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
 

@@ -9,7 +9,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -115,8 +115,10 @@ def run_for_real(
         loss_of: picks the loss out of what it returns.
         surroundings: what it runs on.
     """
+    # What units return as a whole is not what they will return in parts: predictions made here must not be kept.
+    own = replace(surroundings, oracle=Oracle(surroundings.device))
     with torch.inference_mode(False):
-        _survey(step, microbatch, loss_of, surroundings, computes=True)
+        _survey(step, microbatch, loss_of, own, computes=True)
 
 
 def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings) -> DryRun:

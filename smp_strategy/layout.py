@@ -171,6 +171,7 @@ class Layout:
                 group,
                 patterns=self._config.tensor_parallel,
                 strict=self._config.tensor_parallel_strict,
+                splits_sequence=self._config.optimize == "memory",
                 run_step=run_step,
             )
         finally:

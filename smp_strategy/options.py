@@ -104,7 +104,9 @@ class PartitionOptions:
     """With ``auto_partition=False``: the stage of units that nobody placed."""
     optimize: Optimize = "speed"
     """What the partitioner weighs more; it sets the default of ``memory_weight``. SageMaker's default is ``memory``,
-    but its cost weighs balance, while ours weighs the time of a step, which ``memory`` gives away for memory."""
+    but its cost weighs balance, while ours weighs the time of a step, which ``memory`` gives away for memory. With
+    ``tensor_parallel_degree`` ``memory`` also splits activations between the blocks of transformers, along the
+    sequence."""
     memory_weight: float | None = None
     """Weight of memory against compute time, 0 to 1. ``None``: 0.8 for ``memory``, 0.2 for ``speed``."""
     memory_limit: int | str | tuple[int | str, ...] | None = None
@@ -312,7 +314,7 @@ class TensorParallelOptions:
     """How layers are split, by patterns of their names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``. They come
     before what the model, its family and the registry say of a layer."""
     tensor_parallel_strict: bool = False
-    """A layer with parameters that is not split is an error."""
+    """A layer with a matrix that stays whole, though the user has not said that it is to, is an error."""
 
     def _problems(self) -> list[str]:
         found = _at_least_one(self, "tensor_parallel_degree")

@@ -69,8 +69,8 @@ def plan_partition(
     config.check(num_stages)
     if config.tensor_parallel_degree > 1:
         raise ConfigError(
-            f"`tensor_parallel_degree` ({config.tensor_parallel_degree}) is given, but planning without ranks splits "
-            "no layers yet: costs and memory would be those of whole ones. Leave it out."
+            f"`tensor_parallel_degree` is {config.tensor_parallel_degree}, but planning without ranks splits no layers "
+            "yet: costs and memory would be those of whole ones. Leave it out."
         )
     given = place_beforehand(config, module, choose_placed_units(config, module, num_stages), num_stages)
     program = trace_program(

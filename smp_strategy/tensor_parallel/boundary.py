@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.split_parts import Along, Parts
+from smp_strategy.tensor_parallel.split_parts import Along, InParts
 from smp_strategy.tensor_parallel.split_tensor import SplitTensor, even_lengths
 
 __all__ = ["Entered", "Readers", "as_computed", "enter", "enter_parts", "leave"]
@@ -68,7 +68,7 @@ class Entered(NamedTuple):
 
 def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     """``tensor``, whole, for layers of a region to read; they share one sum of its gradients."""
-    if isinstance(tensor, Parts):
+    if isinstance(tensor, InParts):
         return enter_parts(tensor, group).whole
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
@@ -78,7 +78,7 @@ def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     return found.whole
 
 
-def enter_parts(tensor: Parts, group: TensorGroup, *, shares: bool = True) -> Entered:
+def enter_parts(tensor: InParts, group: TensorGroup, *, shares: bool = True) -> Entered:
     """The same for a tensor that comes in parts.
 
     Args:

@@ -151,8 +151,9 @@ def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
         if not is_from_transformers(module):
             continue
         tables = [_asked(module, "get_input_embeddings"), _asked(module, "get_output_embeddings")]
-        weights = [table.weight for table in tables if _is_table(table) and id(table.weight) not in seen]
-        for weight in weights:
+        if not isinstance(tables[0], nn.Embedding):
+            continue  # What it reads are no tokens.
+        for weight in [table.weight for table in tables if _is_table(table)]:
             if id(weight) in seen:
                 continue
             seen.add(id(weight))

@@ -24,7 +24,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
 from smp_strategy.tensor_parallel.split_layer import CannotSplit, check_plain, cut_evenly
-from smp_strategy.tensor_parallel.split_parts import Parts
+from smp_strategy.tensor_parallel.split_parts import InParts
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 
@@ -43,7 +43,6 @@ class ColumnParallelLinear(ColumnParallelLayer):
         num_blocks: int = 1,
         granule: int = 1,
         gather_output: bool = False,
-        as_split_tensor: bool = False,
         shares_input: bool = False,
         randomness: SplitRandomness | None = None,
     ) -> Self:
@@ -55,15 +54,12 @@ class ColumnParallelLinear(ColumnParallelLayer):
             num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
             granule: outputs that stay together (the size of an attention head).
             gather_output: see the class.
-            as_split_tensor: see the class.
             shares_input: see the class.
             randomness: see the class.
 
         Raises:
             CannotSplit: it is another layer, or too small.
         """
-        if as_split_tensor and num_blocks > 1:
-            raise CannotSplit("the outputs of fused layers do not stand behind each other")
         form = _form_of(layer)
         cut = cut_evenly(form.out_dim, getattr(layer, form.outputs), group, num_blocks=num_blocks, granule=granule)
         cuts = {"weight": cut}
@@ -71,9 +67,8 @@ class ColumnParallelLinear(ColumnParallelLayer):
             cuts["bias"] = Cut(0, cut.blocks)
         settings = {
             "gather_output": gather_output,
-            "as_split_tensor": as_split_tensor,
             "shares_input": shares_input,
-            "randomness": None if gather_output or as_split_tensor else randomness,
+            "randomness": None if gather_output else randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
         }
@@ -81,7 +76,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
 
     def _product(self, x: Tensor) -> Tensor:
         weight = self.weight.t() if self._is_transposed else self.weight
-        if isinstance(x, Parts):
+        if isinstance(x, InParts):
             return _product_of_parts(enter_parts(x, self.group, shares=self.shares_input), weight, self.bias)
         if self.shares_input or not (x.requires_grad and torch.is_grad_enabled()):
             return F.linear(enter(x, self.group), weight, self.bias)

@@ -123,6 +123,8 @@ def _length(layer: nn.Module, how: How) -> int | str | None:
     if how.style in ("inside", "whole", "layer"):
         return None
     kind = type(layer).__name__
+    if not type(layer).__module__.startswith("torch."):
+        kind = f"{type(layer).__module__}.{kind}"
     if how.style in ("vocab", "embedding"):
         if not isinstance(layer, nn.Embedding):
             return f"is a {kind}, which has no vocabulary to split"

@@ -15,8 +15,7 @@ from smp_strategy.tensor_parallel.boundary import leave
 from smp_strategy.tensor_parallel.functions import gather, split, summand
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.split_layer import SplitLayer
-from smp_strategy.tensor_parallel.split_parts import Along, Parts
-from smp_strategy.tensor_parallel.split_tensor import SplitTensor
+from smp_strategy.tensor_parallel.split_parts import Along, InParts
 
 __all__ = ["ColumnParallelLayer", "RowParallelLayer"]
 
@@ -29,7 +28,6 @@ class ColumnParallelLayer(SplitLayer):
 
     Attributes:
         gather_output: whether the result has the outputs of all ranks, and all go on alike.
-        as_split_tensor: whether code goes on with the result as if it had the outputs of all ranks.
         shares_input: whether other layers of the region read the same tensor.
         randomness: what the region draws from, if random numbers are drawn in it.
     """
@@ -37,7 +35,6 @@ class ColumnParallelLayer(SplitLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
     gather_output: bool
-    as_split_tensor: bool = False
     shares_input: bool
     randomness: SplitRandomness | None
     _features: int
@@ -46,10 +43,8 @@ class ColumnParallelLayer(SplitLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Of a whole ``x``, or a split one."""
         if self.randomness is not None and self.training:
-            self.randomness.enter(x.part if isinstance(x, Parts) else x, self)
+            self.randomness.enter(x.part if isinstance(x, InParts) else x, self)
         y = self._product(x)
-        if self.as_split_tensor:
-            return SplitTensor.from_part(y, self.group, self._features, self.cuts["weight"].blocks[0])
         return self._gathered(y) if self.gather_output else y
 
     def _product(self, x: Tensor) -> Tensor:
@@ -82,7 +77,7 @@ class RowParallelLayer(SplitLayer):
     def forward(self, x: Tensor) -> Tensor:
         """The same on all ranks, or split along another dim."""
         bias = None if self.bias is None else summand(self.bias, self.group)
-        own = self._product(self._part(x) if self.splits_input or isinstance(x, Parts) else x, bias)
+        own = self._product(self._part(x) if self.splits_input or isinstance(x, InParts) else x, bias)
         dim = self.splits_output
         # Where samples and tokens are one dim, features stand there.
         y = leave(own, self.group, None if dim is None or own.dim() <= dim + 1 else dim)
@@ -96,7 +91,7 @@ class RowParallelLayer(SplitLayer):
 
     def _part(self, x: Tensor) -> Tensor:
         dim, blocks = self._features, self.cuts["weight"].blocks
-        if isinstance(x, Parts):
+        if isinstance(x, InParts):
             if x.along == Along(self.group, dim % x.dim(), tuple(blocks[0])) and len(blocks) == 1:
                 return x.part
             x = x.whole()

@@ -35,6 +35,8 @@ class Report:
     lines: tuple[LayerLine, ...]
     num_ranks: int
     """Over how many ranks layers are split."""
+    streams: tuple[str, ...] | None = None
+    """The lists of layers between which activations are split along the sequence; ``None``: nobody wanted that."""
 
     @property
     def skipped(self) -> tuple[LayerLine, ...]:
@@ -44,6 +46,11 @@ class Report:
     def __str__(self) -> str:
         split = sum(line.is_split for line in self.lines)
         title = f"{split} of {len(self.lines)} layers are split over {self.num_ranks} ranks"
+        if self.streams is not None:
+            where = (
+                f"those of {', '.join(self.streams)}" if self.streams else "none: no list has split layers throughout"
+            )
+            title = f"{title}; layers between which each rank has some of the tokens: {where}"
         rows = [(_merged([line.name for line in run]), *rest) for rest, run in _alike(self.lines)]
         table = [("layer", "class", "split", "why"), *rows]
         widths = [max(len(row[column]) for row in table) for column in range(3)]

@@ -6,29 +6,28 @@ have some tokens: the stream is a :class:`~smp_strategy.tensor_parallel.split_te
 region then begins with gathering its parts, and ends with a sum of which each rank gets its part, which together is as
 much to send as the one sum of all before (Korthikanti et al. 2022).
 
-Code of the layers goes on unchanged. :class:`SequenceParallel` stands at the ends of a chain of layers, and at each of
-them, for a layer may get its input from another pipeline stage, which sends it whole.
+Code of the layers goes on unchanged. A chain of them (:class:`SequenceParallel`) splits the stream at its beginning,
+and at each layer that gets it whole, as from another pipeline stage; at the end it is put together.
 
 Weights of norms meet the tokens of this rank only, so their gradients are summands. They are added up together, once
 for each layer (:class:`Copies`).
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, Self, final
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.region import RowParallelLayer
-from smp_strategy.tensor_parallel.split_layer import SplitLayer
-from smp_strategy.tensor_parallel.split_parts import Parts
+from smp_strategy.tensor_parallel.split_layer import CannotSplit, SplitLayer
+from smp_strategy.tensor_parallel.split_parts import InParts
 from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 
-__all__ = ["Copies", "SequenceParallel"]
+__all__ = ["Copies", "SequenceParallel", "chains"]
 
 _STREAM = "hidden_states"
 """What Hugging Face calls the first argument of its layers."""
@@ -60,6 +59,21 @@ class Copies:
         return self._copies.get(id(tensor))
 
 
+def chains(module: nn.Module) -> dict[str, list[nn.Module]]:
+    """The lists of layers in ``module`` whose stream can be split, by name: those with a region in each layer."""
+    found: dict[str, list[nn.Module]] = {}
+    inside: set[nn.Module] = set()
+    for name, layers in module.named_modules():
+        if layers in inside or not isinstance(layers, nn.ModuleList) or not len(layers):
+            continue
+        if any(isinstance(layer, SplitLayer) or "forward" in vars(layer) for layer in layers):
+            continue
+        if all(any(isinstance(part, RowParallelLayer) for part in layer.modules()) for layer in layers):
+            found[name] = list(layers)
+            inside.update(layers.modules())
+    return found
+
+
 @final
 class SequenceParallel:
     """Lets the residual stream of a chain of layers be split along the sequence.
@@ -71,50 +85,70 @@ class SequenceParallel:
         group: the ranks.
         dim: along which tokens stand.
         ends_whole: whether the result of the last layer is put together; otherwise it goes on as a split tensor.
+
+    Raises:
+        CannotSplit: a layer has a ``forward`` on its instance, or is a part itself.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], group: TensorGroup, *, dim: int = 1, ends_whole: bool = True
     ) -> None:
-        self._group = group
-        self._dim = dim
-        self._handles: list[RemovableHandle] = []
+        for layer in layers:
+            if isinstance(layer, SplitLayer) or "forward" in vars(layer):
+                raise CannotSplit(f"the forward of this {type(layer).__name__} has been replaced")
         self._rows = [row for layer in layers for row in layer.modules() if isinstance(row, RowParallelLayer)]
         for row in self._rows:
             row.splits_output = dim
-        for layer in layers:
-            self._handles += [
-                layer.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True),
-                layer.register_forward_hook(self._end, always_call=True),
-            ]
-        if ends_whole:
-            self._handles.append(layers[-1].register_forward_hook(_put_together))
+        self._layers = [
+            SequenceParallelLayer.from_dense(layer, group, dim, ends_whole=ends_whole and layer is layers[-1])
+            for layer in layers
+        ]
 
     def remove(self) -> None:
         """Let layers be as they were."""
-        for handle in self._handles:
-            handle.remove()
         for row in self._rows:
             row.splits_output = None
-        self._handles.clear()
-        self._rows.clear()
+        for layer in self._layers:
+            layer.to_dense()
+        self._rows, self._layers = [], []
 
-    def _begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+
+class SequenceParallelLayer(SplitLayer):
+    """One of the layers of a chain.
+
+    Its ``forward`` is replaced, instead of hooks being registered: those of a pipeline's units run where values may
+    not be.
+    """
+
+    _dim: int
+    _ends_whole: bool
+
+    @classmethod
+    def from_dense(cls, layer: nn.Module, group: TensorGroup, dim: int, *, ends_whole: bool) -> Self:
+        """Change ``layer`` in place. See :class:`SequenceParallel`."""
+        return cls._split(layer, group, {}, {}, {"_dim": dim, "_ends_whole": ends_whole})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the dense layer computes, with its first argument in parts."""
+        args, kwargs = self._in_parts(args, kwargs)
+        self.group.copies = Copies(_whole_parameters(self), self.group)
+        try:
+            result = type(self)._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            self.group.copies = None
+        return pytree.tree_map_only(InParts, InParts.whole, result) if self._ends_whole else result
+
+    def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         stream = args[0] if args else kwargs.get(_STREAM)
         if not isinstance(stream, Tensor) or stream.dim() <= self._dim:
             raise UnsupportedError(
-                f"Sequence parallelism of {type(layer).__name__}: its first argument should be the residual stream, a "
-                f"tensor with tokens along dim {self._dim}, but is {_described(stream)}. Give it the tensor as its "
-                f"first argument, or as `{_STREAM}`."
+                f"Sequence parallelism of {type(self)._dense.__name__}: its first argument should be the residual "  # type: ignore[attr-defined]
+                f"stream, a tensor with tokens along dim {self._dim}, but is {_described(stream)}. Give it the tensor "
+                f"as its first argument, or as `{_STREAM}`."
             )
-        self._group.copies = Copies(_whole_parameters(layer), self._group)
-        if isinstance(stream, Parts):
-            return None
-        split = SplitTensor.from_whole(stream, self._group, self._dim)
-        return ((split, *args[1:]), kwargs) if args else (args, {**kwargs, _STREAM: split})
-
-    def _end(self, layer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        self._group.copies = None
+        if not isinstance(stream, InParts):
+            stream = SplitTensor.from_whole(stream, self.group, self._dim)
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, _STREAM: stream})
 
 
 def _whole_parameters(layer: nn.Module) -> Iterable[Tensor]:
@@ -122,10 +156,6 @@ def _whole_parameters(layer: nn.Module) -> Iterable[Tensor]:
     for module in layer.modules():
         if not isinstance(module, SplitLayer):
             yield from (parameter for parameter in module._parameters.values() if parameter is not None)
-
-
-def _put_together(layer: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-    return pytree.tree_map_only(Parts, lambda split: split.whole(), result)
 
 
 def _described(value: Any) -> str:

@@ -7,7 +7,7 @@ becomes whole again, and the decision is made once more without its block.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -30,6 +30,7 @@ from smp_strategy.tensor_parallel.registry import registered_blocks
 from smp_strategy.tensor_parallel.replicated import AmongParts
 from smp_strategy.tensor_parallel.report import LayerLine, Report
 from smp_strategy.tensor_parallel.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
+from smp_strategy.tensor_parallel.sequence import SequenceParallel, chains
 from smp_strategy.tensor_parallel.split_layer import CannotSplit
 from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
 from smp_strategy.tensor_parallel.torch_layers import torch_blocks
@@ -64,6 +65,7 @@ def split_layers(
     *,
     patterns: Mapping[str, str] | None = None,
     strict: bool = False,
+    splits_sequence: bool = False,
     run_step: Callable[[], Any] | None = None,
 ) -> SplitModule:
     """Split layers of ``module`` over the ranks of ``group``, in place. All of them call it with the same module.
@@ -73,6 +75,7 @@ def split_layers(
         group: the ranks that get the parts.
         patterns: layers that the user names, with their styles; they go before what is known of the model.
         strict: make it an error if a layer stays whole that the user has not said is to.
+        splits_sequence: whether activations between the blocks of transformers are split as well, along the sequence.
         run_step: computes the loss once, to see pairs of linear layers, and who reads weights; ``None``: pairs are not
             looked for, and layers trusted to be the only ones that read their weights.
 
@@ -91,6 +94,10 @@ def split_layers(
         undo: list[Callable[[], object]] = []
         failed = _split_all(choice, modules, group, undo)
         if failed is None:
+            if splits_sequence:
+                streams = chains(module)
+                undo += [SequenceParallel(layers, group).remove for layers in streams.values()]
+                report = replace(report, streams=tuple(streams))
             return SplitModule(_cuts(module), report, undo)
         SplitModule({}, report, undo).to_dense()
         refused |= failed
@@ -108,7 +115,7 @@ def _blocks(
     yield from vocabulary_blocks(modules)
     yield from family_blocks(modules)
     yield from torch_blocks(modules)
-    yield from pair_blocks(watched.pairs)
+    yield from pair_blocks(modules, watched.pairs)
 
 
 def _refuse(choice: Choice, report: Report, group: TensorGroup, strict: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
@@ -101,6 +102,9 @@ def check_plain(layer: nn.Module, kind: type, parameters: Sequence[str] = ("weig
     for name in parameters:
         if name not in layer._parameters:
             raise CannotSplit(f"its {name} is no parameter of its own, but computed from others")
+        parameter = layer._parameters[name]
+        if parameter is not None and type(parameter.data) not in (Tensor, FakeTensor):
+            raise CannotSplit(f"its {name} is a {type(parameter.data).__name__}")
 
 
 def cut_evenly(dim: int, length: int, group: TensorGroup, *, num_blocks: int = 1, granule: int = 1) -> Cut:

@@ -28,6 +28,7 @@ class SplitLayers:
         group: the ranks that get the parts.
         patterns: layers that the user names, with their styles.
         strict: make it an error if a layer stays whole that the user has not said is to.
+        splits_sequence: split activations between the blocks of transformers as well, along the sequence.
         run_step: computes the loss once, to look for pairs of linear layers.
 
     Attributes:
@@ -42,9 +43,12 @@ class SplitLayers:
         *,
         patterns: Mapping[str, str] | None = None,
         strict: bool = False,
+        splits_sequence: bool = False,
         run_step: Callable[[], Any] | None = None,
     ) -> None:
-        self._module = split_layers(module, group, patterns=patterns, strict=strict, run_step=run_step)
+        self._module = split_layers(
+            module, group, patterns=patterns, strict=strict, splits_sequence=splits_sequence, run_step=run_step
+        )
         self.parts = Parts(self._module.cuts, group)
         self.report: Report = self._module.report
         self._is_dense = False

@@ -4,7 +4,7 @@ Operations are known by their names, which are the same for ``torch.add``, ``Ten
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel import functions, loss
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
-from smp_strategy.tensor_parallel.split_parts import Along, Parts, part_of
-from smp_strategy.tensor_parallel.split_shapes import RULES, Arguments
+from smp_strategy.tensor_parallel.split_parts import Along, InParts, part_of
+from smp_strategy.tensor_parallel.split_shapes import RULES, Arguments, broadcast
 
 __all__ = ["operate"]
 
@@ -39,6 +39,7 @@ _ELEMENTWISE = _RANDOM | {
     *("greater", "greater_equal", "isnan", "isinf", "isfinite", "isclose", "logical_not", "logical_and"),
     *("logical_or", "logical_xor", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor", "copy", "fill", "zero"),
 }
+_COLLECTIVES = ("torch.distributed", "torch._ops.c10d", "torch._ops._c10d")
 _NEW = frozenset({"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"})
 _SAME_SIZE = {"view_as": "view", "reshape_as": "reshape", "expand_as": "expand"}
 
@@ -62,7 +63,7 @@ def _special(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
     first = args[0] if args else None
     if kind in ("cat", "concat", "concatenate", "stack"):
         return _joined(kind, func, args, kwargs)
-    if not isinstance(first, Parts):
+    if not isinstance(first, InParts):
         return NotImplemented
     arguments = Arguments(args[1:], kwargs)
     if kind == "cross_entropy":
@@ -77,6 +78,9 @@ def _special(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
         return func(first.part, *args[1:], **kwargs)
     if kind == "type":
         return _remade(func(first.part, *args[1:], **kwargs), first, first.along, [first])
+    if kind == "type_as":
+        other = arguments.get(0, "other")
+        return first.to(other.device, other.dtype)
     if kind in _SAME_SIZE:
         return getattr(first, _SAME_SIZE[kind])(arguments.get(0, "other").shape)
     return NotImplemented
@@ -85,12 +89,11 @@ def _special(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ..
 def _elementwise(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each part by itself, where sizes are those of the whole but for broadcasting."""
     operands = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
-    splits = [operand for operand in operands if isinstance(operand, Parts)]
-    if kind not in _ELEMENTWISE or not splits or (_changes_first(name) and not isinstance(args[0], Parts)):
+    splits = [operand for operand in operands if isinstance(operand, InParts)]
+    if kind not in _ELEMENTWISE or not splits or (_changes_first(name) and not isinstance(args[0], InParts)):
         return NotImplemented
-    try:
-        size = torch.broadcast_shapes(*(operand.shape for operand in operands)) if operands[1:] else operands[0].shape
-    except RuntimeError:
+    size = broadcast([operand.cutting.size if isinstance(operand, InParts) else operand.shape for operand in operands])
+    if size is None:
         return NotImplemented  # which the operation itself reports best
     # One whose parts are those of the result; in place it is the one that is changed.
     among = splits[:1] if _changes_first(name) else splits
@@ -102,51 +105,56 @@ def _elementwise(kind: str, name: str, func: Callable[..., Any], args: tuple[Any
     def local(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if leaf.dim() < from_end or (leaf.shape[-from_end] == 1 and length != 1):
+        own = leaf.cutting.size if isinstance(leaf, InParts) else leaf.shape
+        if len(own) < from_end or (own[-from_end] == 1 and length != 1):
             return _read_alike(leaf, like)
-        return part_of(leaf, like.along._replace(dim=leaf.dim() - from_end))
+        return part_of(leaf, Along(like.along.group, len(own) - from_end, like.along.lengths))
 
     parts = [local(leaf) for leaf in args], {key: local(leaf) for key, leaf in kwargs.items()}
     is_drawn = kind in _RANDOM and not (kind == "dropout" and not Arguments(args, kwargs).get(2, "training", True))
     with _own_numbers(like) if is_drawn else contextlib.nullcontext():
         result = func(*parts[0], **parts[1])
-    return _remade(result, like, like.along._replace(dim=len(size) - from_end), among)
+    return _remade(result, like, Along(like.along.group, len(size) - from_end, like.along.lengths), among)
 
 
 def _by_rule(kind: str, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Each part by itself, where there is a rule for it."""
     first = args[0] if args else None
     rule = RULES.get(name)
-    if rule is None or not isinstance(first, Parts):
+    if rule is None or not isinstance(first, InParts):
         return NotImplemented
     if kwargs.get("device", first.device) not in (None, first.device):
         return NotImplemented
-    if any(isinstance(leaf, Parts) for leaf in pytree.tree_leaves((args[1:], kwargs))):
+    if _any_split(args[1:]) or _any_split(kwargs.values()):
         return NotImplemented
     local = rule(first.cutting, Arguments(args[1:], kwargs))
     if local is None:
         return NotImplemented
-    others, named = pytree.tree_map_only(Tensor, lambda leaf: _read_alike(leaf, first), (local.args, local.kwargs))
-    result = func(first.part, *others, **named)
+    named = {key: _read_alike(leaf, first) for key, leaf in local.kwargs.items()}
+    result = func(first.part, *(_read_alike(leaf, first) for leaf in local.args), **named)
     return _remade(result, first, Along(first.along.group, local.dim, local.lengths), [first])
 
 
 def _with_the_whole(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Put the parts together first."""
-    if isinstance(kwargs.get("out"), Parts):
+    if isinstance(kwargs.get("out"), InParts):
         raise UnsupportedError(f"`{name}(..., out=...)` into a split tensor. Use what the operation returns.")
     if name.startswith("set "):
         raise UnsupportedError(f"`{name[4:]}` of a split tensor is set. Use an operation that returns a new tensor.")
+    if str(getattr(func, "__module__", "")).startswith(_COLLECTIVES):
+        raise UnsupportedError(f"`{name}` of a split tensor. Say what is meant: `x.whole()`, or `x.part` of this rank.")
+    if _changes_first(name) and _any_split(leaf for leaf in args[:1] if isinstance(leaf, (list, tuple))):
+        raise UnsupportedError(f"`{name}` would change split tensors in a list. Put them together first: `x.whole()`.")
     wholes: dict[int, Tensor] = {}
 
-    def whole(leaf: Parts) -> Tensor:
+    def whole(leaf: InParts) -> Tensor:
         if id(leaf) not in wholes:
             wholes[id(leaf)] = leaf.whole()
         return wholes[id(leaf)]
 
-    given, named = pytree.tree_map_only(Parts, whole, (args, kwargs))
+    given, named = pytree.tree_map_only(InParts, whole, (args, kwargs))
     result = func(*given, **named)
-    if not (_changes_first(name) and isinstance(args[0], Parts)):
+    if not (_changes_first(name) and isinstance(args[0], InParts)):
         return result
     if given[0].shape != args[0].shape:
         raise UnsupportedError(f"`{name}` would change the size of a split tensor. Use what returns a new one.")
@@ -161,19 +169,23 @@ def _changes_first(name: str) -> bool:
     return name.endswith("_")
 
 
-def _read_alike(leaf: Any, like: Parts) -> Any:
+def _any_split(leaves: Iterable[Any]) -> bool:
+    return any(isinstance(leaf, InParts) or (isinstance(leaf, (tuple, list)) and _any_split(leaf)) for leaf in leaves)
+
+
+def _read_alike(leaf: Any, like: InParts) -> Any:
     """A whole tensor that each rank reads for its part: the gradients are added up."""
-    if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
-        return leaf.whole() if isinstance(leaf, Parts) else leaf
-    if isinstance(leaf, Parts):
+    if isinstance(leaf, InParts):
         leaf = leaf.whole()
+    if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
+        return leaf
     group = like.along.group
     copied = None if group.copies is None else group.copies.of(leaf)
     return functions.copy(leaf, group) if copied is None else copied
 
 
 @contextlib.contextmanager
-def _own_numbers(like: Parts) -> Iterator[None]:
+def _own_numbers(like: InParts) -> Iterator[None]:
     """Random numbers in here are this rank's own; afterwards all ranks go on alike."""
     randomness = SplitRandomness(like.along.group)
     randomness.enter(like.part, like)
@@ -183,11 +195,11 @@ def _own_numbers(like: Parts) -> Iterator[None]:
         randomness.leave()
 
 
-def _remade(result: Any, like: Parts, along: Along, arguments: Sequence[Parts] = ()) -> Any:
+def _remade(result: Any, like: InParts, along: Along, arguments: Sequence[InParts] = ()) -> Any:
     """What was made of parts, as split tensors; a part that was changed in place is its split tensor again."""
     if isinstance(result, (tuple, list)):
         return type(result)([_remade(each, like, along, arguments) for each in result])
-    if not isinstance(result, Tensor) or isinstance(result, Parts):
+    if not isinstance(result, Tensor) or isinstance(result, InParts):
         return result
     for argument in arguments:
         if result is argument.part:
@@ -199,7 +211,7 @@ def _remade(result: Any, like: Parts, along: Along, arguments: Sequence[Parts] =
 def _joined(kind: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = Arguments(args, kwargs)
     tensors, dim = arguments.get(0, "tensors"), arguments.get(1, "dim", 0)
-    like = next((each for each in tensors if isinstance(each, Parts)), None)
+    like = next((each for each in tensors if isinstance(each, InParts)), None)
     if like is None or not isinstance(dim, int) or any(each.dim() != like.dim() for each in tensors):
         return NotImplemented
     dim %= like.dim() + (kind == "stack")
@@ -219,15 +231,15 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    assert isinstance(input, Parts)
+    assert isinstance(input, InParts)
     num_dims = input.dim()
     is_usual = target.shape == (*input.shape[:1], *input.shape[2:])[: max(num_dims - 1, 0)]
     if (
         input.along.dim != min(num_dims - 1, 1)
         or not is_usual
         or target.dtype not in (torch.int64, torch.uint8)
-        or isinstance(target, Parts)
-        or (weight is not None and (isinstance(weight, Parts) or weight.requires_grad))
+        or isinstance(target, InParts)
+        or (weight is not None and (isinstance(weight, InParts) or weight.requires_grad))
     ):
         return NotImplemented
     if size_average is not None or reduce is not None:
@@ -244,7 +256,7 @@ def _cross_entropy(
     )
 
 
-def _argmax(split: Parts, arguments: Arguments) -> Any:
+def _argmax(split: InParts, arguments: Arguments) -> Any:
     dim, keepdim = arguments.get(0, "dim"), arguments.get(1, "keepdim", False)
     is_exact = split.is_floating_point() or split.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32)
     if dim is None or split.cutting.index(dim) != split.along.dim or not is_exact:
@@ -253,7 +265,7 @@ def _argmax(split: Parts, arguments: Arguments) -> Any:
     return found.unsqueeze(dim) if keepdim else found
 
 
-def _total(kind: str, split: Parts, arguments: Arguments) -> Any:
+def _total(kind: str, split: InParts, arguments: Arguments) -> Any:
     dim, keepdim = arguments.get(0, "dim"), arguments.get(1, "keepdim", False)
     if isinstance(dim, torch.dtype) or arguments.kwargs.get("axis") is not None:
         return NotImplemented
@@ -268,7 +280,7 @@ def _total(kind: str, split: Parts, arguments: Arguments) -> Any:
     return found if kind == "sum" else found / (split.numel() // max(found.numel(), 1))
 
 
-def _moved(kind: str, func: Callable[..., Any], split: Parts, arguments: Arguments) -> Any:
+def _moved(kind: str, func: Callable[..., Any], split: InParts, arguments: Arguments) -> Any:
     """``to``: another dtype is a matter of each part, another device is not: there may be no group for it."""
     args = arguments.args
     if kind == "to":

@@ -17,7 +17,7 @@ from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split_shapes import Split
 
-__all__ = ["Along", "Parts", "part_of"]
+__all__ = ["Along", "InParts", "part_of"]
 
 
 class Along(NamedTuple):
@@ -31,21 +31,23 @@ class Along(NamedTuple):
     """Of the ranks' parts along it."""
 
 
-class Parts(Tensor):
+class InParts(Tensor):
     """What :class:`~smp_strategy.tensor_parallel.split_tensor.SplitTensor` is to autograd and to its operations.
 
     Attributes:
         along: how it is split.
+        cutting: the sizes that rules go by; quicker than to ask the tensor.
     """
 
     along: Along
+    cutting: Split
     _part: Tensor
     _part_node: Any
     _crossed: Any
-    _base_parts: "Parts | None"
+    _base_parts: "InParts | None"
 
     @classmethod
-    def of(cls, part: Tensor, along: Along, base: "Parts | None" = None) -> Self:
+    def of(cls, part: Tensor, along: Along, base: "InParts | None" = None) -> Self:
         """The split tensor of which this rank has ``part``.
 
         Args:
@@ -71,6 +73,7 @@ class Parts(Tensor):
             cls, sizes, strides=_strides(part, sizes), dtype=part.dtype, device=part.device
         )
         made.along = along
+        made.cutting = Split(tuple(sizes), along.dim, along.lengths, along.group.rank)
         return made
 
     @property
@@ -89,20 +92,13 @@ class Parts(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return vars(torch._C.TensorBase)["grad_fn"].__get__(self)
 
-    @property
-    def cutting(self) -> Split:
-        """The sizes that rules go by."""
-        with torch._C.DisableTorchFunctionSubclass():
-            size = tuple(self.shape)
-        return Split(size, self.along.dim, self.along.lengths, self.along.group.rank)
-
     def whole(self) -> Tensor:
         """All parts together, on all ranks; collective. All ranks go on alike with it."""
         return functions.gather(self.part, *self.along)
 
     def changed(self) -> Self:
         """To be called after the part was changed in place."""
-        parts: Parts | None = self
+        parts: InParts | None = self
         while parts is not None:
             if parts._part.grad_fn is not parts._part_node:
                 _BorderAgain.apply(parts, parts._part)
@@ -125,7 +121,7 @@ class Parts(Tensor):
 
 def part_of(whole: Tensor, along: Along) -> Tensor:
     """This rank's part of a tensor that is whole, or split along any dim."""
-    if isinstance(whole, Parts):
+    if isinstance(whole, InParts):
         if whole.along == along:
             return whole.part
         whole = whole.whole()
@@ -142,7 +138,7 @@ class _Border(torch.autograd.Function):
     apply = vars(torch.autograd.Function)["apply"]
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, kind: type[Parts], along: Along) -> Tensor:
+    def forward(ctx: Any, part: Tensor, kind: type[InParts], along: Along) -> Tensor:
         ctx.along = along
         ctx.set_materialize_grads(False)
         return kind._hollow(part, along)
@@ -158,7 +154,7 @@ class _BorderAgain(torch.autograd.Function):
     apply = vars(torch.autograd.Function)["apply"]
 
     @staticmethod
-    def forward(ctx: Any, split: Parts, part: Tensor) -> Tensor:
+    def forward(ctx: Any, split: InParts, part: Tensor) -> Tensor:
         ctx.along = split.along
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(split)
@@ -175,7 +171,7 @@ class _Inside(torch.autograd.Function):
     apply = vars(torch.autograd.Function)["apply"]
 
     @staticmethod
-    def forward(ctx: Any, split: Parts) -> Tensor:
+    def forward(ctx: Any, split: InParts) -> Tensor:
         ctx.kind, ctx.along = type(split), split.along
         ctx.set_materialize_grads(False)
         return split._part.detach()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Arguments", "Local", "Split"]
+__all__ = ["RULES", "Arguments", "Local", "Split", "broadcast", "reshaped"]
 
 
 @final
@@ -143,6 +143,18 @@ def _matmul(split: Split, arguments: Arguments) -> Local | None:
     if len(other.shape) > 2 or split.from_end == 1:
         return None
     return arguments.local(split)
+
+
+def broadcast(sizes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+    """The size of what is computed element by element from tensors of these ``sizes``; ``None``: they do not fit."""
+    found = [1] * max(map(len, sizes))
+    for size in sizes:
+        for place in range(-len(size), 0):
+            if size[place] != found[place] and size[place] != 1:
+                if found[place] != 1:
+                    return None
+                found[place] = size[place]
+    return tuple(found)
 
 
 def reshaped(split: Split, size: Sequence[int]) -> tuple[int, tuple[int, ...]] | None:
@@ -297,7 +309,7 @@ def _full_getitem(split: Split, index: tuple[Any, ...]) -> Local | None:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "type_as", "zeros_like", "ones_like"), _anywhere),
+    **dict.fromkeys(("detach", "alias", "clone", "contiguous", "zeros_like", "ones_like"), _anywhere),
     **dict.fromkeys(("full_like", "empty_like", "float", "half", "bfloat16", "double"), _anywhere),
     **dict.fromkeys(("bool", "int", "long", "_to_copy"), _anywhere),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "max", "min", "prod", "all", "any"), _over_other_dims()),

@@ -28,7 +28,7 @@ from smp_strategy.pipeline.placed import METADATA
 from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split_operations import operate
-from smp_strategy.tensor_parallel.split_parts import Along, Parts, part_of
+from smp_strategy.tensor_parallel.split_parts import Along, InParts, part_of
 
 __all__ = ["SplitTensor", "even_lengths"]
 
@@ -39,7 +39,7 @@ _OF_ITSELF = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks", "outpu
 
 
 @final
-class SplitTensor(Parts):
+class SplitTensor(InParts):
     """See the module docstring. Made by :meth:`from_part` and :meth:`from_whole`."""
 
     @classmethod
@@ -163,17 +163,17 @@ def even_lengths(length: int, size: int) -> list[int]:
 def _backward(tensors: Any, grad_tensors: Any = None, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
     outputs, gradients = _parts_of(tensors, grad_tensors)
     if inputs is not None:
-        kwargs["inputs"] = [each.part if isinstance(each, Parts) else each for each in _listed(inputs)]
+        kwargs["inputs"] = [each.part if isinstance(each, InParts) else each for each in _listed(inputs)]
     torch.autograd.backward(outputs, gradients, *args, **kwargs)
 
 
 def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     given = _listed(inputs)
     roots, gradients = _parts_of(outputs, grad_outputs)
-    parts = [each.part if isinstance(each, Parts) else each for each in given]
+    parts = [each.part if isinstance(each, InParts) else each for each in given]
     found = torch.autograd.grad(roots, parts, gradients, *args, **kwargs)
     return tuple(
-        SplitTensor.of(gradient, each.along) if isinstance(each, Parts) and gradient is not None else gradient
+        SplitTensor.of(gradient, each.along) if isinstance(each, InParts) and gradient is not None else gradient
         for each, gradient in zip(given, found, strict=True)
     )
 
@@ -181,13 +181,13 @@ def _grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwa
 def _parts_of(tensors: Any, gradients: Any) -> tuple[list[Any], list[Any] | None]:
     """What backward starts from, on parts."""
     roots = _listed(tensors)
-    parts = [each.part if isinstance(each, Parts) else each for each in roots]
+    parts = [each.part if isinstance(each, InParts) else each for each in roots]
     if gradients is None:
-        if any(isinstance(each, Parts) and each.numel() != 1 for each in roots):
+        if any(isinstance(each, InParts) and each.numel() != 1 for each in roots):
             raise RuntimeError("grad can be implicitly created only for scalar outputs")
         return parts, None
     starts = [
-        part_of(gradient, root.along) if isinstance(root, Parts) and gradient is not None else gradient
+        part_of(gradient, root.along) if isinstance(root, InParts) and gradient is not None else gradient
         for root, gradient in zip(roots, _listed(gradients), strict=True)
     ]
     return parts, starts

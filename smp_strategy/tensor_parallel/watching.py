@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from smp_strategy.stage_tensors import HARMLESS
-from smp_strategy.tensor_parallel.plan import Block, How
+from smp_strategy.tensor_parallel.plan import Block, How, linear_sizes
 
 __all__ = ["Pair", "Watched", "pair_blocks", "watch"]
 
@@ -90,20 +90,28 @@ def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Watc
             module.register_forward_hook(lambda *_: mode.leave(), always_call=True),
         )
     ]
+    # PyTorch's transformers have a short cut for inference, which calls no layers.
+    has_short_cut = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), mode:
             result = run_step()
     finally:
+        torch.backends.mha.set_fastpath_enabled(has_short_cut)
         for handle in handles:
             handle.remove()
     mode.spoil_what_is_left(result)
     return Watched(tuple(mode.pairs()), {key: frozenset(found) for key, found in mode.readers.items()})
 
 
-def pair_blocks(pairs: Iterable[Pair]) -> list[Block]:
-    """Blocks of ``pairs``."""
+def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list[Block]:
+    """Blocks of those of ``pairs`` that are worth it: where it gets narrower in between (an adapter) there is little to
+    compute, and as much to send as ever."""
     found = []
     for pair in pairs:
+        sizes = [linear_sizes(modules[name]) for name in pair.columns]
+        if any(size is not None and size[1] < size[0] for size in sizes):
+            continue
         parents = {name.rpartition(".")[0] for name in (*pair.columns, pair.row)}
         layers = {**dict.fromkeys(pair.columns, How("column")), pair.row: How("row")}
         found.append(Block(min(parents, key=len), "found in the step", layers))

@@ -59,3 +59,11 @@ def test_every_model_of_the_list_is_compared():
 def test_the_report_in_the_documentation_is_that_of_gpt2():
     (gpt2,) = [each for each in KNOWN if each.name == "GPT2LMHeadModel"]
     assert str(compare_split(gpt2, 2).report) in DOCUMENTATION.read_text()
+
+
+@pytest.mark.parametrize("architecture", KNOWN, ids=str)
+def test_its_stream_may_be_split_along_the_sequence(architecture):
+    found = compare_split(architecture, 2, splits_sequence=True)
+    assert found.difference <= TOLERANCE, found.where
+    assert not found.apart
+    assert found.is_dense_again

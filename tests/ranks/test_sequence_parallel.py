@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.tensor_parallel.sequence import SequenceParallel
+from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
 from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 from smp_strategy.testing import run_ranks
 
@@ -91,7 +92,7 @@ def _split(model: _Transformer, group: TensorGroup, how: str) -> _Transformer:
     if how == "sequence":
         SequenceParallel(list(model.blocks), group)
     if how == "head":
-        ColumnParallelLinear.from_dense(model.head, group, as_split_tensor=True)
+        VocabParallelHead.from_dense(model.head, group)
         SequenceParallel([*model.blocks, model.norm], group, ends_whole=False)
     return model
 
@@ -169,23 +170,27 @@ def test_activations_that_are_kept_are_nearly_divided_by_the_ranks() -> None:
     assert head < 0.52 * whole
 
 
-def _sent(how: str) -> tuple[int, int]:
+def _sent(how: str) -> tuple[int, int, int]:
     group = TensorGroup(dist.group.WORLD)
     model = _split(_made(), group, how)
     loss = model(_tokens(8))
     forward, group.sent_bytes = group.sent_bytes, 0
+    sums: list[Tensor] = []
+    add_up = group.sum
+    group.sum = lambda tensor: (sums.append(tensor), add_up(tensor))[1]
     loss.backward()
-    return forward, group.sent_bytes
+    return forward, group.sent_bytes, len(sums)
 
 
 def test_what_is_sent_is_parts_of_the_stream_and_one_sum_for_the_norms_of_each_layer() -> None:
     whole, norms = BATCH * 8 * HIDDEN * 4, 3 * HIDDEN * 4
     part = whole // 2
-    (forward, backward), _ = run_ranks(_sent, 2, "sequence")
+    (forward, backward, sums), _ = run_ranks(_sent, 2, "sequence")
     # Each of 4 regions gathers parts and adds up wholes; at the end the stream is put together.
     assert forward == 4 * (part + whole) + part
     # Likewise, and gathers once more; at the beginning the gradient of the stream is put together.
     assert backward == 4 * (part + whole + part) + part + LAYERS * norms
+    assert sums == LAYERS
 
 
 def _dropped() -> tuple[list[float], Tensor]:

@@ -284,17 +284,24 @@ class Own(nn.Linear):
         return super().forward(x) * 2
 
 
+class Packed(Tensor):
+    """Quantized, say."""
+
+
 def test_layers_that_cannot_be_split_stay_as_they_are_and_say_why() -> None:
     group = TensorGroup(None, rank=1, size=4)
     computed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     replaced = nn.Linear(8, 8)
     replaced.forward = lambda x: x
+    packed = nn.Linear(8, 8)
+    packed.weight = nn.Parameter(packed.weight.detach().as_subclass(Packed))
     split = nn.Linear(8, 8)
     ColumnParallelLinear.from_dense(split, group)
     for layer, reason in (
         (Own(8, 8), "Own has a forward of its own"),
         (replaced, "Linear has a forward of its own"),
         (computed, "its weight is no parameter of its own"),
+        (packed, "its weight is a Packed"),
         (nn.Linear(8, 3), r"3 elements .* cannot be cut for 4 ranks"),
         (nn.Bilinear(8, 8, 8), "Bilinear is no linear layer"),
         (split, "it is split already"),

@@ -126,6 +126,37 @@ def test_outputs_of_models_with_split_logits_serve_metrics_and_collections() -> 
         assert [number for number, is_right in enumerate(found) if not is_right] == []
 
 
+def _measured() -> list[tuple[float, float]]:
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+    from torchmetrics.text import Perplexity
+
+    group = TensorGroup(dist.group.WORLD)
+    whole = torch.randn(BATCH, LENGTH, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    found = []
+    for made, flat in (
+        (lambda: Perplexity(sync_on_compute=False), False),
+        (lambda: MulticlassAccuracy(VOCABULARY, sync_on_compute=False), True),
+        (lambda: MulticlassAccuracy(VOCABULARY, top_k=3, sync_on_compute=False), True),
+        (lambda: MulticlassAUROC(VOCABULARY, sync_on_compute=False), True),
+    ):
+        values = []
+        for logits in (SplitTensor.from_whole(whole, group, -1), whole):
+            metric = made()
+            for _ in range(2):
+                metric.update(*(each.flatten(0, 1) if flat else each for each in (logits, labels)))
+            values.append(float(metric.compute()))
+        found.append(tuple(values))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_metrics_of_torchmetrics_are_those_of_whole_logits() -> None:
+    for found in run_ranks(_measured, 2):
+        for one, other in found:
+            assert one == pytest.approx(other, rel=1e-5)
+
+
 def _predicted() -> tuple[list[Any], int]:
     group = TensorGroup(dist.group.WORLD)
     with FakeTensorMode():

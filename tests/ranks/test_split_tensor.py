@@ -30,6 +30,12 @@ def _in_place(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
     return x
 
 
+def _changed(x: Tensor, w: Tensor) -> Tensor:
+    x.add_(w)
+    x.mul_(w)
+    return x
+
+
 def _set(x: Tensor, index: Any, value: Any) -> None:
     x[index] = value
 
@@ -96,6 +102,9 @@ TABLE: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[int, ...]]] = {
     "checkpoint": (lambda x, w: checkpoint(lambda y: F.gelu(y * w) * y, x, use_reentrant=False), ANY),
     "reentrant checkpoint": (lambda x, w: checkpoint(lambda y: F.gelu(y * 2) * y, x, use_reentrant=True), ANY),
     "a function of the user's": (lambda x, w: _Square.apply(x * 2) * w, ANY),
+    "such a function of what was changed": (lambda x, w: _Square.apply(_in_place(x, lambda y: y.mul_(w))), ANY),
+    "and changed by a view": (lambda x, w: _Square.apply(_in_place(x, lambda y: y.transpose(0, 1).mul_(w))), ANY),
+    "its result changed": (lambda x, w: _changed(_Square.apply(x), w) + x, ANY),
     "one of two": (lambda x, w: _Product.apply(x, w.expand(2, 8, 6)), ANY),
 }
 
@@ -274,15 +283,32 @@ def _refused(what: str) -> None:
     split = SplitTensor.from_whole(torch.ones(2, 4), TensorGroup(dist.group.WORLD), 1)
     if what == "size":
         split.unsqueeze_(0)
+    elif what == "collective":
+        dist.all_reduce(split)
+    elif what == "collective past Python":
+        dist.group.WORLD.allreduce([split])
+    elif what == "list":
+        torch._foreach_add_([split], 1)
+    elif what == "data":
+        split.data = torch.ones(2, 4)
     else:
         torch.add(split, 1, out=split)
 
 
-def test_changes_that_no_part_can_make_alone_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"`unsqueeze_` would change the size of a split tensor\. Use what returns"):
-        run_ranks(_refused, 2, "size")
-    with pytest.raises(RuntimeError, match=r"`add\(\.\.\., out=\.\.\.\)` into a split tensor\. Use what the operation"):
-        run_ranks(_refused, 2, "out")
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("size", r"`unsqueeze_` would change the size of a split tensor\. Use what returns"),
+        ("out", r"`add\(\.\.\., out=\.\.\.\)` into a split tensor\. Use what the operation"),
+        ("collective", r"`all_reduce` of a split tensor\. Say what is meant: `x\.whole\(\)`, or"),
+        ("collective past Python", r"`allreduce_` of a split tensor\. Say what is meant"),
+        ("list", r"`_foreach_add_` would change split tensors in a list\. Put them together first"),
+        ("data", "no setter"),
+    ],
+)
+def test_changes_that_no_part_can_make_alone_are_refused(what: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        run_ranks(_refused, 2, what)
 
 
 def _bytes() -> list[int]:

@@ -139,6 +139,7 @@ GRID = {
     ),
     "t2 zero1": Setting(2, dp=2, options=(("shard_optimizer_state", True),), max_norm=0.3),
     "t2 pp2 zbh1": Setting(2, pp=2, options=(("pipeline", "zb-h1"),)),
+    "t2 pp2 measured": Setting(2, pp=2, options=(("trace_execution_times", True), ("trace_memory_usage", True))),
     "t2 pp2 v2": Setting(2, pp=2, options=(("pipeline", "1f1b"), ("virtual_pipeline_degree", 2))),
 }
 

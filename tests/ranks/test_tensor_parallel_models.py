@@ -10,7 +10,8 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY, WithOwnLoss, gpt2
-from tests.ranks.test_tensor_parallel_engine import TOLERANCE, Setting
+from tests.ranks.test_tensor_parallel_engine import TOLERANCE, Setting, Text, engine_for, train
+from tests.ranks.test_tensor_parallel_engine import one_process as plain
 
 STEPS = 2
 
@@ -97,6 +98,9 @@ SETTINGS = {
     "t2": Setting(2),
     "t2 pp2": Setting(2, pp=2),
     "t2 sdp2": Setting(2, dp=2, options=(("sharded_data_parallel_degree", 2),)),
+    "t2 sequence": Setting(2, options=(("optimize", "memory"),)),
+    "t2 pp2 sequence": Setting(2, pp=2, options=(("optimize", "memory"),)),
+    "t2 sdp2 sequence": Setting(2, dp=2, options=(("sharded_data_parallel_degree", 2), ("optimize", "memory"))),
     "t2 zero1": Setting(2, dp=2, options=(("shard_optimizer_state", True),)),
 }
 
@@ -113,3 +117,79 @@ def test_a_model_of_hugging_face_trains_as_in_one_process(name, layout):
     assert list(ranks[0][1]) == list(state)
     for key, value in state.items():
         torch.testing.assert_close(ranks[0][1][key], value, **TOLERANCE, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Wandering(Text):
+    """Which blocks are used, and in which order, depends on the samples: stages leave their plans."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.paths: list[tuple[int, ...]] = []
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        hidden = self.embed(batch["tokens"])
+        path = []
+        for turn in range(4):
+            number = int(hidden.detach().sum().abs() * 100 + turn) % 4
+            hidden = self.blocks[number](hidden)
+            path.append(number)
+        self.paths.append(tuple(path))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten())
+
+
+def run_wandering(setting: Setting, dropout: float = 0.0) -> Any:
+    torch.manual_seed(0)
+    model = Wandering(dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_for(setting, model, optimizer)
+    losses, _ = train(engine, model, optimizer, range(4), None)
+    return losses, engine.full_state_dict(), set(model.paths)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_ranks_that_have_parts_keep_one_order_also_off_the_timetable(pp):
+    """They improvise together: otherwise their sums would be those of different microbatches."""
+    setting = Setting(2, pp=pp, microbatches=4)
+    ranks = run_ranks(run_wandering, setting.ranks, setting, timeout=90)
+    torch.manual_seed(0)
+    model = Wandering()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected, _, state, _ = plain(setting, range(4), (model, optimizer))
+    assert len(set(model.paths)) > 4
+    for losses, *_ in ranks:
+        assert losses == pytest.approx([total for [total] in expected], rel=1e-5)
+    torch.testing.assert_close(ranks[0][1], state, **TOLERANCE)
+
+
+class Dropping(Text):
+    """Drops in the middle of split regions and outside of them."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        for block in self.blocks:
+            block.mlp[1] = nn.Sequential(nn.GELU(), nn.Dropout(0.3))
+
+
+def run_dropping(setting: Setting) -> Any:
+    torch.manual_seed(0)
+    model = Dropping(0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_for(setting, model, optimizer)
+    losses, norms = train(engine, model, optimizer, range(4), None)
+    whole = {name: value.clone() for name, value in engine.full_state_dict().items()}
+    engine.detach()
+    kept = {name: value.detach().clone() for name, value in model.named_parameters()}
+    return losses, norms, whole, kept
+
+
+def test_random_numbers_are_the_same_for_whole_activations_and_for_any_number_of_stages():
+    one, two = (run_ranks(run_dropping, 2 * pp, Setting(2, pp=pp), timeout=60) for pp in (1, 2))
+    for losses, norms, _, kept in (*one, *two):
+        assert (losses, norms) == one[0][:2]
+        # What ranks have whole has stayed the same on all of them.
+        assert all(torch.equal(value, one[0][3][name]) for name, value in kept.items())
+    assert all(torch.equal(value, two[0][2][name]) for name, value in one[0][2].items())
+    torch.manual_seed(0)
+    model = Dropping(0.3)
+    plain_losses, *_ = plain(Setting(2), range(4), (model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert one[0][0] != pytest.approx([total for [total] in plain_losses], rel=1e-5)

@@ -163,3 +163,9 @@ def test_units_that_are_spread_over_replicas_are_planned_with_their_shares():
         assert values < after.held.gathered < 1.1 * values
         assert after.held.states < 0.3 * before.held.states
     assert [unit.held for unit in alone.units] == [unit.held for unit in spread.units]
+
+
+def test_layers_that_are_split_cannot_be_planned_without_ranks():
+    model = Text()
+    with pytest.raises(ConfigError, match="`tensor_parallel_degree` is 2, but planning without ranks splits no layers"):
+        plan_partition(model, model.loss, batch_for("text", 0, 2), num_stages=2, tensor_parallel_degree=2)

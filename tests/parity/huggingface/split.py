@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.report import Report
+from smp_strategy.tensor_parallel.sequence import SequenceParallel, chains
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.testing import run_ranks
 
@@ -33,13 +34,15 @@ class SplitComparison:
     """Whether the state afterwards is that of the dense model, bit for bit, with all attributes of modules."""
 
 
-def compare_split(architecture: Architecture, num_ranks: int, timeout: float = 30.0) -> SplitComparison:
+def compare_split(
+    architecture: Architecture, num_ranks: int, *, splits_sequence: bool = False, timeout: float = 30.0
+) -> SplitComparison:
     """Run both; what rank 0 has seen."""
-    found: SplitComparison = run_ranks(_on_rank, num_ranks, architecture, timeout=timeout)[0]
+    found: SplitComparison = run_ranks(_on_rank, num_ranks, architecture, splits_sequence, timeout=timeout)[0]
     return found
 
 
-def _on_rank(architecture: Architecture) -> SplitComparison:
+def _on_rank(architecture: Architecture, splits_sequence: bool) -> SplitComparison:
     dense = architecture.build()
     batch = architecture.batch(dense.model.config)
     loss = dense.step(batch)
@@ -48,8 +51,12 @@ def _on_rank(architecture: Architecture) -> SplitComparison:
     model = architecture.build()
     group = TensorGroup(dist.group.WORLD)
     split = split_layers(model, group)
+    streams = [SequenceParallel(layers, group) for layers in chains(model).values()] if splits_sequence else []
+    assert bool(streams) == splits_sequence
     loss = model.step(batch)
     loss.backward()
+    for stream in streams:
+        stream.remove()
     is_named_alike = [n for n, _ in model.named_parameters()] == [n for n, _ in dense.named_parameters()]
     found, apart = {"loss": loss.detach()}, []
     for name, parameter in model.named_parameters():

@@ -20,3 +20,10 @@ def test_layers_that_are_alike_are_one_line_with_ranges_of_numbers():
 def test_reasons_that_differ_in_the_block_only_are_told_once():
     lines = [LayerLine(f"h.{n}.q", "Linear", "whole", f"`h.{n}.k` is disabled", False, True) for n in range(2)]
     assert len(str(Report(tuple(lines), 2)).splitlines()) == 4
+
+
+def test_the_title_says_where_the_stream_is_split_along_the_sequence_if_that_was_wanted():
+    line = LayerLine("up", "Linear", "by columns", "a plan", True)
+    title = "1 of 1 layers are split over 2 ranks; layers between which each rank has some of the tokens: "
+    assert str(Report((line,), 2, ("encoder.layers", "h"))).startswith(f"{title}those of encoder.layers, h\n")
+    assert str(Report((line,), 2, ())).startswith(f"{title}none: no list has split layers throughout\n")

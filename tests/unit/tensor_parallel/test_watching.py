@@ -144,12 +144,8 @@ def test_looking_for_pairs_leaves_no_gradients_behind():
 
 
 def test_the_layers_of_a_pair_are_one_block():
-    (block,) = pair_blocks([Pair(("mlp.gate", "mlp.up"), "mlp.down")])
-    assert {name: how.style for name, how in block.layers.items()} == {
-        "mlp.gate": "column",
-        "mlp.up": "column",
-        "mlp.down": "row",
-    }
+    (block,) = pair_blocks(dict(Net().named_modules()), [Pair(("gate", "up"), "down")])
+    assert {name: how.style for name, how in block.layers.items()} == {"gate": "column", "up": "column", "down": "row"}
     assert block.source == "found in the step"
 
 
@@ -192,3 +188,18 @@ def test_questions_about_a_weight_are_no_reads():
     readers = watch(dict(net.named_modules()), step).readers
     assert readers[id(net.up.weight)] == {"up"}
     assert id(net.gate.weight) not in readers
+
+
+def test_a_pair_that_gets_narrower_in_between_is_not_worth_it():
+    adapter = nn.Sequential(nn.Linear(6, 2), nn.ReLU(), nn.Linear(2, 6))
+    pairs = pairs_of(adapter, lambda: adapter(torch.randn(3, 6)))
+    assert pairs == [Pair(("0",), "2")]
+    assert pair_blocks(dict(adapter.named_modules()), pairs) == []
+
+
+def test_transformers_of_pytorch_take_no_short_cut_while_they_are_watched():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    net = nn.Sequential(layer)
+    readers = watch(dict(net.named_modules()), lambda: net(torch.randn(2, 3, 4))).readers
+    assert readers[id(layer.linear1.weight)] == {"0.linear1"}
+    assert torch.backends.mha.get_fastpath_enabled()
