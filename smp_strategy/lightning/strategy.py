@@ -207,7 +207,7 @@ class SMPHooks(CommunicationHooks):
         self._engine.attach(
             module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
         )
-        # Ranks may have different numbers of samples to predict, and each rank wants the predictions of all it has read.
+        # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataStream(self._engine.mesh, is_joint=self._is_joint)
         if self._engine.mesh.dp == 1:

@@ -8,8 +8,8 @@ each rank keeps some of them only (:mod:`smp_strategy.tensor_parallel.sequence`)
 
 What is brought together is what a batch is cut into microbatches by: dim 0 of tensors, and lists with one item per
 sample. Ranks may have different numbers of samples. Anything else is not per sample: it must be the same on all ranks,
-which go on as if there were one. That is compared, as are the other sizes of tensors, by all ranks alike, so that all of
-them raise the same error.
+which go on as if there were one. That is compared, as are the other sizes of tensors, by all ranks alike, so that all
+of them raise the same error.
 """
 
 import pickle
@@ -75,7 +75,12 @@ def join(batch: Any, group: TensorGroup) -> Any:
 
 def _described(batch: Any) -> _Described:
     leaves: list[Any] = []
-    rebuilt(batch, lambda leaf: (leaves.append(leaf), leaf)[1])
+
+    def visit(leaf: Any) -> Any:
+        leaves.append(leaf)
+        return leaf
+
+    rebuilt(batch, visit)
     dims = dict.fromkeys(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
     if len(dims) > 1:
         return _Described(
@@ -127,8 +132,8 @@ def _check(ranks: Sequence[_Described]) -> None:
         for first, leaf in zip(ranks[0].leaves, rank.leaves, strict=True):
             if first.kind != leaf.kind:
                 _refuse(
-                    f"rank 0 has {first.kind} where rank {number} has {leaf.kind}. Let all ranks collate alike, and pad "
-                    "sequences to one length."
+                    f"rank 0 has {first.kind} where rank {number} has {leaf.kind}. Let all ranks collate alike, and "
+                    "pad sequences to one length."
                 )
             if first.content != leaf.content:
                 _refuse(
