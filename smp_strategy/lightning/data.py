@@ -154,10 +154,6 @@ class _FollowingLoader(DataLoader[Any]):
         found = [getattr(holder, "generator", None) for holder in holders]
         own = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
         self.smp_stream.follow_first_rank(*own.values())
-        try:
-            self.smp_stream.compare(len(self))
-        except TypeError:  # an iterable dataset does not know
-            self.smp_stream.compare("an unknown number")
         with self.smp_stream.draws():
             inner = super().__iter__()
         return _FollowingIterator(inner, self.smp_stream)
@@ -167,11 +163,19 @@ class _FollowingIterator:
     def __init__(self, inner: Iterator[Any], stream: DataStream) -> None:
         self._inner = inner
         self._stream = stream
+        self._is_new = True
 
     def __iter__(self) -> "_FollowingIterator":
         return self
 
     def __next__(self) -> Any:
+        if self._is_new:
+            # Lightning does not ask for more batches than there are, so ranks that have fewer would stop asking.
+            self._is_new = False
+            try:
+                self._stream.compare(len(self))
+            except TypeError:  # an iterable dataset does not know
+                self._stream.compare("an unknown number")
         with self._stream.draws():
             found = next(self._inner, _END)
         self._stream.compare("none left" if found is _END else "one more")
