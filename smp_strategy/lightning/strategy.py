@@ -6,7 +6,7 @@ one subject each. The order in which Lightning calls (fit)::
     Trainer(...)            set_world_ranks, _configure_launcher
     launcher.launch         setup_environment            the process group
                             user's setup, configure_model, restore of weights from ckpt_path
-                            setup                        optimizers, refusals, engine.attach: the mesh
+                            setup                        engine.attach: the mesh; optimizers, refusals
                             process_dataloader           per loader
     per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
                             under manual optimization all of it in training_step: see manual.py
@@ -199,17 +199,19 @@ class SMPHooks(CommunicationHooks):
         fitting = trainer.state.fn == states.TrainerFn.FITTING
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        if fitting:
-            self.setup_optimizers(trainer)
-        refuse_unsupported(trainer, module, self.optimizers)
-        self.setup_precision_plugin()
         self._engine = self._engine_for(module)
-        self._engine.attach(
-            module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
-        )
+        self._engine.attach(module)
         # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataStream(self._engine.mesh, is_joint=self._is_joint)
+        if fitting:
+            # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
+            self.setup_optimizers(trainer)
+        refuse_unsupported(trainer, module, self.optimizers)
+        self.setup_precision_plugin()
+        self._engine.attach(
+            module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
+        )
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")

@@ -10,9 +10,9 @@ long before.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType, NoneType
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.trace.tree import flatten
+from smp_strategy.trace.tree import flatten_call
 
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
@@ -31,8 +31,6 @@ __all__ = ["watched_entrances"]
 
 # Stands in torch since 2.1 and is what `checkpoint(use_reentrant=False)` runs around the function.
 _CHECKPOINT = "_checkpoint_without_reentrant_generator"
-# What contains no tensors but itself.
-_LEAVES = (Tensor, int, float, str, NoneType)
 
 
 @contextmanager
@@ -101,9 +99,5 @@ def _checkpoint(
 
 def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program | None":
     """The running program that a placed tensor among the arguments belongs to."""
-    arguments = (*args, *kwargs.values())
-    if all(isinstance(argument, _LEAVES) for argument in arguments):
-        leaves: Sequence[Any] = arguments  # as ever inside of units, where it must cost nothing
-    else:
-        leaves, _ = flatten(arguments)
+    leaves, _ = flatten_call(args, kwargs)
     return next((leaf.program for leaf in leaves if isinstance(leaf, PlacedTensor)), None)

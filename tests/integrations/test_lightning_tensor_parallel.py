@@ -81,3 +81,29 @@ def test_a_run_goes_on_with_what_another_has_left_on_some_ranks(layout, tmp_path
     for tested, predicted in found[1:]:
         assert tested == found[0][0]
         assert torch.equal(predicted, found[0][1])
+
+
+def warming_up(self):
+    """A schedule over all steps of the run, as many models have one: it asks for their number."""
+    optimizer = torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-3)
+    steps = int(self.trainer.estimated_stepping_batches)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=steps)
+    return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def run_warming_up(folder, smp):
+    module = toy_module(configure_optimizers=warming_up, train_dataloader=lambda self: toy_loader(shuffle=False))
+    trainer = toy_trainer(folder, smp=smp)
+    trainer.fit(module)
+    schedule = trainer.lr_scheduler_configs[0].scheduler
+    return schedule.total_iters, {name: each.detach().clone() for name, each in module.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", ["2 parts", "2 parts of 2 stages"])
+def test_a_schedule_over_all_steps_of_the_run_is_that_of_one_process(layout, tmp_path):
+    ranks, smp = LAYOUTS[layout]
+    with quiet():
+        steps, weights = run_warming_up(tmp_path / "one", None)
+    for found_steps, found in on_ranks(run_warming_up, ranks, tmp_path / "smp", smp):
+        assert found_steps == steps == 12
+        torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
