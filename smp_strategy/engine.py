@@ -268,7 +268,7 @@ class Engine:
                 additions are those of one process in number and order.
             reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
         """
-        microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
+        microbatches, sizes = self._cut(batch)
         self._prepare("train", step, microbatches[0], loss_of)
         job = self._training_job(step, sizes, loss_of)
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
@@ -280,6 +280,12 @@ class Engine:
             run.outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages
         )
 
+    def _cut(self, batch: Any, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
+        """The microbatches of what this rank has read, or, where ranks read samples of their own, of all of that."""
+        if not (is_joint or self.config.prescaled_batch):
+            batch = self.layout.joined(batch)
+        return split(batch, self.config.num_microbatches(self.mesh.pp))
+
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
     ) -> Job:
@@ -288,15 +294,16 @@ class Engine:
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
         return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
 
-    def eval_step(self, step: Step, batch: Any, *, kind: str = "eval") -> EvalStep:
+    def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
         """Forward of a batch.
 
         Args:
             step: the user's code for one microbatch.
             batch: cut along dim 0 into microbatches.
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
+            is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
         """
-        microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
+        microbatches, sizes = self._cut(batch, is_joint=is_joint)
         self._prepare(kind, step, microbatches[0])
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
@@ -311,7 +318,7 @@ class Engine:
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
         """
-        microbatches, sizes = split(batch, self.config.num_microbatches(self.mesh.pp))
+        microbatches, sizes = self._cut(batch)
         self._prepare("manual", step, microbatches[0])
         run = self.manual.run(self._training_job(step, sizes), microbatches)
         return EvalStep(run.outputs, sizes)

@@ -33,6 +33,7 @@ from smp_strategy.pipeline.turns import Step
 from smp_strategy.report import render_layout
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.joint_batch import join
 from smp_strategy.tensor_parallel.report import Report
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
 from smp_strategy.timetables import Timetables
@@ -109,6 +110,10 @@ class Layout:
         assert self._timetables is not None
         return self._timetables
 
+    def joined(self, batch: Any) -> Any:
+        """The samples of all ranks that split layers between them; see :func:`join`. Collective over these."""
+        return batch if self._group is None else join(batch, self._group)
+
     def surroundings(self, optimizers: Sequence[Optimizer]) -> Surroundings:
         """What dry runs run on."""
         return Surroundings(
@@ -149,6 +154,14 @@ class Layout:
         """What became of each layer; ``None`` where none are split, or before the first step."""
         return None if self._split is None else self._split.report
 
+    @property
+    def _stream_dim(self) -> int | None:
+        """Along which activations between split regions are split, if they are."""
+        if self._config.optimize == "memory":
+            return 1
+        # Samples that ranks have read apart stay apart where they can.
+        return None if self._config.prescaled_batch else 0
+
     def _split_layers(self, first: First, optimizers: Sequence[Optimizer], group: TensorGroup) -> None:
         def run_step() -> None:
             self._calls.intercept(self._units)
@@ -167,7 +180,7 @@ class Layout:
                 group,
                 patterns=self._config.tensor_parallel,
                 strict=self._config.tensor_parallel_strict,
-                splits_sequence=self._config.optimize == "memory",
+                stream_dim=self._stream_dim,
                 run_step=run_step,
             )
         finally:

@@ -308,8 +308,8 @@ class TensorParallelOptions:
     tensor_parallel_degree: int = 1
     """Ranks over which layers are split."""
     prescaled_batch: bool = True
-    """All tensor-parallel ranks of a replica read the same batch. SageMaker's default is False: each reads its own, and
-    layers exchange their samples. That is not built yet."""
+    """All tensor-parallel ranks of a replica read the same batch. ``False``, SageMaker's default: each reads samples of
+    its own, and a step computes those of all of them."""
     tensor_parallel: Mapping[str, str] | None = None
     """How layers are split, by patterns of their names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``. They come
     before what the model, its family and the registry say of a layer."""
@@ -318,18 +318,13 @@ class TensorParallelOptions:
 
     def _problems(self) -> list[str]:
         found = _at_least_one(self, "tensor_parallel_degree")
-        if not self.prescaled_batch:
-            found.append(
-                "`prescaled_batch=False` asks for tensor-parallel ranks that read samples of their own, which is not "
-                "built yet. Leave the option out: all ranks of a replica read the same batch."
-            )
         if self.tensor_parallel_degree == 1:
-            names = ("tensor_parallel", "tensor_parallel_strict")
+            given = [name for name in ("tensor_parallel", "tensor_parallel_strict") if getattr(self, name)]
+            given += [] if self.prescaled_batch else ["prescaled_batch"]
             found += [
                 f"`{name}={getattr(self, name)!r}` has no effect, because no layers are split. Set "
                 "`tensor_parallel_degree`, or leave it out."
-                for name in names
-                if getattr(self, name)
+                for name in given
             ]
         return found
 

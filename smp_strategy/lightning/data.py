@@ -14,6 +14,10 @@ dropout, each another number of times.
 
 What cannot be steered (an iterable dataset that splits its samples by rank, a dataset with generators of its own) is
 found by comparing a checksum of the first batches.
+
+With ``prescaled_batch=False`` each of the ranks that split layers between them reads samples of its own, like a
+replica; then it is the stages with the same part of layers that read alike. The others need its samples in each step,
+so those that run out of batches before others do, say so.
 """
 
 import copy
@@ -39,6 +43,7 @@ from smp_strategy.mesh import ProcessMesh
 __all__ = ["DataStream", "checksum", "following"]
 
 _CHECKED_BATCHES = 2
+_END = object()
 
 RngState = tuple[bytes, Any, Any]
 
@@ -48,11 +53,17 @@ class DataStream:
 
     Args:
         mesh: its replicas are the ranks that must agree.
+        is_joint: ranks that split layers between them read alike, too.
     """
 
-    def __init__(self, mesh: ProcessMesh) -> None:
-        self._mesh = mesh
-        self._num_ranks = mesh.pp * mesh.tp
+    def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True) -> None:
+        self._is_joint = is_joint or mesh.tp == 1
+        self._axes = ("pp", "tp") if self._is_joint else ("pp",)
+        self._ranks = tuple(mesh.shape.group(mesh.rank, *self._axes))
+        self._group = mesh.replica_group if self._is_joint else mesh.pp_group
+        self._tp_group = mesh.tp_group
+        self._rank = mesh.rank
+        self._num_ranks = len(self._ranks)
         self._state = _global_state()
         self._num_checked = 0
 
@@ -60,8 +71,9 @@ class DataStream:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
         if self._num_ranks > 1:
             states = (_global_state(), [generator.get_state() for generator in generators])
-            box = [states if self._mesh.is_first_of_replica else None]
-            dist.broadcast_object_list(box, src=self._mesh.first_of_replica, group=self._mesh.replica_group)
+            first = self._ranks[0]
+            box = [states if self._rank == first else None]
+            dist.broadcast_object_list(box, src=first, group=self._group)
             assert box[0] is not None
             _set_global_state(box[0][0])
             for generator, state in zip(generators, box[0][1], strict=True):
@@ -92,16 +104,32 @@ class DataStream:
         if self._num_ranks == 1 or self._num_checked == _CHECKED_BATCHES:
             return
         found: list[int] = [0] * self._num_ranks
-        dist.all_gather_object(found, checksum(batch), group=self._mesh.replica_group)
+        dist.all_gather_object(found, checksum(batch), group=self._group)
         if len(set(found)) > 1:
-            ranks = tuple(self._mesh.shape.group(self._mesh.rank, "pp", "tp"))
             raise SMPError(
-                f"Batch {self._num_checked} differs between the ranks of one replica {ranks}, which "
+                f"Batch {self._num_checked} differs between the ranks of one replica {self._ranks}, which "
                 "must all read the same samples. A dataset that picks its samples by rank must use the data-parallel "
                 "rank (`trainer.strategy.distributed_sampler_kwargs`) instead of `trainer.global_rank`; one with "
                 "random generators of its own must seed them alike."
             )
         self._num_checked += 1
+
+    def compare(self, what: Any) -> None:
+        """Compare the number of batches that each rank will read, or whether it has read one. Collective.
+
+        Raises:
+            SMPError: ranks whose samples belong together differ, on all of them.
+        """
+        if self._is_joint:
+            return
+        found: list[Any] = [None] * dist.get_world_size(self._tp_group)
+        dist.all_gather_object(found, what, group=self._tp_group)
+        if any(each != found[0] for each in found):
+            raise SMPError(
+                f"With `prescaled_batch=False` a step needs samples of all ranks of a tensor-parallel group, but they "
+                f"do not have the same number of batches ({', '.join(map(str, found))}). Let the dataset give each "
+                "rank as many, as data-parallel training needs it as well."
+            )
 
 
 def following(loader: DataLoader[Any], stream: DataStream, tree: Tree, *, dp_rank: int) -> DataLoader[Any]:
@@ -135,13 +163,25 @@ class _FollowingIterator:
     def __init__(self, inner: Iterator[Any], stream: DataStream) -> None:
         self._inner = inner
         self._stream = stream
+        self._is_new = True
 
     def __iter__(self) -> "_FollowingIterator":
         return self
 
     def __next__(self) -> Any:
+        if self._is_new:
+            # Lightning does not ask for more batches than there are, so ranks that have fewer would stop asking.
+            self._is_new = False
+            try:
+                self._stream.compare(len(self))
+            except TypeError:  # an iterable dataset does not know
+                self._stream.compare("an unknown number")
         with self._stream.draws():
-            return next(self._inner)
+            found = next(self._inner, _END)
+        self._stream.compare("none left" if found is _END else "one more")
+        if found is _END:
+            raise StopIteration
+        return found
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]

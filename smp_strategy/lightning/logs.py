@@ -59,10 +59,13 @@ class LogRecorder:
 
     Args:
         module: the LightningModule.
+        tells_size: whether values are logged with the number of samples in the step, because Lightning sees another
+            one: that in the batch of this rank.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, tells_size: bool = False) -> None:
         self._module = module
+        self._tells_size = tells_size
         self._log: Callable[..., None] = module.log  # type: ignore[assignment]
         self._print: Callable[..., None] = getattr(module, "print", print)
         self._notes = threading.local()
@@ -98,7 +101,8 @@ class LogRecorder:
     def replay(self, notes: Sequence[Notes], sizes: Sequence[int]) -> None:
         """Log what the microbatches noted, once; the values must be real by now."""
         for call, value in merge_calls(notes, sizes):
-            self._log(call.name, value, *call.flags, **call.options)
+            size = {"batch_size": sum(sizes)} if self._tells_size else {}
+            self._log(call.name, value, *call.flags, **{**size, **call.options})
         for function, args, kwargs in direct_calls(notes, sizes):
             function(*args, **kwargs)
 

@@ -44,7 +44,7 @@ def run_training_step(
     Returns:
         What the step returned, merged; the loss hands its gradients over in ``backward()``.
     """
-    recorder = LogRecorder(module)
+    recorder = LogRecorder(module, tells_size=not engine.config.prescaled_batch)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         number, length = window
@@ -70,19 +70,26 @@ def accumulation_window(trainer: Any) -> tuple[int, int]:
 
 def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:
     """Run ``module.training_step`` under manual optimization; returns the merged outputs."""
-    recorder = LogRecorder(module)
+    recorder = LogRecorder(module, tells_size=not engine.config.prescaled_batch)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.manual_step(step, args[0])
     return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
 
 
-def run_eval_step(engine: "Engine", module: Any, name: str, args: Sequence[Any], *, context: Context) -> Any:
-    """Run ``module.<name>`` over the microbatches of ``args[0]``, forward only; returns the merged outputs."""
-    recorder = LogRecorder(module)
+def run_eval_step(
+    engine: "Engine", module: Any, name: str, args: Sequence[Any], *, context: Context, is_joint: bool
+) -> Any:
+    """Run ``module.<name>`` over the microbatches of ``args[0]``, forward only; returns the merged outputs.
+
+    Args:
+        context: entered around the forward of each microbatch.
+        is_joint: all ranks of a replica have read this batch.
+    """
+    recorder = LogRecorder(module, tells_size=not is_joint)
     step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
-        result = engine.eval_step(step, args[0], kind=name)
+        result = engine.eval_step(step, args[0], kind=name, is_joint=is_joint)
     return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
 
 

@@ -107,6 +107,7 @@ class SMPHooks(CommunicationHooks):
         self._metric_updates: MetricUpdates | None = None
         self._manual: ManualOptimization | None = None
         self._may_reduce = True
+        self._is_joint = True
         self._has_failed = False
         call_at_exit(self.leave)
 
@@ -149,7 +150,7 @@ class SMPHooks(CommunicationHooks):
     @property
     def is_distributed(self) -> bool:
         """Whether there are replicas that share the data and the logged values; asked for just that."""
-        return self.mesh is not None and self.mesh.dp > 1
+        return self.mesh is not None and self.distributed_sampler_kwargs["num_replicas"] > 1
 
     def set_world_ranks(self) -> None:
         """Number the ranks; called when the Trainer has set devices and environment."""
@@ -194,12 +195,15 @@ class SMPHooks(CommunicationHooks):
         module = self.lightning_module
         assert module is not None
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == self.tree.pytorch("trainer.states").TrainerFn.FITTING
+        states = self.tree.pytorch("trainer.states")
+        fitting = trainer.state.fn == states.TrainerFn.FITTING
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._engine = self._engine_for(module)
         self._engine.attach(module)
-        self._data_stream = DataStream(self._engine.mesh)
+        # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
+        self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
+        self._data_stream = DataStream(self._engine.mesh, is_joint=self._is_joint)
         if fitting:
             # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
             self.setup_optimizers(trainer)
@@ -335,7 +339,7 @@ class SMPHooks(CommunicationHooks):
         return self._eval_step("predict_step", self.precision_plugin.predict_step_context, *args, *kwargs.values())
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
-        return run_eval_step(self.engine, self.lightning_module, name, args, context=context)
+        return run_eval_step(self.engine, self.lightning_module, name, args, context=context, is_joint=self._is_joint)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
@@ -357,16 +361,18 @@ class SMPHooks(CommunicationHooks):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are divided among replicas, not among ranks."""
+        """Samples are divided among replicas, not among ranks, unless each part of a replica reads its own."""
         mesh = self.engine.mesh
-        return {"num_replicas": mesh.dp, "rank": mesh.dp_rank}
+        if self._is_joint:
+            return {"num_replicas": mesh.dp, "rank": mesh.dp_rank}
+        return {"num_replicas": mesh.dp * mesh.tp, "rank": mesh.dp_rank * mesh.tp + mesh.tp_rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Make all ranks of a replica draw alike. See [Note: data stream]."""
         if not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
         assert self._data_stream is not None
-        return following(dataloader, self._data_stream, self.tree, dp_rank=self.engine.mesh.dp_rank)
+        return following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move the batch with the user's transfer hooks, whose draws belong to the data path."""

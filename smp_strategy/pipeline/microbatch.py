@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["merge", "sizes_of", "split"]
+__all__ = ["merge", "num_samples", "rebuilt", "sizes_of", "split"]
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
@@ -39,15 +39,15 @@ def split(batch: Any, num_microbatches: int) -> tuple[list[Any], tuple[int, ...]
         UnsupportedError: two tensors disagree on the number of samples.
     """
     if num_microbatches == 1:
-        return [batch], (max(_num_samples(batch, strict=False) or 1, 1),)
-    num_samples = _num_samples(batch)
-    if num_samples is None and not _cuts_itself(batch):
+        return [batch], (max(num_samples(batch, strict=False) or 1, 1),)
+    samples = num_samples(batch)
+    if samples is None and not _cuts_itself(batch):
         return [batch], (1,)
     # How many samples an object holds that cuts itself is not known: its parts are taken to be equal.
-    sizes = (1,) * num_microbatches if num_samples is None else sizes_of(num_samples, num_microbatches)
+    sizes = (1,) * num_microbatches if samples is None else sizes_of(samples, num_microbatches)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     cut = [
-        _cut(batch, slice(start, start + size), num_samples, (len(sizes), index))
+        _cut(batch, slice(start, start + size), samples, (len(sizes), index))
         for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
     return cut, sizes
@@ -99,7 +99,13 @@ def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
 
 
-def _num_samples(batch: Any, *, strict: bool = True) -> int | None:
+def rebuilt(batch: Any, visit: Callable[[Any], Any]) -> Any:
+    """``batch`` with its leaves visited: tensors, lists with one item per sample, and what is no container."""
+    beside, _ = _dims(batch, _holds_mappings)
+    return _walk(batch, visit, lambda items: _holds_mappings(items) and len(items) in beside)
+
+
+def num_samples(batch: Any, *, strict: bool = True) -> int | None:
     """Samples in the batch, by the first tensor if not ``strict``; ``None`` if nothing in it can be cut."""
     beside, _ = _dims(batch, _holds_mappings)
     dims, lists = _dims(batch, lambda items: _holds_mappings(items) and len(items) in beside)
@@ -141,19 +147,17 @@ def _cuts_itself(batch: Any) -> bool:
     return any(found)
 
 
-def _cut(batch: Any, part: slice, num_samples: int | None, position: tuple[int, int]) -> Any:
-    beside, _ = _dims(batch, _holds_mappings)
-
+def _cut(batch: Any, part: slice, samples: int | None, position: tuple[int, int]) -> Any:
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return _part(leaf, part) if leaf.ndim else leaf
         if isinstance(leaf, list):
-            return leaf[part] if len(leaf) == num_samples else leaf
+            return leaf[part] if len(leaf) == samples else leaf
         if hasattr(leaf, "smp_slice"):
             return leaf.smp_slice(*position, 0)
         return leaf
 
-    return _walk(batch, visit, lambda items: _holds_mappings(items) and len(items) in beside)
+    return rebuilt(batch, visit)
 
 
 def _part(tensor: Tensor, part: slice) -> Tensor:

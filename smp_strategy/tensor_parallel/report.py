@@ -36,7 +36,9 @@ class Report:
     num_ranks: int
     """Over how many ranks layers are split."""
     streams: tuple[str, ...] | None = None
-    """The lists of layers between which activations are split along the sequence; ``None``: nobody wanted that."""
+    """The lists of layers between which activations are split; ``None``: nobody wanted that."""
+    stream_dim: int = 1
+    """Along which: 0 for samples, 1 for tokens."""
 
     @property
     def skipped(self) -> tuple[LayerLine, ...]:
@@ -50,7 +52,8 @@ class Report:
             where = (
                 f"those of {', '.join(self.streams)}" if self.streams else "none: no list has split layers throughout"
             )
-            title = f"{title}; layers between which each rank has some of the tokens: {where}"
+            what = "tokens" if self.stream_dim else "samples"
+            title = f"{title}; layers between which each rank has some of the {what}: {where}"
         rows = [(_merged([line.name for line in run]), *rest) for rest, run in _alike(self.lines)]
         table = [("layer", "class", "split", "why"), *rows]
         widths = [max(len(row[column]) for row in table) for column in range(3)]

@@ -68,7 +68,7 @@ def split_layers(
     *,
     patterns: Mapping[str, str] | None = None,
     strict: bool = False,
-    splits_sequence: bool = False,
+    stream_dim: int | None = None,
     run_step: Callable[[], Any] | None = None,
 ) -> SplitModule:
     """Split layers of ``module`` over the ranks of ``group``, in place. All of them call it with the same module.
@@ -78,7 +78,8 @@ def split_layers(
         group: the ranks that get the parts.
         patterns: layers that the user names, with their styles; they go before what is known of the model.
         strict: make it an error if a layer stays whole that the user has not said is to.
-        splits_sequence: whether activations between the blocks of transformers are split as well, along the sequence.
+        stream_dim: along which activations between the blocks of transformers are split as well: 0 for samples, 1 for
+            tokens; ``None``: they are not.
         run_step: computes the loss once, to see pairs of linear layers, and who reads weights; ``None``: pairs are not
             looked for, and layers trusted to be the only ones that read their weights.
 
@@ -98,10 +99,10 @@ def split_layers(
         appearance = Appearance(dict.fromkeys(modules.values()))
         failed = _split_all(choice, modules, group, undo)
         if failed is None:
-            if splits_sequence:
+            if stream_dim is not None:
                 streams = chains(module)
-                undo += [SequenceParallel(layers, group).remove for layers in streams.values()]
-                report = replace(report, streams=tuple(streams))
+                undo += [SequenceParallel(layers, group, dim=stream_dim).remove for layers in streams.values()]
+                report = replace(report, streams=tuple(streams), stream_dim=stream_dim)
             appearance.compare()
             return SplitModule(_cuts(module), report, appearance, undo)
         SplitModule({}, report, appearance, undo).to_dense()

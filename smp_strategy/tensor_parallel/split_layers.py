@@ -28,7 +28,8 @@ class SplitLayers:
         group: the ranks that get the parts.
         patterns: layers that the user names, with their styles.
         strict: make it an error if a layer stays whole that the user has not said is to.
-        splits_sequence: split activations between the blocks of transformers as well, along the sequence.
+        stream_dim: along which activations between the blocks of transformers are split as well: 0 for samples, 1 for
+            tokens; ``None``: they are not.
         run_step: computes the loss once, to look for pairs of linear layers.
 
     Attributes:
@@ -43,11 +44,11 @@ class SplitLayers:
         *,
         patterns: Mapping[str, str] | None = None,
         strict: bool = False,
-        splits_sequence: bool = False,
+        stream_dim: int | None = None,
         run_step: Callable[[], Any] | None = None,
     ) -> None:
         self._module = split_layers(
-            module, group, patterns=patterns, strict=strict, splits_sequence=splits_sequence, run_step=run_step
+            module, group, patterns=patterns, strict=strict, stream_dim=stream_dim, run_step=run_step
         )
         self.parts = Parts(self._module.cuts, group)
         self.report: Report = self._module.report

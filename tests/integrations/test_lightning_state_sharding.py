@@ -54,11 +54,11 @@ def fit(folder, name, smp, epochs=1, checkpoint=None):
 
     def train_dataloader(self):
         data = toy_data(STEPS * BATCH)
-        mesh = getattr(self.trainer.strategy, "mesh", None)
-        if mesh is None:
+        if getattr(self.trainer.strategy, "mesh", None) is None:
             return DataLoader(data, batch_size=2 * BATCH)
-        size = 2 * BATCH // mesh.dp
-        mine = [index for index in range(len(data)) if index // size % mesh.dp == mesh.dp_rank]
+        readers, reader = self.trainer.strategy.distributed_sampler_kwargs.values()
+        size = 2 * BATCH // readers
+        mine = [index for index in range(len(data)) if index // size % readers == reader]
         return DataLoader(Subset(data, mine), batch_size=size)
 
     module = toy_module(train_dataloader=train_dataloader, **overrides)

@@ -17,6 +17,13 @@ LAYOUTS = {
     "2 parts of 2 shards": (4, {**SPLIT, "sharded_data_parallel_degree": 2}),
     "2 parts of 2 replicas that deal out state": (4, {**SPLIT, "shard_optimizer_state": True}),
 }
+OWN = {**SPLIT, "prescaled_batch": False}
+OWN_SAMPLES = {
+    "2 parts": (2, OWN),
+    "4 parts": (4, {**OWN, "tensor_parallel_degree": 4}),
+    "2 parts of 2 stages": (4, {**OWN, "pipeline_parallel_degree": 2, "microbatches": 2}),
+    "2 parts of 2 replicas": (4, OWN),
+}
 NAMES = sorted(CASES.keys() - {"whole matrices"})
 
 
@@ -30,6 +37,17 @@ def test_split_layers_have_the_checkpoint_of_one_process(name, layout, tmp_path)
     if name != "mixed precision":  # sums of parts are rounded to bfloat16 apart
         assert_close(found[0][0], expected)
     assert set.union(*(kept for _, kept, _, _ in found)) == everything
+    assert all(each == pytest.approx(norm, rel=1e-5) if norm else each is None for *_, each in found)
+
+
+@pytest.mark.parametrize("layout", OWN_SAMPLES)
+@pytest.mark.parametrize("name", ["clipping by norm", "manual optimization"])
+def test_parts_with_samples_of_their_own_have_the_checkpoint_of_one_process_with_all_of_them(name, layout, tmp_path):
+    ranks, smp = OWN_SAMPLES[layout]
+    with quiet():
+        expected, _, _, norm = fit(tmp_path / "one", name, None)
+    found = on_ranks(fit, ranks, tmp_path / "smp", name, smp)
+    assert_close(found[0][0], expected)
     assert all(each == pytest.approx(norm, rel=1e-5) if norm else each is None for *_, each in found)
 
 

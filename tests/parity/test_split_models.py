@@ -61,9 +61,10 @@ def test_the_report_in_the_documentation_is_that_of_gpt2():
     assert str(compare_split(gpt2, 2).report) in DOCUMENTATION.read_text()
 
 
+@pytest.mark.parametrize("dim", [0, 1], ids=["samples", "tokens"])
 @pytest.mark.parametrize("architecture", KNOWN, ids=str)
-def test_its_stream_may_be_split_along_the_sequence(architecture):
-    found = compare_split(architecture, 2, splits_sequence=True)
+def test_its_stream_may_be_split_as_well(architecture, dim):
+    found = compare_split(architecture, 2, stream_dim=dim)
     assert found.difference <= TOLERANCE, found.where
     assert not found.apart
     assert found.is_dense_again

@@ -1,5 +1,7 @@
 """Hugging Face models whose layers are split, in the engine: beside stages, and by themselves."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,31 +16,41 @@ from .huggingface.table import ARCHITECTURES
 
 TOLERANCE = 1e-5
 NAMES = ("GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "GPTNeoXForCausalLM")
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "no stages": (1, {}),
+    "2 stages": (2, {}),
+    "2 stages, stream in parts": (2, {"optimize": "memory"}),
+    "samples of their own": (1, {"prescaled_batch": False}),
+    "2 stages, samples of their own": (2, {"prescaled_batch": False}),
+    "samples of their own, stream in parts": (1, {"prescaled_batch": False, "optimize": "memory"}),
+}
 MODELS = [each for each in ARCHITECTURES if each.name in NAMES]
 
 
-def on_rank(architecture: Architecture, stages: int, optimize: str) -> tuple[dict[str, torch.Tensor], int]:
+def on_rank(architecture: Architecture, stages: int, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], int]:
     """All weights after a step, and how many layers are split."""
     model = architecture.build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(
-        SMPConfig(
-            pipeline_parallel_degree=stages, tensor_parallel_degree=2, microbatches=MICROBATCHES, optimize=optimize
-        )
+        SMPConfig(pipeline_parallel_degree=stages, tensor_parallel_degree=2, microbatches=MICROBATCHES, **options)
     )
     engine.attach(model, [optimizer])
-    result = engine.train_step(model.step, architecture.batch(model.model.config), loss_of=lambda loss: loss)
+    batch = architecture.batch(model.model.config)
+    if not engine.config.prescaled_batch:
+        mine = slice(1) if engine.mesh.tp_rank == 0 else slice(1, None)
+        batch = {key: value[mine] for key, value in batch.items()}
+    result = engine.train_step(model.step, batch, loss_of=lambda loss: loss)
     optimizer.zero_grad()
     result.commit(torch.ones(()), reduce=True)
     optimizer.step()
     return engine.full_state_dict(), sum(isinstance(module, SplitLayer) for module in model.modules())
 
 
-@pytest.mark.parametrize(("stages", "optimize"), [(1, "speed"), (2, "speed"), (2, "memory")])
+@pytest.mark.parametrize(("stages", "options"), LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("architecture", MODELS, ids=str)
-def test_a_split_model_makes_the_step_of_one_process(architecture, stages, optimize):
+def test_a_split_model_makes_the_step_of_one_process(architecture, stages, options):
     _, expected, _ = one_process(architecture)
-    found, num_split = run_ranks(on_rank, 2 * stages, architecture, stages, optimize)[0]
+    found, num_split = run_ranks(on_rank, 2 * stages, architecture, stages, options)[0]
     assert num_split > 10
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -253,12 +253,10 @@ def test_an_unbuilt_option_at_its_default_is_accepted():
 # --- tensor parallelism ---------------------------------------------------------------------------------------------
 
 
-def test_samples_of_their_own_for_tensor_parallel_ranks_are_refused():
-    with pytest.raises(ConfigError, match="`prescaled_batch=False` .* not built yet"):
-        SMPConfig(tensor_parallel_degree=2, prescaled_batch=False)
-
-
-@pytest.mark.parametrize("options", [{"tensor_parallel": {"*.up": "column"}}, {"tensor_parallel_strict": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel": {"*.up": "column"}}, {"tensor_parallel_strict": True}, {"prescaled_batch": False}],
+)
 def test_options_about_split_layers_are_refused_where_none_are_split(options):
     [name] = options
     with pytest.raises(ConfigError, match=f"`{name}=.* has no effect, because no layers are split"):

@@ -35,14 +35,14 @@ class SplitComparison:
 
 
 def compare_split(
-    architecture: Architecture, num_ranks: int, *, splits_sequence: bool = False, timeout: float = 30.0
+    architecture: Architecture, num_ranks: int, *, stream_dim: int | None = None, timeout: float = 30.0
 ) -> SplitComparison:
     """Run both; what rank 0 has seen."""
-    found: SplitComparison = run_ranks(_on_rank, num_ranks, architecture, splits_sequence, timeout=timeout)[0]
+    found: SplitComparison = run_ranks(_on_rank, num_ranks, architecture, stream_dim, timeout=timeout)[0]
     return found
 
 
-def _on_rank(architecture: Architecture, splits_sequence: bool) -> SplitComparison:
+def _on_rank(architecture: Architecture, stream_dim: int | None) -> SplitComparison:
     dense = architecture.build()
     batch = architecture.batch(dense.model.config)
     loss = dense.step(batch)
@@ -51,8 +51,10 @@ def _on_rank(architecture: Architecture, splits_sequence: bool) -> SplitComparis
     model = architecture.build()
     group = TensorGroup(dist.group.WORLD)
     split = split_layers(model, group)
-    streams = [SequenceParallel(layers, group) for layers in chains(model).values()] if splits_sequence else []
-    assert bool(streams) == splits_sequence
+    streams = []
+    if stream_dim is not None:
+        streams = [SequenceParallel(layers, group, dim=stream_dim) for layers in chains(model).values()]
+        assert streams
     loss = model.step(batch)
     loss.backward()
     for stream in streams:
