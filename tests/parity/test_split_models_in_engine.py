@@ -40,6 +40,9 @@ def on_rank(architecture: Architecture, stages: int, options: dict[str, Any]) ->
         mine = slice(1) if engine.mesh.tp_rank == 0 else slice(1, None)
         batch = {key: value[mine] for key, value in batch.items()}
     result = engine.train_step(model.step, batch, loss_of=lambda loss: loss)
+    if not engine.config.prescaled_batch:
+        assert engine.layout.split_report.streams
+        assert engine.layout.split_report.stream_dim == (engine.config.optimize == "memory")
     optimizer.zero_grad()
     result.commit(torch.ones(()), reduce=True)
     optimizer.step()
