@@ -135,7 +135,7 @@ def _split(
         TensorGroup(None, rank=0, size=config.tensor_parallel_degree),
         patterns=config.tensor_parallel,
         strict=config.tensor_parallel_strict,
-        splits_sequence=config.optimize == "memory",
+        stream_dim=config.stream_dim,
         run_step=lambda: _run(step, microbatch, loss_of, surroundings),
     )
     try:
