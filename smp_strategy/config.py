@@ -139,6 +139,14 @@ class SMPConfig(
             raise ConfigError(problems)
         return config
 
+    @property
+    def stream_dim(self) -> int | None:
+        """Along which activations between split regions are split over a tensor-parallel group, if they are."""
+        if self.optimize == "memory":
+            return 1
+        # Samples that ranks have read apart stay apart where they can.
+        return None if self.prescaled_batch else 0
+
     def num_microbatches(self, num_stages: int) -> int:
         """Microbatches that a full batch is cut into, for ``num_stages`` pipeline stages."""
         if self.microbatches is not None:

@@ -154,14 +154,6 @@ class Layout:
         """What became of each layer; ``None`` where none are split, or before the first step."""
         return None if self._split is None else self._split.report
 
-    @property
-    def _stream_dim(self) -> int | None:
-        """Along which activations between split regions are split, if they are."""
-        if self._config.optimize == "memory":
-            return 1
-        # Samples that ranks have read apart stay apart where they can.
-        return None if self._config.prescaled_batch else 0
-
     def _split_layers(self, first: First, optimizers: Sequence[Optimizer], group: TensorGroup) -> None:
         def run_step() -> None:
             self._calls.intercept(self._units)
@@ -180,7 +172,7 @@ class Layout:
                 group,
                 patterns=self._config.tensor_parallel,
                 strict=self._config.tensor_parallel_strict,
-                stream_dim=self._stream_dim,
+                stream_dim=self._config.stream_dim,
                 run_step=run_step,
             )
         finally:
