@@ -141,7 +141,7 @@ class SMPConfig(
 
     @property
     def stream_dim(self) -> int | None:
-        """Along which activations between split layers are split, too: 0 for samples, 1 for tokens; ``None``: not."""
+        """Along which activations between split regions are split over a tensor-parallel group, if they are."""
         if self.optimize == "memory":
             return 1
         # Samples that ranks have read apart stay apart where they can.

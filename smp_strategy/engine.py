@@ -44,6 +44,7 @@ from smp_strategy.placement import placed_modules
 from smp_strategy.shape import choose_shape
 from smp_strategy.share import Share
 from smp_strategy.step_results import EvalStep, TrainStep
+from smp_strategy.tensor_parallel.split_parts import put_together
 from smp_strategy.timeline.gathering import gather
 from smp_strategy.timeline.timeline import Timeline
 from smp_strategy.units import Unit
@@ -276,9 +277,8 @@ class Engine:
             job = replace(job, weights=scaled, around_last=backward.around_last)
             run = self._run("train", job, microbatches)
         reduction = self.share.reduction
-        return TrainStep(
-            run.outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages
-        )
+        outputs = put_together(run.outputs)
+        return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
 
     def _cut(self, batch: Any, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
         """The microbatches of what this rank has read, or, where ranks read samples of their own, of all of that."""
@@ -309,7 +309,7 @@ class Engine:
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
         with self.share.evaluating():
             run = self._run(kind, Job(step=step, seed=seed), microbatches)
-        return EvalStep(run.outputs, sizes)
+        return EvalStep(put_together(run.outputs), sizes)
 
     def manual_step(self, step: Step, batch: Any) -> EvalStep:
         """A step that runs its backward and its optimizers itself, through :attr:`manual`.
@@ -321,7 +321,7 @@ class Engine:
         microbatches, sizes = self._cut(batch)
         self._prepare("manual", step, microbatches[0])
         run = self.manual.run(self._training_job(step, sizes), microbatches)
-        return EvalStep(run.outputs, sizes)
+        return EvalStep(put_together(run.outputs), sizes)
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None

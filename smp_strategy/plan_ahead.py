@@ -60,7 +60,8 @@ def plan_partition(
     Args:
         module: the whole module, on the CPU or on the meta device.
         step: what a training step does with a microbatch.
-        microbatch: an example; tensors on the meta device count as zeros.
+        microbatch: an example; tensors on the meta device count as zeros. With `prescaled_batch=False` it has the
+            samples of all ranks of a tensor-parallel group.
         num_stages: number of pipeline stages.
         loss_of: picks the loss out of what ``step`` returns.
         optimizers: what will train the module; without any, two moments per parameter are assumed.

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split_shapes import Split
 
-__all__ = ["Along", "InParts", "part_of"]
+__all__ = ["Along", "InParts", "part_of", "put_together"]
 
 
 class Along(NamedTuple):
@@ -129,6 +130,11 @@ def part_of(whole: Tensor, along: Along) -> Tensor:
         return functions.split(whole, *along)
     rank = along.group.rank
     return whole.narrow(along.dim, sum(along.lengths[:rank]), along.lengths[rank])
+
+
+def put_together(tree: Any) -> Any:
+    """``tree`` with whole tensors in the place of split ones; all ranks of the group call it."""
+    return pytree.tree_map_only(InParts, InParts.whole, tree)
 
 
 class _Border(torch.autograd.Function):

@@ -193,3 +193,31 @@ def test_random_numbers_are_the_same_for_whole_activations_and_for_any_number_of
     model = Dropping(0.3)
     plain_losses, *_ = plain(Setting(2), range(4), (model, torch.optim.SGD(model.parameters(), lr=0.1)))
     assert one[0][0] != pytest.approx([total for [total] in plain_losses], rel=1e-5)
+
+
+def run_returning_logits(pp: int) -> Any:
+    """What a step returns is looked at on the first rank alone."""
+    model, _ = built("llama")
+    engine = Engine(SMPConfig(pipeline_parallel_degree=pp, tensor_parallel_degree=2, microbatches=2))
+    engine.attach(model)
+
+    def step(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        found = model.model(**batch)
+        return {"loss": found.loss, "logits": found.logits}
+
+    trained = engine.train_step(step, tokens(0, 0), loss_of=lambda found: found["loss"]).outputs
+    evaluated = engine.eval_step(step, tokens(0, 0)).outputs
+    if engine.mesh.rank != 0:
+        return None
+    return [found["logits"].detach().clone() for found in (*trained, *evaluated)]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_logits_that_a_step_returns_are_whole_for_a_callback_on_one_rank(pp):
+    found = run_ranks(run_returning_logits, 2 * pp, pp, timeout=60)[0]
+    model, _ = built("llama")
+    batch = tokens(0, 0)
+    expected = [model.model(batch["input_ids"][start : start + 2]).logits.detach() for start in (0, 2)]
+    for logits, wanted in zip(found, [*expected, *expected], strict=True):
+        assert type(logits) is Tensor
+        torch.testing.assert_close(logits, wanted, **TOLERANCE)
