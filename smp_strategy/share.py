@@ -3,8 +3,8 @@
 A parameter belongs to the stages of the units that have it (:mod:`smp_strategy.ownership`). There, all replicas hold
 it, or a shard group holds it together (:mod:`smp_strategy.sharding.sharded_units`), and one replica or all of them
 update it (:mod:`smp_strategy.optim.state_sharding`). Of split layers all of this is about a rank's part
-(:mod:`smp_strategy.tensor_parallel`). The share exists from the first step on, when ranks let go of what
-is not theirs, until the module is whole again.
+(:mod:`smp_strategy.tensor_parallel`). The share exists from the first step on, when ranks let go of what is not theirs,
+until the module is whole again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
