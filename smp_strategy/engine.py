@@ -456,5 +456,7 @@ class Engine:
         if self._share is not None:
             self._share.close()
         self._share = None
+        if self._layout is not None:
+            self._layout.close()
         if self._mesh is not None:
             self._mesh.close()

@@ -110,6 +110,11 @@ class Layout:
         assert self._timetables is not None
         return self._timetables
 
+    def close(self) -> None:
+        """Let go of process groups; what was decided can still be asked for."""
+        if self._group is not None:
+            self._group.close()
+
     def joined(self, batch: Any) -> Any:
         """The samples of all ranks that split layers between them; see :func:`join`. Collective over these."""
         return batch if self._group is None else join(batch, self._group)

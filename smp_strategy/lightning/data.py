@@ -60,19 +60,22 @@ class DataStream:
         self._is_joint = is_joint or mesh.tp == 1
         self._axes = ("pp", "tp") if self._is_joint else ("pp",)
         self._ranks = tuple(mesh.shape.group(mesh.rank, *self._axes))
-        self._group = mesh.replica_group if self._is_joint else mesh.pp_group
-        self._tp_group = mesh.tp_group
-        self._rank = mesh.rank
+        # Its groups are not kept: they must end before the process does. See [Note: leaving].
+        self._mesh = mesh
         self._num_ranks = len(self._ranks)
         self._state = _global_state()
         self._num_checked = 0
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._mesh.replica_group if self._is_joint else self._mesh.pp_group
 
     def follow_first_rank(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
         if self._num_ranks > 1:
             states = (_global_state(), [generator.get_state() for generator in generators])
             first = self._ranks[0]
-            box = [states if self._rank == first else None]
+            box = [states if self._mesh.rank == first else None]
             dist.broadcast_object_list(box, src=first, group=self._group)
             assert box[0] is not None
             _set_global_state(box[0][0])
@@ -122,8 +125,8 @@ class DataStream:
         """
         if self._is_joint:
             return
-        found: list[Any] = [None] * dist.get_world_size(self._tp_group)
-        dist.all_gather_object(found, what, group=self._tp_group)
+        found: list[Any] = [None] * self._mesh.tp
+        dist.all_gather_object(found, what, group=self._mesh.tp_group)
         if any(each != found[0] for each in found):
             raise SMPError(
                 f"With `prescaled_batch=False` a step needs samples of all ranks of a tensor-parallel group, but they "

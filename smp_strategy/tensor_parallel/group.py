@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smp_strategy.errors import SMPError
+
 if TYPE_CHECKING:
     from smp_strategy.tensor_parallel.boundary import Entered
     from smp_strategy.tensor_parallel.sequence import Copies
@@ -61,7 +63,11 @@ class TensorGroup:
 
     def sends(self, tensor: Tensor) -> bool:
         """Whether collectives over ``tensor`` reach other ranks."""
-        return not (self._is_alone or self.size == 1 or tensor.is_meta or isinstance(tensor, FakeTensor))
+        if self._is_alone or self.size == 1 or tensor.is_meta or isinstance(tensor, FakeTensor):
+            return False
+        if self._group is None:
+            raise SMPError("Layers that are split over ranks compute together, but their process group is closed.")
+        return True
 
     def start_sum(self, tensor: Tensor) -> dist.Work | None:
         """Begin to add up the ranks' ``tensor`` in place; wait for what is returned before it is used.
@@ -143,6 +149,10 @@ class TensorGroup:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def close(self) -> None:
+        """Let go of the process group: nothing can be sent any more."""
+        self._group = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copied layer is one of the same ranks.

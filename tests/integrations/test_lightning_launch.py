@@ -105,7 +105,7 @@ LEAVING = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted as Linux shows them")
-@pytest.mark.parametrize("layout", ["microbatches=2", "sharded_data_parallel_degree=2"])
+@pytest.mark.parametrize("layout", ["microbatches=2", "sharded_data_parallel_degree=2", "tensor_parallel_degree=2"])
 def test_no_thread_of_gloo_outlives_the_interpreter(layout, tmp_path):
     """One that wants to drop a tensor then aborts the process, now and then, after all is done."""
     code, output, _ = run(tmp_path, LEAVING.replace("LAYOUT", layout))
@@ -130,7 +130,7 @@ FAILING = """
 """
 
 
-@pytest.mark.parametrize("layout", ["microbatches=2", "sharded_data_parallel_degree=2"])
+@pytest.mark.parametrize("layout", ["microbatches=2", "sharded_data_parallel_degree=2", "tensor_parallel_degree=2"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, layout, tmp_path):
     code, output, seconds = run(tmp_path, FAILING.format(rank=rank, layout=layout))
