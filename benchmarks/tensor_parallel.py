@@ -1,7 +1,7 @@
 """Layers split over ranks, beside PyTorch's ``parallelize_module``, in one run::
 
     python benchmarks/tensor_parallel.py            # 2 and 4 ranks
-    python benchmarks/tensor_parallel.py --quick    # small, two rounds: does it run?
+    python benchmarks/tensor_parallel.py --quick    # 2 ranks, small, two rounds: does it run?
 
 A step is forward, backward and AdamW of a few blocks of the kinds of Llama (rotary embedding, grouped-query attention,
 gated MLP) and of GPT-2 (fused queries, keys and values, layer norms, biases). The blocks are plain PyTorch. Both sides
@@ -67,10 +67,11 @@ class Size(NamedTuple):
     rounds: int
     steps: int
     """Of a turn."""
+    ranks: tuple[int, ...]
 
 
-USUAL = Size(512, 4, 256, 9, 2)
-QUICK = Size(256, 2, 32, 2, 1)
+USUAL = Size(512, 4, 256, 9, 2, (2, 4))
+QUICK = Size(256, 2, 32, 2, 1, (2,))
 
 
 class Side:
@@ -235,7 +236,7 @@ def main(arguments: Sequence[str]) -> None:
     columns = ("ms", "DTensor", "ratio", "peak MB", "DTensor", "sent MB", "DTensor", "least")
     print(f"{'block':15} {'ranks':>5}", *(f"{column:>8}" for column in columns))
     rows = []
-    for ranks in (2, 4):
+    for ranks in size.ranks:
         for kind, splits_tokens in itertools.product(BLOCKS, (False, True)):
             rows.append(run_ranks(measure, ranks, kind, splits_tokens, size, timeout=600)[0])
             show(rows[-1])
