@@ -35,6 +35,7 @@ from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
 from smp_strategy.tensor_parallel.report import Report
+from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
 from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
@@ -172,7 +173,7 @@ class Layout:
         # Calls must reach the layers as they are afterwards, and not as they were when calls were intercepted.
         self._calls.give_back()
         try:
-            self._split = SplitLayers(
+            split = split_layers(
                 self._module,
                 group,
                 patterns=self._config.tensor_parallel,
@@ -180,6 +181,7 @@ class Layout:
                 stream_dim=self._config.stream_dim,
                 run_step=run_step,
             )
+            self._split = SplitLayers(split, group)
         finally:
             self._calls.intercept(self._units)
         self._delayed.divide(self._split)

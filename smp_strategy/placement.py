@@ -13,23 +13,18 @@ without a note follows the one that holds it. Copies of a module keep its note. 
 when the pipeline is set up (:mod:`smp_strategy.beforehand`).
 """
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from torch import nn
 
 from smp_strategy.errors import ConfigError
+from smp_strategy.module_notes import ModuleNotes
 from smp_strategy.units import has_state
 
 __all__ = ["partition", "placed_modules", "set_partition"]
 
-_NOTE = "_smp_stage"
-_WATCHES = "_smp_watches"
-# The stage of modules that are being created, per thread and per asynchronous task.
-_CURRENT: ContextVar[int | None] = ContextVar("stage of new modules", default=None)
+_STAGES = ModuleNotes[int]("_smp_stage")
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -48,13 +43,11 @@ def set_partition(module: Module, stage: int) -> Module:
             f"`set_partition` got a {type(module).__name__} without parameters. Such a module runs on the stage "
             "where its input is. Place a module that has parameters, once its layers exist."
         )
-    for part in module.modules():
-        vars(part)[_NOTE] = stage
+    _STAGES.leave_on(module, stage)
     return module
 
 
-@contextmanager
-def partition(stage: int) -> Iterator[None]:
+def partition(stage: int) -> AbstractContextManager[None]:
     """Place all modules that are created inside on a pipeline stage, wherever and whenever they are registered.
 
     Contexts may be nested: the innermost wins. It takes effect with ``auto_partition=False``.
@@ -63,44 +56,15 @@ def partition(stage: int) -> Iterator[None]:
         ConfigError: ``stage`` is no stage number.
     """
     _check(stage)
-    _watch_creation()
-    before = _CURRENT.set(stage)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(before)
+    return _STAGES.on_new(stage)
 
 
 def placed_modules(root: nn.Module) -> dict[str, int]:
     """Noted stages of modules in ``root``, under every name that they have there."""
-    return {
-        name: vars(module)[_NOTE]
-        for name, module in root.named_modules(remove_duplicate=False)
-        if _NOTE in vars(module)
-    }
+    noted = ((name, _STAGES.of(module)) for name, module in root.named_modules(remove_duplicate=False))
+    return {name: stage for name, stage in noted if stage is not None}
 
 
 def _check(stage: object) -> None:
     if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
         raise ConfigError(f"A stage must be a whole number from 0 on, but is {stage!r}.")
-
-
-def _watch_creation() -> None:
-    """Have every new module ask for the current stage.
-
-    Classes of all kinds have only ``nn.Module.__init__`` in common. It stays wrapped: threads may leave their contexts
-    in any order, and outside of a context the wrapper does nothing.
-    """
-    original = nn.Module.__init__
-    if getattr(original, _WATCHES, False):
-        return
-
-    @functools.wraps(original)
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        stage = _CURRENT.get()
-        if stage is not None:
-            vars(self)[_NOTE] = stage
-
-    setattr(init, _WATCHES, True)
-    nn.Module.__init__ = init  # type: ignore[method-assign]

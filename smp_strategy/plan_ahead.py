@@ -27,7 +27,7 @@ from smp_strategy.meta_tensors import zero_values
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.planning import Program, as_given, best_partition
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.trace.attributes import attributes_restored
 from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.oracle import Oracle
@@ -131,7 +131,7 @@ def _split(
         return
     parameters = list(surroundings.module.parameters())
     before = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
-    split = SplitLayers(
+    split = split_layers(
         surroundings.module,
         TensorGroup(None, rank=0, size=config.tensor_parallel_degree),
         patterns=config.tensor_parallel,

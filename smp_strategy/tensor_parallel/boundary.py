@@ -73,8 +73,9 @@ def enter(tensor: Tensor, group: TensorGroup) -> Tensor:
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     state = _state_of(tensor)
-    if not _is_in(found := group.entered, state):
-        found = group.entered = Entered(*state, functions.copy(tensor.to(state[2]), group), None, None)
+    if not _is_in(found := group.recall(Entered), state):
+        found = Entered(*state, functions.copy(tensor.to(state[2]), group), None, None)
+        group.remember(found)
     return found.whole
 
 
@@ -87,10 +88,11 @@ def enter_parts(tensor: InParts, group: TensorGroup, *, shares: bool = True) -> 
         shares: whether other layers will read it.
     """
     state = _state_of(tensor)
-    if not _is_in(found := group.entered, state):
+    if not _is_in(found := group.recall(Entered), state):
         part = tensor.part.to(state[2])
         found = Entered(*state, functions.gather_split(part, *tensor.along), part, Readers(tensor.along))
-        group.entered = found if shares else group.entered
+        if shares:
+            group.remember(found)
     return found
 
 
@@ -102,7 +104,7 @@ def leave(own: Tensor, group: TensorGroup, dim: int | None = None) -> Tensor:
         group: the ranks.
         dim: along which the sum is split; ``None``: all have it.
     """
-    group.entered = None
+    group.forget(Entered)
     if dim is None:
         return functions.add_up(own, group)
     lengths = even_lengths(own.shape[dim], group.size)

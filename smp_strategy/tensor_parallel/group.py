@@ -10,7 +10,7 @@ Every message is started in the order of the calls, which is the same on all ran
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.errors import SMPError
 
-if TYPE_CHECKING:
-    from smp_strategy.tensor_parallel.boundary import Entered
-    from smp_strategy.tensor_parallel.sequence import Copies
-
 __all__ = ["TensorGroup"]
+
+Memory = TypeVar("Memory")
 
 
 @final
@@ -37,8 +35,6 @@ class TensorGroup:
     Attributes:
         rank, size: as given.
         sent_bytes: how many bytes of its own this rank has put into collectives.
-        entered: what has come into a split region, see :mod:`smp_strategy.tensor_parallel.boundary`.
-        copies: whole tensors that parts are computed with, see :mod:`smp_strategy.tensor_parallel.sequence`.
     """
 
     def __init__(
@@ -48,8 +44,7 @@ class TensorGroup:
         self.rank = dist.get_rank(process_group) if rank is None else rank
         self.size = dist.get_world_size(process_group) if size is None else size
         self.sent_bytes = 0
-        self.entered: Entered | None = None
-        self.copies: Copies | None = None
+        self._memories: dict[type, Any] = {}
         self._is_alone = process_group is None
 
     @contextmanager
@@ -149,6 +144,18 @@ class TensorGroup:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self._group)
         return found
+
+    def remember(self, memory: object) -> None:
+        """Keep ``memory`` for layers that are called later, instead of the last one of its class."""
+        self._memories[type(memory)] = memory
+
+    def recall(self, kind: type[Memory]) -> Memory | None:
+        """What is remembered of this class."""
+        return self._memories.get(kind)
+
+    def forget(self, kind: type) -> None:
+        """What is remembered of this class is over."""
+        self._memories.pop(kind, None)
 
     def close(self) -> None:
         """Let go of the process group: nothing can be sent any more."""

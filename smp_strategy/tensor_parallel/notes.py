@@ -13,22 +13,18 @@ can be; where a module is enabled by hand that is not inside of a disabled one, 
 keep its note.
 """
 
-import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TypeVar
 
 from torch import nn
 
 from smp_strategy.errors import ConfigError
+from smp_strategy.module_notes import ModuleNotes
 
 __all__ = ["disabled", "set_tensor_parallelism", "tensor_parallelism"]
 
-_NOTE = "_smp_tensor_parallel"
-_WATCHES = "_smp_watches_tensor_parallel"
-# What is said of modules that are being created, per thread and per asynchronous task.
-_CURRENT: ContextVar[bool | None] = ContextVar("tensor parallelism of new modules", default=None)
+_ENABLED = ModuleNotes[bool]("_smp_tensor_parallel")
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -42,25 +38,18 @@ def set_tensor_parallelism(module: Module, enabled: bool = True) -> Module:
         ConfigError: ``enabled`` is neither true nor false.
     """
     _check(enabled)
-    for part in module.modules():
-        vars(part)[_NOTE] = enabled
+    _ENABLED.leave_on(module, enabled)
     return module
 
 
-@contextmanager
-def tensor_parallelism(enabled: bool = True) -> Iterator[None]:
+def tensor_parallelism(enabled: bool = True) -> AbstractContextManager[None]:
     """Say whether all modules that are created inside are to be split. Contexts may be nested: the innermost wins.
 
     Raises:
         ConfigError: ``enabled`` is neither true nor false.
     """
     _check(enabled)
-    _watch_creation()
-    before = _CURRENT.set(enabled)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(before)
+    return _ENABLED.on_new(enabled)
 
 
 def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -74,7 +63,9 @@ def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     outermost: dict[str, bool] = {}
     for name, module in modules.items():
         around = name.rpartition(".")[0]
-        note: bool | None = vars(module).get(_NOTE, notes.get(around))
+        note = _ENABLED.of(module)
+        if note is None:
+            note = notes.get(around)
         if note is not None:
             outermost[name] = outermost.get(around, note)
             notes[name] = note
@@ -91,24 +82,3 @@ def disabled(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 def _check(enabled: object) -> None:
     if not isinstance(enabled, bool):
         raise ConfigError(f"`enabled` must be true or false, but is {enabled!r}.")
-
-
-def _watch_creation() -> None:
-    """Have every new module ask what is said at present.
-
-    Classes of all kinds have only ``nn.Module.__init__`` in common. It stays wrapped: threads may leave their contexts
-    in any order, and outside of a context the wrapper does nothing.
-    """
-    original = nn.Module.__init__
-    if getattr(original, _WATCHES, False):
-        return
-
-    @functools.wraps(original)
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        enabled = _CURRENT.get()
-        if enabled is not None:
-            vars(self)[_NOTE] = enabled
-
-    setattr(init, _WATCHES, True)
-    nn.Module.__init__ = init  # type: ignore[method-assign]

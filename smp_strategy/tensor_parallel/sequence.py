@@ -4,13 +4,14 @@ Tensor parallelism leaves what stands between the regions as it is: norms, dropo
 computed by all ranks alike, and each keeps all activations of them. They treat each token by itself, so each rank can
 have some tokens: the stream is a :class:`~smp_strategy.tensor_parallel.split_tensor.SplitTensor` along the sequence. A
 region then begins with gathering its parts, and ends with a sum of which each rank gets its part, which together is as
-much to send as the one sum of all before (Korthikanti et al. 2022).
+much to send as the one sum of all before (Korthikanti et al. 2022). A rank keeps its part only, so parts are gathered
+once more in backward, for the gradients of weights.
 
 Code of the layers goes on unchanged. A chain of them (:class:`SequenceParallel`) splits the stream at its beginning,
 and at each layer that gets it whole, as from another pipeline stage; at the end it is put together.
 
 Weights of norms meet the tokens of this rank only, so their gradients are summands. They are added up together, once
-for each layer (:class:`Copies`).
+for each layer (:mod:`~smp_strategy.tensor_parallel.copies`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,43 +21,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.tensor_parallel import functions
+from smp_strategy.tensor_parallel.copies import Copies
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.region import RowParallelLayer
 from smp_strategy.tensor_parallel.split_layer import CannotSplit, SplitLayer
 from smp_strategy.tensor_parallel.split_parts import InParts
 from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 
-__all__ = ["Copies", "SequenceParallel", "chains"]
+__all__ = ["SequenceParallel", "chains"]
 
 _STREAM = "hidden_states"
 """What Hugging Face calls the first argument of its layers."""
-
-
-@final
-class Copies:
-    """Whole tensors, for each rank to use with its tokens: their gradients are added up, all in one message.
-
-    Args:
-        tensors: which.
-        group: the ranks.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor], group: TensorGroup) -> None:
-        self._tensors = {id(tensor): tensor for tensor in tensors}
-        self._group = group
-        self._copies: dict[int, Tensor] | None = None
-
-    def of(self, tensor: Tensor) -> Tensor | None:
-        """The copy of ``tensor``, if it is one of them."""
-        if id(tensor) not in self._tensors:
-            return None
-        if self._copies is None:
-            # Not before the first of them is used: a shard may have to be gathered.
-            wanted = {number: tensor for number, tensor in self._tensors.items() if tensor.requires_grad}
-            copies = functions.copy_together(list(wanted.values()), self._group)
-            self._copies = dict(zip(wanted, copies, strict=True))
-        return self._copies.get(id(tensor))
 
 
 def chains(module: nn.Module) -> dict[str, list[nn.Module]]:
@@ -131,11 +106,11 @@ class SequenceParallelLayer(SplitLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the dense layer computes, with its first argument in parts."""
         args, kwargs = self._in_parts(args, kwargs)
-        self.group.copies = Copies(_whole_parameters(self), self.group)
+        self.group.remember(Copies(_whole_parameters(self), self.group))
         try:
             result = type(self)._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         finally:
-            self.group.copies = None
+            self.group.forget(Copies)
         return pytree.tree_map_only(InParts, InParts.whole, result) if self._ends_whole else result
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

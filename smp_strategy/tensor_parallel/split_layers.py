@@ -4,9 +4,9 @@ Where only some ranks get the whole module back, others may get it later. Those 
 their parts again, and keep the whole.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, final
+from typing import final
 
 from torch import Tensor, nn
 
@@ -14,44 +14,28 @@ from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.parts import Parts
 from smp_strategy.tensor_parallel.report import Report
-from smp_strategy.tensor_parallel.split import split_layers
+from smp_strategy.tensor_parallel.split import SplitModule
 
 __all__ = ["SplitLayers"]
 
 
 @final
 class SplitLayers:
-    """See the module docstring. Its construction splits them; collective.
+    """See the module docstring.
 
     Args:
-        module: whole until now, with the same values on all ranks.
-        group: the ranks that get the parts.
-        patterns: layers that the user names, with their styles.
-        strict: make it an error if a layer stays whole that the user has not said is to.
-        stream_dim: along which activations between the blocks of transformers are split as well: 0 for samples, 1 for
-            tokens; ``None``: they are not.
-        run_step: computes the loss once, to look for pairs of linear layers.
+        module: whose layers are split, just now.
+        group: the ranks that have the parts.
 
     Attributes:
         parts: what is split.
         report: what became of each layer.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        group: TensorGroup,
-        *,
-        patterns: Mapping[str, str] | None = None,
-        strict: bool = False,
-        stream_dim: int | None = None,
-        run_step: Callable[[], Any] | None = None,
-    ) -> None:
-        self._module = split_layers(
-            module, group, patterns=patterns, strict=strict, stream_dim=stream_dim, run_step=run_step
-        )
-        self.parts = Parts(self._module.cuts, group)
-        self.report: Report = self._module.report
+    def __init__(self, module: SplitModule, group: TensorGroup) -> None:
+        self._module = module
+        self.parts = Parts(module.cuts, group)
+        self.report: Report = module.report
         self._is_dense = False
 
     @property

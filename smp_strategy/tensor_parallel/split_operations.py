@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel import functions, loss
+from smp_strategy.tensor_parallel.copies import Copies
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.split_parts import Along, InParts, part_of
 from smp_strategy.tensor_parallel.split_shapes import RULES, Arguments, broadcast
@@ -180,7 +181,8 @@ def _read_alike(leaf: Any, like: InParts) -> Any:
     if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
         return leaf
     group = like.along.group
-    copied = None if group.copies is None else group.copies.of(leaf)
+    copies = group.recall(Copies)
+    copied = None if copies is None else copies.of(leaf)
     return functions.copy(leaf, group) if copied is None else copied
 
 

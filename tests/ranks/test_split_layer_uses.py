@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import backward_of_imports
+from smp_strategy.tensor_parallel.boundary import Entered
 from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.functions import add_up
 from smp_strategy.tensor_parallel.group import TensorGroup
@@ -340,7 +341,7 @@ def under_fake_tensors() -> None:
         with group.alone():
             model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
         assert group.sent_bytes == 0
-        assert group.entered is None
+        assert group.recall(Entered) is None
 
 
 def test_nothing_is_sent_in_a_dry_run_or_by_a_rank_that_measures_alone() -> None:
