@@ -1,12 +1,12 @@
 """``sharded_data_parallel_degree`` under Lightning: the checkpoint of one process, whatever the layout."""
 
 import pytest
-import torch
-from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
-from test_lightning_state_sharding import CASES, SMP, assert_averages, assert_close, assert_resumed, fit
+from lightning_checks import CASES, assert_averages, assert_close, assert_goes_on, assert_resumed, fit
+from lightning_toy import on_ranks, quiet
 
 SHARDED = {"sharded_data_parallel_degree": 2}
 FULL = {"pipeline_parallel_degree": 1, **SHARDED}
+STATE = {"pipeline_parallel_degree": 1, "shard_optimizer_state": True}
 DEALT_OUT = {**FULL, "shard_optimizer_state": True}
 LAYOUTS = {
     "2 shards": (2, FULL),
@@ -35,7 +35,7 @@ def test_a_checkpoint_does_not_tell_who_has_updated_which_part(before, after, tm
     assert_resumed(tmp_path, before, after, ranks=4)
 
 
-@pytest.mark.parametrize(("before", "after"), [(FULL, None), (None, FULL), (FULL, FULL), (SMP, FULL), (FULL, SMP)])
+@pytest.mark.parametrize(("before", "after"), [(FULL, None), (None, FULL), (FULL, FULL), (STATE, FULL), (FULL, STATE)])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(before, after, tmp_path):
     assert_resumed(tmp_path, before, after)
 
@@ -44,24 +44,7 @@ def test_averages_of_weights_are_those_of_one_process(tmp_path):
     assert_averages(tmp_path, FULL)
 
 
-def run_after_run(folder, smp):
-    """What is tested, trained and predicted after a run that has left the module where ``restore_module`` says."""
-    module = toy_module(train_dataloader=lambda self: toy_loader())
-    trainer = toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False)
-    trainer.fit(module)
-    [tested] = trainer.test(module, toy_loader(shuffle=False), verbose=False)
-    toy_trainer(folder, smp=smp, max_epochs=1, use_distributed_sampler=False).fit(module)
-    predicted = toy_trainer(folder, smp=smp, use_distributed_sampler=False).predict(module, toy_loader(shuffle=False))
-    return tested, torch.cat(predicted)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_with_what_another_has_left_on_some_ranks(layout, tmp_path):
     ranks, smp = LAYOUTS[layout]
-    found = [
-        on_ranks(run_after_run, ranks, tmp_path / where, {**smp, "restore_module": where})[0]
-        for where in ("all", "rank_zero", "none")
-    ]
-    for tested, predicted in found[1:]:
-        assert tested == found[0][0]
-        assert torch.equal(predicted, found[0][1])
+    assert_goes_on(tmp_path, ranks, smp)
