@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from smp_strategy import _autoload
 
 if TYPE_CHECKING:
+    from smp_strategy.activations.functions import checkpoint_sequential as checkpoint_sequential
+    from smp_strategy.activations.notes import set_activation_checkpointing as set_activation_checkpointing
     from smp_strategy.config import SMPConfig as SMPConfig
     from smp_strategy.engine import Engine as Engine
     from smp_strategy.errors import ConfigError as ConfigError
@@ -40,8 +42,10 @@ __all__ = [
     "SMPStrategy",
     "UnsupportedError",
     "__version__",
+    "checkpoint_sequential",
     "partition",
     "plan_partition",
+    "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
     "tensor_parallelism",
@@ -59,8 +63,10 @@ _HOME = {
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
     "UnsupportedError": "smp_strategy.errors",
+    "checkpoint_sequential": "smp_strategy.activations.functions",
     "partition": "smp_strategy.placement",
     "plan_partition": "smp_strategy.plan_ahead",
+    "set_activation_checkpointing": "smp_strategy.activations.notes",
     "set_partition": "smp_strategy.placement",
     "set_tensor_parallelism": "smp_strategy.tensor_parallel.notes",
     "tensor_parallelism": "smp_strategy.tensor_parallel.notes",

@@ -33,7 +33,7 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
     _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
-    seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64)
+    seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
     dist.broadcast(seed, 0)
     with torch.no_grad():
         for tensor in tensors:

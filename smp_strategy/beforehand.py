@@ -7,11 +7,12 @@ and nobody notices.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
+from smp_strategy.activations.treatment import Treatments
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.partitioner.file import read_partition
@@ -19,7 +20,16 @@ from smp_strategy.partitioner.manual import ByHand, some
 from smp_strategy.placement import placed_modules
 from smp_strategy.units import Unit, choose_units
 
-__all__ = ["choose_placed_units", "place_beforehand"]
+__all__ = ["Given", "choose_placed_units", "num_parameters_of", "place_beforehand"]
+
+
+class Given(NamedTuple):
+    """What the user has decided."""
+
+    stage_of: Mapping[str, int]
+    """Of every unit."""
+    treatments: Treatments = {}
+    """What units do about what they would keep for backward, where a file says it."""
 
 
 def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -> list[Unit]:
@@ -41,9 +51,7 @@ def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -
     return choose_units(module, num_chunks, config.unit_classes, stage_of=stage_of)
 
 
-def place_beforehand(
-    config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int
-) -> Mapping[str, int] | None:
+def place_beforehand(config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int) -> Given | None:
     """The stage of every unit, where the user says so; ``None`` where the library is to choose.
 
     Collective where there are ranks: they read a file together.
@@ -53,20 +61,24 @@ def place_beforehand(
     """
     by_hand = ByHand(placed_modules(module), config.default_partition)
     if not config.auto_partition:
-        return by_hand.place([unit.name for unit in units], num_stages)
+        return Given(by_hand.place([unit.name for unit in units], num_stages))
     if not config.load_partition:
         return None
     assert config.partition_file is not None
-    sizes = {unit.name: sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in units}
     saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
-    stage_of = saved.place(sizes, num_stages, config.chunks_per_stage)
+    stage_of = saved.place(num_parameters_of(units), num_stages, config.chunks_per_stage)
     for name, stage in stage_of.items():
         if by_hand.stage_of(name) not in (None, stage):
             raise ConfigError(
                 f"`{name}` is on stage {stage} in {config.partition_file}, but is placed on stage "
                 f"{by_hand.stage_of(name)} by hand. Change one of them."
             )
-    return stage_of
+    return Given(stage_of, saved.treatments)
+
+
+def num_parameters_of(units: Sequence[Unit]) -> dict[str, int]:
+    """Elements of the parameters of each unit, of which layers are not split yet."""
+    return {unit.name: sum(parameter.numel() for parameter in unit.module.parameters()) for unit in units}
 
 
 def _text_on_rank_0(path: str) -> str:

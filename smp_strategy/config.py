@@ -1,12 +1,12 @@
 """Every option of the library, in one flat, validated, frozen value.
 
-Each concern is a small dataclass of its own (:mod:`smp_strategy.options` lists and explains them);
+Each concern is a small dataclass of its own (:mod:`smp_strategy.options` and
+:mod:`smp_strategy.precision_options` list and explain them);
 :class:`SMPConfig` inherits them all, which keeps the options flat for the user
 (``SMPStrategy(pipeline_parallel_degree=2, microbatches=8)``) and sorted for the reader.
 
-Three rules hold for every option: a value of the wrong type or range is an error, an unknown name is an error, and
-an option whose feature is not built yet is an error that says so. All mistakes are reported at once. This module
-does not import torch: Hydra reads it while it composes a configuration.
+Two rules hold for every option: a value of the wrong type or range is an error, and so is an unknown name. All mistakes
+are reported at once. This module does not import torch: Hydra reads it while it composes a configuration.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from smp_strategy.options import (
     ActivationOptions,
     PartitionOptions,
     PipelineOptions,
-    PrecisionOptions,
     RestoreModule,
     Schedule,
     ShardingOptions,
@@ -30,6 +29,7 @@ from smp_strategy.options import (
     TraceOptions,
     UnitOptions,
 )
+from smp_strategy.precision_options import PrecisionOptions
 from smp_strategy.recipe import MICROBATCHES_PER_STAGE, parse_recipe
 
 __all__ = ["RestoreModule", "SMPConfig", "Schedule"]
@@ -66,14 +66,13 @@ class SMPConfig(
 
     def __post_init__(self) -> None:
         # Configuration files have lists only, and OmegaConf lists of its own.
-        for name in ("unit_classes", "memory_limit", "stage_speeds"):
+        for name in ("unit_classes", "memory_limit", "stage_speeds", "activation_checkpointing"):
             object.__setattr__(self, name, as_tuple(getattr(self, name)))
         object.__setattr__(self, "tensor_parallel", as_dict(self.tensor_parallel))
         problems = wrong_types(self, typing.get_type_hints(SMPConfig))
         if not problems:
             for concern in _CONCERNS:
                 problems += concern._problems(self)
-            problems += _not_built(self)
             problems += self._contradictions()
         if problems:
             raise ConfigError(problems)
@@ -92,8 +91,25 @@ class SMPConfig(
                 f"`default_partition` ({self.default_partition}) contradicts `auto_partition=True`. "
                 "Set `auto_partition=False` to place modules by hand."
             )
+        if self.activation_checkpointing == "auto":
+            found += self._problems_of_choice()
         if self.pipeline_parallel_degree is not None:
             found += self._problems_with(self.pipeline_parallel_degree)
+        return found
+
+    def _problems_of_choice(self) -> list[str]:
+        """What leaves `activation_checkpointing=auto` no choice."""
+        found = [
+            f"`{name}={getattr(self, name)!r}` contradicts `activation_checkpointing=auto`, which decides that for "
+            "each unit. Leave one of them out."
+            for name in ("checkpoint_strategy", "selective_checkpointing")
+            if getattr(self, name) != getattr(SMPConfig, name)
+        ]
+        if self.skip_tracing:
+            found.append(
+                "`skip_tracing=True` contradicts `activation_checkpointing=auto`: without tracing nobody knows what "
+                "units keep. Leave one of them out."
+            )
         return found
 
     def check(self, num_stages: int) -> None:
@@ -153,26 +169,6 @@ class SMPConfig(
             return self.microbatches
         is_filled = self.pipeline_parallel_degree is None and num_stages > 1
         return MICROBATCHES_PER_STAGE * num_stages if is_filled else 1
-
-
-# Options whose feature is still to come. An entry disappears in the commit that builds it.
-_NOT_BUILT = {
-    "activation_checkpointing": "activation checkpointing",
-    "offload_activations": "activation offload",
-    "activation_loading_horizon": "activation offload",
-    "fp16": "fp16 training",
-    "bf16": "the `bf16` option (use the front door's precision setting)",
-    "fp16_params": "fp16 parameters",
-}
-
-
-def _not_built(config: SMPConfig) -> list[str]:
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    return [
-        f"`{name}={getattr(config, name)!r}` asks for {feature}, which is not built yet. Leave the option out."
-        for name, feature in _NOT_BUILT.items()
-        if getattr(config, name) != defaults[name]
-    ]
 
 
 def _resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:

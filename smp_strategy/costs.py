@@ -10,13 +10,15 @@ from typing import Self, final
 
 import torch
 
+from smp_strategy.activations.treatment import Treatments
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.measurement.calls import UnitCall
 from smp_strategy.measurement.sharing import MeasuringOptions, measure
 from smp_strategy.mesh_shape import MeshShape
-from smp_strategy.pipeline.routing import Flow, route
+from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD
+from smp_strategy.relief import Microbatch, Relief
 from smp_strategy.sizes import show_count
 from smp_strategy.trace.events import Event, Trace
 from smp_strategy.trace.machine import Machine
@@ -38,6 +40,8 @@ class Costs:
     """Relative; empty: all stages are alike."""
     splits_backward: bool = True
     """Whether a stage may compute weight gradients later than those of inputs."""
+    relief: Relief | None = None
+    """What becomes of what units would keep for backward; ``None``: they keep everything."""
 
     @property
     def split_overhead(self) -> float:
@@ -54,10 +58,19 @@ class Costs:
         work = work_of(events, self.machine, self.measured)
         return work if self.splits_backward else {position: each.unsplit for position, each in work.items()}
 
-    def flow(self, trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Flow:
-        """The segment graph of ``trace`` on these stages, at their speeds."""
-        flow = route(self.with_bytes(trace), stage_of, num_stages, self.work(trace.events))
-        return flow.at_speeds(self.stage_speeds)
+    def flow(
+        self, trace: Trace, stage_of: Mapping[str, int], num_stages: int, treatments: Treatments | None = None
+    ) -> Flow:
+        """The segment graph of ``trace`` on these stages, at their speeds, where units are treated like this."""
+        relief = self.relief or Relief(machine=self.machine)
+        microbatch = Microbatch(
+            trace=self.with_bytes(trace),
+            work=self.work(trace.events),
+            stage_of=stage_of,
+            num_stages=num_stages,
+            speeds=self.stage_speeds,
+        )
+        return relief.flow(microbatch, treatments or {})
 
     def with_bytes(self, trace: Trace) -> Trace:
         """``trace`` with the bytes that units were seen to keep, if that was measured."""

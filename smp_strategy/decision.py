@@ -5,23 +5,28 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.activations.treatment import Treatments
 from smp_strategy.agreement import agree_on
+from smp_strategy.beforehand import Given
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, find_costs
+from smp_strategy.device_memory import memory_of_stages
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.errors import ConfigError
 from smp_strategy.memory.holdings import Spreading, holdings_of
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.partitioner.reading import chain_of
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.planning import Program, as_given, best_partition
+from smp_strategy.relief import Relief
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine
 
-__all__ = ["decide", "program_of"]
+__all__ = ["decide", "partition_of", "program_of", "relief_of"]
 
 
 def decide(
@@ -30,7 +35,9 @@ def decide(
     shape: MeshShape,
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
-    given: Mapping[str, int] | None = None,
+    given: Given | None = None,
+    chosen: Treatments | None = None,
+    num_parameters: Mapping[str, int],
     measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Partition, DryRun, Costs]:
     """Decide which unit goes to which stage; collective over all ranks.
@@ -41,6 +48,8 @@ def decide(
         shape: how many stages there are, and on which ranks.
         first: the step, its first microbatch, and what picks the loss out of its result.
         given: stage of each unit, where that is decided already.
+        chosen: what the options say that units do about what they would keep for backward.
+        num_parameters: of each unit, before layers were split.
         measuring: entered while single ranks run units by themselves.
 
     Returns:
@@ -52,12 +61,13 @@ def decide(
         found = dry_run(step, microbatch, loss_of, surroundings)
     with measuring():
         costs = find_costs(config, surroundings.device, found.calls, found.trace, shape)
-    program = program_of(config, surroundings, found, costs, shape)
+    costs = replace(costs, relief=relief_of(config, surroundings, costs.machine, chosen or {}))
+    program = program_of(config, surroundings, found, costs, shape, _room_of_stages(config, surroundings, shape))
     module = surroundings.module
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     used = {id(tensor) for tensor in found.used_by_glue}
     partition, names = agree_on(
-        best_partition(config, program, shape.pp) if given is None else as_given(config, program, shape.pp, given),
+        partition_of(config, program, shape.pp, given).sized(num_parameters),
         [name for name, tensor in tensors.items() if id(tensor) in used],
     )
     if config.partition_file and not config.load_partition and dist.get_rank() == 0:
@@ -65,7 +75,56 @@ def decide(
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names)), costs
 
 
-def program_of(config: SMPConfig, surroundings: Surroundings, found: DryRun, costs: Costs, shape: MeshShape) -> Program:
+def partition_of(config: SMPConfig, program: Program, num_stages: int, given: Given | None) -> Partition:
+    """The best partition, or what the given one costs.
+
+    Raises:
+        ConfigError: it does not fit the limits of memory, or there are more chunks than units.
+    """
+    if given is None:
+        return best_partition(config, program, num_stages)
+    program = replace(program, relief=program.relief.taking(given.treatments))
+    return as_given(config, program, num_stages, given.stage_of)
+
+
+def relief_of(config: SMPConfig, surroundings: Surroundings, machine: Machine, chosen: Treatments) -> Relief:
+    """What becomes of what units would keep for backward.
+
+    Args:
+        config: all options.
+        surroundings: the units.
+        machine: models what is done again.
+        chosen: what the options, and the user by hand, say of units.
+    """
+    free: frozenset[str] = frozenset()
+    if config.activation_checkpointing == "auto":
+        free = frozenset(unit.name for unit in surroundings.units if unit.name not in chosen)
+    return Relief(
+        machine=machine,
+        fixed=chosen,
+        free=free,
+        may_offload=config.offload_activations,
+        # A compiled unit shows nobody the results of its products.
+        may_keep_products=not config.compile,
+        preserve_rng_state=config.preserve_rng_state,
+        min_bytes=config.least_offloaded,
+        horizon=config.activation_loading_horizon,
+    )
+
+
+def _room_of_stages(config: SMPConfig, surroundings: Surroundings, shape: MeshShape) -> tuple[int | None, ...]:
+    """Bytes that a rank of each stage may fill: what the user says, or what there is."""
+    return config.memory_limits(shape.pp) or memory_of_stages(surroundings.device, shape)
+
+
+def program_of(
+    config: SMPConfig,
+    surroundings: Surroundings,
+    found: DryRun,
+    costs: Costs,
+    shape: MeshShape,
+    limits: Sequence[int | None],
+) -> Program:
     """What is to be planned; without a trace the units are taken for a chain in order of registration.
 
     Args:
@@ -74,11 +133,16 @@ def program_of(config: SMPConfig, surroundings: Surroundings, found: DryRun, cos
         found: by a dry run.
         costs: of the calls in it.
         shape: how many ranks share what a stage holds, and how many stages there are.
+        limits: bytes that a rank of each stage may fill; ``None``: any number.
     """
     spreading = Spreading.of(config, shape)
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]
     holdings = holdings_of(surroundings, spreading, used_by_glue=found.used_by_glue, calls=calls)
-    limits: Sequence[int | None] = config.memory_limits(shape.pp) or (memory_of(surroundings.device),) * shape.pp
+    if config.activation_checkpointing == "auto" and None in limits:
+        raise ConfigError(
+            "`activation_checkpointing=auto` computes again what `memory_limit` makes necessary, but there is no limit "
+            f"on a {surroundings.device.type}. Set `memory_limit`, or name the units (`all`, or patterns)."
+        )
     if found.trace is None:
         events, work = chain_of({name: held.parameter for name, held in holdings.whole.items()})
     else:
@@ -95,14 +159,8 @@ def program_of(config: SMPConfig, surroundings: Surroundings, found: DryRun, cos
         split_overhead=costs.split_overhead,
         memory_limits=tuple(limits),
         stage_speeds=costs.stage_speeds,
+        relief=costs.relief or Relief(machine=costs.machine),
     )
-
-
-def memory_of(device: torch.device) -> int | None:
-    """Bytes that a rank may fill; ``None`` on CPUs, whose memory ranks share and may exceed."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return None
 
 
 def _as_training(trace: Trace) -> Trace:

@@ -27,7 +27,7 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.stage_tensors import home_of
-from smp_strategy.trace.attributes import attributes_restored, refill
+from smp_strategy.trace.attributes import attributes_restored, refill, tensors_restored
 from smp_strategy.trace.collectors import collectors
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
@@ -121,17 +121,20 @@ def run_for_real(
         _survey(step, microbatch, loss_of, own, computes=True)
 
 
-def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings) -> DryRun:
+def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings, *, has_values: bool = False) -> DryRun:
     """Run a later kind of step dry, too, because it may read attributes of units that the first one has not read.
 
     Args:
         step: the user's code.
         microbatch: what it gets.
         surroundings: what it runs on.
+        has_values: whether all units can still run here.
     """
     try:
         return _survey(step, microbatch, None, surroundings, computes=False)
     except ValueNeededError:
+        if has_values:
+            return _survey(step, microbatch, None, surroundings, computes=True)
         # It cannot be run for real any more. What it may still read is what gradients could flow through.
         surroundings.calls.leftovers.use_all_with_gradient()
         surroundings.calls.expose()
@@ -201,7 +204,7 @@ def _try_another(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callabl
 
 @contextmanager
 def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
-    """Undo what the step does to the module (buffers, attributes, and the lists and dicts in attributes) and to
+    """Undo what the step does to the module (buffers, attributes, and what lists and dicts in attributes hold) and to
     containers in context variables; let it print nothing.
 
     Raises:
@@ -214,7 +217,8 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in present]
     collected = [(container, container.copy()) for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    with attributes_restored(module.modules()), redirect_stdout(io.StringIO()):
+    inside = [part for unit in units for part in unit.module.modules()]
+    with attributes_restored(module.modules()), tensors_restored(inside), redirect_stdout(io.StringIO()):
         try:
             yield
         finally:

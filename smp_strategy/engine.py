@@ -22,12 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.accelerator import chosen
+from smp_strategy.activations.traffic import Traffic
 from smp_strategy.agreement import start_alike
 from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.delayed import DelayedModule
-from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.errors import SMPError
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.hook_view import Views
 from smp_strategy.interception import UnitCalls
@@ -41,6 +43,10 @@ from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.placement import placed_modules
+from smp_strategy.precision.dtypes import halve
+from smp_strategy.precision.gradient_scaler import Found
+from smp_strategy.precision.half_units import HalfUnits
+from smp_strategy.precision.masters import parameters_without_masters, refuse_trained
 from smp_strategy.shape import choose_shape
 from smp_strategy.share import Share
 from smp_strategy.step_results import EvalStep, TrainStep
@@ -84,19 +90,15 @@ class Engine:
         self.config = config
         self._timeout = timeout
         self._report = report
-        self._device = device or torch.device("cpu")
-        if self._device.type != "cpu":
-            raise ConfigError(
-                f"This rank computes on {self._device}, but pipelines on accelerators are not built yet. "
-                'Use `accelerator="cpu"`.'
-            )
+        self._device = chosen(device)
         self._module: nn.Module | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
         self._placed_by_hand: Mapping[str, int] = {}
         self._mesh: ProcessMesh | None = None
         self._keep_shared: Sequence[nn.Module] = ()
-        self._calls = UnitCalls()
+        self._without_masters: Mapping[str, nn.Parameter] = {}
+        self._calls = UnitCalls(HalfUnits.asked_for(config, self._device.type))
         self.manual = ManualSteps(self._calls)
         self._layout: Layout | None = None
         self._share: Share | None = None
@@ -151,16 +153,21 @@ class Engine:
                 :mod:`smp_strategy.pipeline.private_state`.
 
         Raises:
-            ConfigError: the degrees do not fit the number of ranks or of units.
+            ConfigError: the degrees do not fit the number of ranks or of units, or the precision not the parameters.
             SMPError: the engine already serves another module.
         """
         if self._module is not None and not self.serves(module):
             raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
         self._optimizers = optimizers
         self._keep_shared = keep_shared
+        self._without_masters = parameters_without_masters(module, self.config)
+        if optimizers:
+            refuse_trained(self._without_masters, self.config)
         if self._calls.are_intercepted:
             return
         self.restore_everywhere()
+        if self.config.fp16_params:
+            halve(module, torch.float16)
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
@@ -223,6 +230,10 @@ class Engine:
         assert self._module is not None
         was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
         self._kinds.add(kind)
+        if kind in ("train", "manual"):
+            refuse_trained(self._without_masters, self.config)
+        if self._calls.halves is not None:
+            self._calls.halves.refresh()
         if self._calls.runtime is None:
             self._spread(First(kind, step, microbatch, loss_of))
         needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
@@ -244,6 +255,8 @@ class Engine:
         self.views.begin(
             parameters, share.ownership, self.mesh, transport, sharded=share.sharded, parts=share.parts_in_sight
         )
+        if self._calls.halves is not None:
+            self._calls.halves.keep(share.whole_parameters)
         self._calls.runtime = layout.runtime(share, transport, self._keep_shared)
 
     # Every step
@@ -270,6 +283,7 @@ class Engine:
             reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
         """
         microbatches, sizes = self._cut(batch)
+        step = self._in_precision(step)
         self._prepare("train", step, microbatches[0], loss_of)
         job = self._training_job(step, sizes, loss_of)
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
@@ -304,6 +318,7 @@ class Engine:
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
         """
         microbatches, sizes = self._cut(batch, is_joint=is_joint)
+        step = self._in_precision(step)
         self._prepare(kind, step, microbatches[0])
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
@@ -319,9 +334,13 @@ class Engine:
             batch: cut along dim 0 into microbatches.
         """
         microbatches, sizes = self._cut(batch)
+        step = self._in_precision(step)
         self._prepare("manual", step, microbatches[0])
         run = self.manual.run(self._training_job(step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
+
+    def _in_precision(self, step: Step) -> Step:
+        return step if self._calls.halves is None else self._calls.halves.around_step(step)
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
@@ -346,13 +365,20 @@ class Engine:
             recorded = None if self.partition is None else self.layout.timetables.recorded
             return gather(recorded, self.mesh, self._timeout)
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank's units have put into host memory, and taken back, in the latest step with backward."""
+        return Traffic() if self._calls.runtime is None else self._calls.runtime.traffic
+
     def memory_report(self) -> MemoryReport:
         """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""
         self._calls.refuse_inside_of_step("A memory report")
         assert self._module is not None
         spread = self.share.sharded if self.is_spread else None
         with self.views.put_aside():
-            return memory_report(self._module, self._optimizers, self.mesh, self.partition, spread)
+            halves = self._calls.halves
+            copies = 0 if halves is None else halves.held_bytes
+            return memory_report(self._module, self._optimizers, self.mesh, self.partition, spread, copies=copies)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
@@ -370,6 +396,14 @@ class Engine:
 
     # Gradients
 
+    def unscale(self, optimizer: Optimizer, scale: float) -> Found:
+        """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.
+
+        Collective over all ranks: all get to know whether some gradient on some rank has overflowed.
+        """
+        with self.views.put_aside():
+            return self.share.unscale(optimizer, scale)
+
     def begin_update(self, optimizer: Optimizer) -> None:
         """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
         if self._share is not None:
@@ -379,6 +413,8 @@ class Engine:
         """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
         if self._share is not None:
             self._share.end_update(optimizer)
+        if self._calls.halves is not None:
+            self._calls.halves.refresh()
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.

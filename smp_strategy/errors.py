@@ -6,7 +6,7 @@ Every error names the value, the reason and the remedy. A broken invariant of th
 
 from collections.abc import Sequence
 
-__all__ = ["ConfigError", "PeerFailedError", "SMPError", "UnsupportedError"]
+__all__ = ["ConfigError", "PeerFailedError", "SMPError", "UnsupportedError", "changed_in_place"]
 
 
 class SMPError(RuntimeError):
@@ -36,3 +36,11 @@ class UnsupportedError(SMPError):
 
 class PeerFailedError(SMPError):
     """Another rank stopped; its traceback comes first in the message where it is known."""
+
+
+def changed_in_place(shape: Sequence[int], version: int, expected: int) -> RuntimeError:
+    """Autograd's own complaint about a tensor that backward needs and that was written to since."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a tensor of shape {list(shape)} is at version {version}; expected version {expected} instead."
+    )

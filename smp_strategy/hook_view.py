@@ -249,7 +249,7 @@ class HookView:
         with in_plain_sight(), torch.no_grad():
             if not draws:
                 return func(*args, **kwargs)
-            with seeded(derive_seed(self._seed, self._num_draws), torch.device("cpu")):
+            with seeded(derive_seed(self._seed, self._num_draws), _drawn_on(leaves)):
                 return func(*args, **kwargs)
 
     def _for_each(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -473,3 +473,8 @@ def _changed(name: str, args: Any, kwargs: Any, homed: Sequence[Tensor]) -> Tens
         return None
     first = args[0] if args else homed[0]
     return first[0] if isinstance(first, (list, tuple)) else first
+
+
+def _drawn_on(leaves: Sequence[Any]) -> torch.device:
+    """Where a call with these arguments draws its numbers."""
+    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))

@@ -37,6 +37,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.meta_tensors import has_unset, unset
 from smp_strategy.pipeline.rng import begin_at, derive_seed, seeded
 from smp_strategy.trace.attributes import attributes_restored
+from smp_strategy.trace.storage import storage_of
 
 __all__ = ["Initialisers", "Place", "Rehearsal", "places_of"]
 
@@ -242,11 +243,11 @@ class _Changes(TorchDispatchMode):
 
     def include(self, tensor: Tensor, place: Place) -> bool:
         """Whether an operation has changed it, or a view of it, or something else stands in its place now."""
-        return tensor.untyped_storage()._cdata in self._changed or place.tensors.get(place.key) is not tensor
+        return storage_of(tensor) in self._changed or place.tensors.get(place.key) is not tensor
 
     def note(self, tensor: Tensor) -> None:
         """It is changed."""
-        self._changed.add(tensor.untyped_storage()._cdata)
+        self._changed.add(storage_of(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -7,15 +7,19 @@ placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_
 import dataclasses
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from smp_strategy.activations.activations import Activations
+from smp_strategy.activations.inside import PartCalls
+from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.precision.half_units import HalfUnits
 from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.prediction import Callee
@@ -28,19 +32,26 @@ __all__ = ["UnitCalls"]
 class UnitCalls:
     """The way from the model's calls to the runtime.
 
+    Args:
+        halves: lets units compute in half precision, if they are to.
+
     Attributes:
         runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
         leftovers: what units leave in attributes, and who uses it.
+        halves: as given.
         in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, halves: HalfUnits | None = None) -> None:
         self.runtime: Runtime | None = None
         self.leftovers = Leftovers()
+        self.halves = halves
         self.in_hook = False
+        self._parts: PartCalls | None = None
         # Each unit with the ``forward`` that its instance had of its own, if any.
         self._before: list[tuple[nn.Module, Any]] = []
         self._callees: dict[str, Callee] = {}
+        self._forwards: dict[str, Callable[..., Any]] = {}
 
     @property
     def are_intercepted(self) -> bool:
@@ -65,6 +76,9 @@ class UnitCalls:
     def give_back(self) -> None:
         """Let calls of the units reach them directly, as before; ends the runtime."""
         self.close()
+        if self._parts is not None:
+            self._parts.give_back()
+            self._parts = None
         for module, own in self._before:
             if own is None:
                 del module.forward
@@ -73,6 +87,9 @@ class UnitCalls:
             show_backward_hooks(module)
         self._before.clear()
         self._callees.clear()
+        self._forwards.clear()
+        if self.halves is not None:
+            self.halves.let_go()
 
     def close(self) -> None:
         """End the runtime's threads."""
@@ -81,13 +98,15 @@ class UnitCalls:
             self.runtime = None
 
     def _intercept(self, unit: Unit) -> None:
-        original = unit.module.forward
+        original = self._forwards[unit.name] = unit.module.forward
         exposed = tuple(self.leftovers.found.get(unit.name, {}).values())
-        self._callees[unit.name] = Callee(unit.name, original, unit.module, exposed=exposed)
+        runs = self._in_its_precision(unit.module, original)
+        dtypes = None if self.halves is None else self.halves.dtypes_in
+        self._callees[unit.name] = Callee(unit.name, runs, unit.module, exposed=exposed, dtypes=dtypes)
 
         def plainly(*args: Any, **kwargs: Any) -> Any:
             with in_plain_sight():
-                return original(*args, **kwargs)
+                return runs(*args, **kwargs)
 
         @functools.wraps(original)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -104,6 +123,13 @@ class UnitCalls:
         unit.module.forward = types.MethodType(forward, unit.module)
         hide_backward_hooks(unit.module)
 
+    def recompute_inside(
+        self, parts: Mapping[str, tuple[nn.Module, Treatment]], activations: Activations, device: torch.device
+    ) -> None:
+        """Let ``parts`` of units, by their names, be computed again in backward, each for itself."""
+        self._parts = PartCalls(activations, device, lambda: self.runtime is not None and self.runtime.is_in_unit)
+        self._parts.intercept(parts)
+
     def expose(self) -> None:
         """Let attributes of units in which others were found to read be a part of what calls return."""
         for name, places in self.leftovers.found.items():
@@ -117,4 +143,9 @@ class UnitCalls:
     def compile(self, name: str) -> None:
         """Let the unit ``name`` run through ``torch.compile`` from now on."""
         callee = self._callees[name]
-        self._callees[name] = dataclasses.replace(callee, compiled=torch.compile(callee.function))
+        assert callee.module is not None
+        compiled = self._in_its_precision(callee.module, torch.compile(self._forwards[name]))
+        self._callees[name] = dataclasses.replace(callee, compiled=compiled)
+
+    def _in_its_precision(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self.halves is None else self.halves.around(unit, function)

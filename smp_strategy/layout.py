@@ -6,7 +6,8 @@ runtime of this rank's stage. From then on a rank has a smaller model, and the p
 for each part, which know of each other in split layers only.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, final
@@ -15,6 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy.activations.activations import Activations
+from smp_strategy.activations.choice import choose
+from smp_strategy.activations.copies import copies_of
+from smp_strategy.activations.offload import Offload
+from smp_strategy.beforehand import Given, num_parameters_of
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
 from smp_strategy.decision import decide
@@ -25,7 +31,7 @@ from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
-from smp_strategy.pipeline.private_state import PrivateState
+from smp_strategy.pipeline.private_state import PrivateState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
@@ -69,11 +75,12 @@ class Layout:
         mesh: where the ranks stand.
         calls: where calls of the units arrive.
         delayed: what of the module has no values yet.
-        given: stage of each unit, where that is decided already.
+        given: what is decided already.
         report: called with text for the user, the same on every rank.
 
     Attributes:
         partition: which unit goes to which stage, once it is decided.
+        treatments: what becomes of what units keep for backward.
         costs: what calls cost: measured, once the partition is decided, or modelled.
     """
 
@@ -86,7 +93,7 @@ class Layout:
         *,
         calls: UnitCalls,
         delayed: DelayedModule,
-        given: Mapping[str, int] | None,
+        given: Given | None,
         report: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -97,6 +104,9 @@ class Layout:
         self._delayed = delayed
         self._given = given
         self._report = report
+        self._num_parameters = num_parameters_of(units)
+        self._recomputed = choose(config, module, units)
+        self.treatments = self._recomputed.units
         self._oracle = Oracle(delayed.device)
         self._group = None if mesh.tp_group is None else TensorGroup(mesh.tp_group)
         self._split: SplitLayers | None = None
@@ -145,8 +155,11 @@ class Layout:
             self._mesh.shape,
             first=(first.step, first.microbatch, first.loss_of),
             given=self._given,
+            chosen=self._recomputed.units,
+            num_parameters=self._num_parameters,
             measuring=nullcontext if self._group is None else self._group.alone,
         )
+        self.treatments = self.partition.treatments
         self._used_by_glue = found.used_by_glue
         self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
         if found.trace is not None and found.trace.loss is not None:
@@ -202,7 +215,9 @@ class Layout:
         Raises:
             UnsupportedError: code above the units computes with parts of split layers as if they were whole.
         """
-        used = look_for_exposed(kind.step, kind.microbatch, self.surroundings(optimizers)).used_by_glue
+        has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
+        surroundings = self.surroundings(optimizers)
+        used = look_for_exposed(kind.step, kind.microbatch, surroundings, has_values=has_values).used_by_glue
         cuts = {} if self._split is None else self._split.cuts
         used_parts = {id(tensor) for tensor in used if tensor in cuts}
         found = [name for name, parameter in self._module.named_parameters() if id(parameter) in used_parts]
@@ -218,7 +233,7 @@ class Layout:
         """Whether something is true on all ranks that split layers between them. Collective over these."""
         if self._group is None:
             return is_so
-        return not self._group.most(torch.tensor([not is_so], dtype=torch.uint8)).item()
+        return not self._group.most(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
 
     def _agree_on_trace(self, trace: Trace) -> Trace:
         """``trace`` as the first rank of those that split layers between them knows it. Collective over these."""
@@ -258,6 +273,8 @@ class Layout:
             keep_shared: modules whose attributes add up over microbatches.
         """
         assert self.partition is not None
+        glue, units = self._glue_and_units(keep_shared)
+        activations = self._activations(glue)
         stage = Stage(
             number=self._mesh.stage,
             stage_of=self.partition.stage_of,
@@ -266,13 +283,37 @@ class Layout:
             transport=transport,
             device=self._delayed.device,
             with_weights=share.with_weights,
+            activations=activations,
             reads_refused=share.reads_refused,
             agree=self._agree,
         )
         if self._config.compile:
             for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
-        return Runtime(stage, PrivateState(*self._glue_and_units(keep_shared), lambda: self._calls.exposed_parts))
+        return Runtime(stage, PrivateState(glue, units, lambda: self._calls.exposed_parts))
+
+    def _activations(self, glue: Sequence[nn.Module]) -> Activations:
+        """What becomes of what units, and parts of them, keep for backward."""
+
+        def reached(unit: nn.Module) -> tuple[Sequence[nn.Module], Sequence[Any]]:
+            return glue, reached_by_hooks(list(unit.modules()))
+
+        activations = Activations(self.treatments, self._delayed.device, reached, offload=self._offload())
+        inside = self._recomputed.inside.items()
+        parts = {name: (self._module.get_submodule(name), treatment) for name, treatment in inside}
+        self._calls.recompute_inside(parts, activations, self._delayed.device)
+        return activations
+
+    def _offload(self) -> Offload:
+        copies = copies_of(self._delayed.device)
+        if not any(treatment.offload for treatment in self.treatments.values()):
+            return Offload(copies)
+        return Offload(
+            copies,
+            horizon=self._config.activation_loading_horizon,
+            min_bytes=self._config.least_offloaded,
+            weights=lambda: itertools.chain(self._module.parameters(), self._module.buffers()),
+        )
 
     def _glue_and_units(self, keep_shared: Iterable[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
         units = [unit.module for unit in self._units]

@@ -4,6 +4,9 @@
 which DTensors can use. The others are made by ``new_subgroups_by_enumeration``, in which all ranks take part: torch
 names a group that only its members make after the number of groups that each of them has, and they wait for ever where
 those numbers differ.
+
+Every group carries tensors of the host as well, whatever the ranks compute on: messages between stages, and what ranks
+tell each other.
 """
 
 from collections.abc import Sequence
@@ -53,6 +56,7 @@ class ProcessMesh:
                 f"The mesh has {shape.world_size} ranks (pp {shape.pp} x dp {shape.dp} x tp {shape.tp}), "
                 f"but {dist.get_world_size()} processes run. Start as many processes as the mesh has ranks."
             )
+        _refuse_without_host(device_type)
         self.shape = shape
         self.rank = dist.get_rank()
         self._timeout = timeout
@@ -60,7 +64,7 @@ class ProcessMesh:
         axes = tuple(axis for axis in shape.axes if axis != "dp_shard" or is_sharded)
         self.device_mesh = DeviceMesh(
             device_type,
-            torch.arange(shape.world_size).reshape([shape.degrees[axis] for axis in axes]),
+            torch.arange(shape.world_size, device="cpu").reshape([shape.degrees[axis] for axis in axes]),
             mesh_dim_names=axes,
         )
         here = shape.coordinates(self.rank)
@@ -135,3 +139,19 @@ class ProcessMesh:
     def draw(self) -> str:
         """See :meth:`MeshShape.draw`."""
         return self.shape.draw()
+
+
+def _refuse_without_host(device_type: str) -> None:
+    """All groups are made like the default one, unless that is bound to a device: then they are split off."""
+    group = dist.distributed_c10d._get_default_group()
+    carried = {device.type for device in group._device_types}
+    lacking = {"cpu", device_type} - carried
+    if not lacking and (device_type == "cpu" or group.bound_device_id is None):
+        return
+    why = f"carries no tensors on {' and '.join(sorted(lacking))}" if lacking else "is bound to a device (`device_id`)"
+    backends = "gloo" if device_type == "cpu" else f"cpu:gloo,{device_type}:nccl"
+    raise ConfigError(
+        f"The default process group {why}, but ranks that compute on {device_type} send tensors of the host as well. "
+        f'Make it with `init_process_group("{backends}")` and without `device_id`; for ranks that share an accelerator '
+        'use "gloo" alone.'
+    )

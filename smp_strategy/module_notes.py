@@ -39,7 +39,11 @@ class ModuleNotes(Generic[Note]):
     def leave_on(self, module: nn.Module, note: Note) -> None:
         """Leave ``note`` on ``module`` and everything that it holds now."""
         for part in module.modules():
-            vars(part)[self._attribute] = note
+            self.leave_on_alone(part, note)
+
+    def leave_on_alone(self, module: nn.Module, note: Note) -> None:
+        """Leave ``note`` on ``module``, and on nothing that it holds."""
+        vars(module)[self._attribute] = note
 
     @contextmanager
     def on_new(self, note: Note) -> Iterator[None]:

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-__all__ = ["as_dict", "as_tuple", "fits", "parse", "wrong_types"]
+__all__ = ["as_dict", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
 
 
 def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
@@ -74,3 +74,21 @@ def parse(text: str, hint: Any) -> Any:
             except ValueError:
                 continue
     return text
+
+
+def at_least_one(config: object, *names: str) -> list[str]:
+    """One sentence for every one of the options ``names`` that is below 1."""
+    values = {name: getattr(config, name) for name in names}
+    return [
+        f"`{name}` must be at least 1, but is {value}."
+        for name, value in values.items()
+        if value is not None and value < 1
+    ]
+
+
+def one_of(config: object, name: str, choices: tuple[str | None, ...]) -> list[str]:
+    """What is wrong with the option ``name`` if it is none of ``choices``."""
+    value = getattr(config, name)
+    return (
+        [] if value in choices else [f"`{name}` must be one of {', '.join(filter(None, choices))}, but is {value!r}."]
+    )

@@ -11,6 +11,7 @@ import typing
 from collections.abc import Mapping
 from typing import Literal
 
+from smp_strategy.option_types import at_least_one, one_of
 from smp_strategy.sizes import parse_bytes
 
 __all__ = [
@@ -18,13 +19,13 @@ __all__ = [
     "Gather",
     "PartitionOptions",
     "PipelineOptions",
-    "PrecisionOptions",
     "RestoreModule",
     "Schedule",
     "ShardingOptions",
     "TensorParallelOptions",
     "TraceOptions",
     "UnitOptions",
+    "group_size",
 ]
 
 Optimize = Literal["memory", "speed"]
@@ -60,9 +61,9 @@ class PipelineOptions:
     letter varies fastest. ``cluster`` lets shard groups vary faster than P where they touch fewer nodes then."""
 
     def _problems(self) -> list[str]:
-        found = _at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
-        found += _at_least_one(self, "virtual_pipeline_degree")
-        found += _one_of(self, "pipeline", typing.get_args(Schedule))
+        found = at_least_one(self, "pipeline_parallel_degree", "microbatches", "active_microbatches")
+        found += at_least_one(self, "virtual_pipeline_degree")
+        found += one_of(self, "pipeline", typing.get_args(Schedule))
         found += self._wrong_chunks()
         known = self.placement_strategy in ("cluster", "spread") or sorted(self.placement_strategy) == ["D", "P", "T"]
         if not known:
@@ -111,7 +112,7 @@ class PartitionOptions:
     """Weight of memory against compute time, 0 to 1. ``None``: 0.8 for ``memory``, 0.2 for ``speed``."""
     memory_limit: int | str | tuple[int | str, ...] | None = None
     """Memory of a rank: bytes, a text like ``16GiB``, or a list with one of these per stage. ``None``: what the device
-    has."""
+    has, divided by the ranks that share it."""
     stage_speeds: tuple[float, ...] | None = None
     """How fast each stage computes, one number per stage: ``[1, 1, 2]``, if the last is twice as fast. ``None``: all
     alike."""
@@ -124,8 +125,8 @@ class PartitionOptions:
     keeps its own units, and using others is an error. Every run begins with the whole module on all ranks."""
 
     def _problems(self) -> list[str]:
-        found = _one_of(self, "optimize", typing.get_args(Optimize))
-        found += _one_of(self, "restore_module", typing.get_args(RestoreModule))
+        found = one_of(self, "optimize", typing.get_args(Optimize))
+        found += one_of(self, "restore_module", typing.get_args(RestoreModule))
         weight = self.memory_weight
         if weight is not None and not (isinstance(weight, (int, float)) and 0 <= weight <= 1):
             found.append(f"`memory_weight` must be between 0 and 1, but is {weight!r}.")
@@ -193,7 +194,7 @@ class TraceOptions:
     """Where to measure. ``None``: where the step will run."""
 
     def _problems(self) -> list[str]:
-        found = _one_of(self, "trace_device", (*typing.get_args(TraceDevice), None))
+        found = one_of(self, "trace_device", (*typing.get_args(TraceDevice), None))
         if self.trace_device is not None and not (self.trace_execution_times or self.trace_memory_usage):
             found.append(
                 f"`trace_device={self.trace_device}` says where to measure, but nothing is measured. Set "
@@ -259,8 +260,8 @@ class ShardingOptions:
     `configure_model` then builds on that device. A model that has values keeps them."""
 
     def _problems(self) -> list[str]:
-        found = _at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
-        found += _one_of(self, "sdp_gather", typing.get_args(Gather))
+        found = at_least_one(self, "sharded_data_parallel_degree", "sdp_reduce_bucket_size", "sdp_max_live_parameters")
+        found += one_of(self, "sdp_gather", typing.get_args(Gather))
         if self.sdp_param_persistence_threshold < 0:
             found.append(
                 f"`sdp_param_persistence_threshold` must be at least 0, but is {self.sdp_param_persistence_threshold}."
@@ -317,7 +318,7 @@ class TensorParallelOptions:
     """A layer with a matrix that stays whole, though the user has not said that it is to, is an error."""
 
     def _problems(self) -> list[str]:
-        found = _at_least_one(self, "tensor_parallel_degree")
+        found = at_least_one(self, "tensor_parallel_degree")
         if self.tensor_parallel_degree == 1:
             given = [name for name in ("tensor_parallel", "tensor_parallel_strict") if getattr(self, name)]
             given += [] if self.prescaled_batch else ["prescaled_batch"]
@@ -333,32 +334,80 @@ class TensorParallelOptions:
 class ActivationOptions:
     """Activation checkpointing and offload."""
 
-    activation_checkpointing: str = "none"
-    """Units that recompute their activations in backward."""
+    activation_checkpointing: str | tuple[str, ...] = "none"
+    """Units that keep their inputs only and compute the rest again in backward: ``none``, ``all``, or those of some
+    modules, by patterns of their names or by classes: ``blocks.*``, ``GPT2Block``. ``auto``: what `memory_limit`
+    makes necessary, and no more."""
+    checkpoint_strategy: str = "each"
+    """Units of one list that follow each other on a stage: ``each`` is computed again by itself, all of them together
+    (``contiguous``), or N together (``group_N``). Of those together only the first one's inputs are kept."""
+    selective_checkpointing: bool = False
+    """Keep the results of matrix products, convolutions and attention as well, and compute only the rest again."""
+    preserve_rng_state: bool = True
+    """Draw the same random numbers again, in dropout for instance."""
     offload_activations: bool = False
-    """Keep checkpointed activations in host memory."""
+    """Put what units keep for backward into host memory: the inputs of units that are computed again, or everything
+    where none are."""
+    offload_min_bytes: int | str = "1MiB"
+    """Smaller tensors stay on the device: bytes, or text like ``256KiB``."""
     activation_loading_horizon: int = 4
-    """How many pipeline actions ahead of their use offloaded activations are loaded."""
+    """How many pipeline actions ahead of their use offloaded activations are loaded, and how many calls of units where
+    there is one stage. What is needed that soon after it was computed is not offloaded."""
 
     def _problems(self) -> list[str]:
-        return _at_least_one(self, "activation_loading_horizon")
+        found = at_least_one(self, "activation_loading_horizon") + self._problems_of_offload()
+        if group_size(self.checkpoint_strategy) == 0:
+            found.append(
+                "`checkpoint_strategy` must be each, contiguous or group_N with N from 1 on, but is "
+                f"{self.checkpoint_strategy!r}."
+            )
+        given = [name for name in ("checkpoint_strategy", "preserve_rng_state") if _is_given(self, name)]
+        if self.activation_checkpointing in ("none", ()) and given:
+            found += [
+                f"`{name}={getattr(self, name)!r}` has no effect, because nothing is computed again. Set "
+                "`activation_checkpointing`, or leave it out."
+                for name in given
+            ]
+        return found
+
+    def _problems_of_offload(self) -> list[str]:
+        found = []
+        try:
+            if _bytes(self.offload_min_bytes) < 0:
+                found.append(f"`offload_min_bytes` must be at least 0, but is {self.offload_min_bytes}.")
+        except ValueError as error:
+            found.append(f"`offload_min_bytes`: {error}")
+        if not self.offload_activations:
+            found += [
+                f"`{name}={getattr(self, name)!r}` has no effect, because nothing is offloaded. Set "
+                "`offload_activations=True`, or leave it out."
+                for name in ("offload_min_bytes", "activation_loading_horizon")
+                if _is_given(self, name)
+            ]
+        return found
+
+    @property
+    def least_offloaded(self) -> int:
+        """Bytes from which on tensors are offloaded."""
+        return _bytes(self.offload_min_bytes)
+
+    @property
+    def checkpointing_patterns(self) -> tuple[str, ...]:
+        """The modules that `activation_checkpointing` names."""
+        given = self.activation_checkpointing
+        if isinstance(given, str):
+            given = () if given in ("none", "all", "auto") else tuple(given.split(","))
+        return tuple(pattern.strip() for pattern in given if pattern.strip())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrecisionOptions:
-    """Compute precision, where the front door does not choose it."""
-
-    fp16: bool = False
-    """Train in float16 with loss scaling."""
-    bf16: bool = False
-    """Train in bfloat16."""
-    fp16_params: bool = False
-    """Create parameters in float16."""
-
-    def _problems(self) -> list[str]:
-        if self.fp16 and self.bf16:
-            return ["`fp16` and `bf16` contradict each other, but both are True. Choose one."]
-        return []
+def group_size(strategy: str) -> int | None:
+    """How many units in a row a checkpointing strategy takes together; ``None``: all, 0: there is no such strategy."""
+    if strategy == "contiguous":
+        return None
+    if strategy == "each":
+        return 1
+    number = strategy.removeprefix("group_")
+    return int(number) if number != strategy and number.isdecimal() else 0
 
 
 def _each(limit: int | str | tuple[int | str, ...] | None) -> tuple[int | str, ...]:
@@ -372,17 +421,5 @@ def _bytes(limit: int | str) -> int:
     return parse_bytes(limit) if isinstance(limit, str) else limit
 
 
-def _at_least_one(config: object, *names: str) -> list[str]:
-    values = {name: getattr(config, name) for name in names}
-    return [
-        f"`{name}` must be at least 1, but is {value}."
-        for name, value in values.items()
-        if value is not None and value < 1
-    ]
-
-
-def _one_of(config: object, name: str, choices: tuple[str | None, ...]) -> list[str]:
-    value = getattr(config, name)
-    return (
-        [] if value in choices else [f"`{name}` must be one of {', '.join(filter(None, choices))}, but is {value!r}."]
-    )
+def _is_given(config: object, name: str) -> bool:
+    return bool(getattr(config, name) != getattr(type(config), name))

@@ -8,7 +8,8 @@ are chosen by what the step does, too, which is watched where it costs nothing: 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,16 +17,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.beforehand import choose_placed_units, place_beforehand
+from smp_strategy.activations.choice import choose
+from smp_strategy.beforehand import choose_placed_units, num_parameters_of, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import find_costs
-from smp_strategy.decision import program_of
+from smp_strategy.decision import partition_of, program_of, relief_of
 from smp_strategy.dry_run import DryRun, Surroundings, dry_run, run_for_real
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.meta_tensors import zero_values
 from smp_strategy.partitioner.partition import Partition
-from smp_strategy.planning import Program, as_given, best_partition
+from smp_strategy.planning import Program
+from smp_strategy.precision.dtypes import halved
+from smp_strategy.precision.half_units import HalfUnits
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.trace.attributes import attributes_restored
@@ -74,13 +78,19 @@ def plan_partition(
     """
     config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
     config.check(num_stages)
-    given = place_beforehand(config, module, choose_placed_units(config, module, num_stages), num_stages)
+    units = choose_placed_units(config, module, num_stages)
+    given = place_beforehand(config, module, units, num_stages)
     program = trace_program(
-        config, module, step, microbatch, num_stages=num_stages, loss_of=loss_of, optimizers=optimizers, machine=machine
+        config,
+        module,
+        step,
+        microbatch,
+        num_stages=num_stages,
+        loss_of=loss_of,
+        optimizers=optimizers,
+        machine=machine,
     )
-    return (
-        best_partition(config, program, num_stages) if given is None else as_given(config, program, num_stages, given)
-    )
+    return partition_of(config, program, num_stages, given).sized(num_parameters_of(units))
 
 
 def trace_program(
@@ -98,12 +108,15 @@ def trace_program(
     device, dp_shard = torch.device("cpu"), config.sharded_data_parallel_degree
     shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
     units = choose_placed_units(config, module, num_stages)
-    calls = UnitCalls()
+    calls = UnitCalls(HalfUnits.asked_for(config, device.type))
+    if calls.halves is not None:
+        step = calls.halves.around_step(step)
     surroundings = Surroundings(
         module=module, units=units, calls=calls, oracle=Oracle(device), device=device, optimizers=optimizers
     )
     microbatch = pytree.tree_map(_real, microbatch)
-    with _split(config, surroundings, step, microbatch, loss_of):
+    precision = halved(module, torch.float16) if config.fp16_params else nullcontext()
+    with precision, _split(config, surroundings, step, microbatch, loss_of):
         calls.intercept(units)
         try:
             found = DryRun(None, ())
@@ -114,7 +127,10 @@ def trace_program(
             costs = find_costs(config, device, found.calls, found.trace, shape, machine)
         finally:
             calls.give_back()
-        return program_of(config, surroundings, found, costs, shape)
+        chosen = choose(config, module, units).units
+        costs = replace(costs, relief=relief_of(config, surroundings, costs.machine, chosen))
+        limits = config.memory_limits(num_stages) or (None,) * num_stages
+        return program_of(config, surroundings, found, costs, shape, limits)
 
 
 @contextmanager

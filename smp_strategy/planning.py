@@ -7,24 +7,27 @@ of which the fastest is taken. All of it is a function of plain data, the same o
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import final
 
+from smp_strategy.activations.treatment import Treatments
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.partitioner.costs import Held
-from smp_strategy.partitioner.partition import Partition
+from smp_strategy.partitioner.partition import Partition, Reliefs, UnitRelief
 from smp_strategy.partitioner.problem import InFlight, Problem, Promise, Score, Setting
 from smp_strategy.partitioner.reading import problem_of
-from smp_strategy.partitioner.solver import does_not_fit, solve
+from smp_strategy.partitioner.solver import EFFORT, does_not_fit, solve
 from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy, candidates
-from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.schedule import peak_saved_bytes
+from smp_strategy.pipeline.routing import Flow
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.search import NOTICEABLE
 from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD, simulate
+from smp_strategy.relief import CallTable, Microbatch, Relief, relieve
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.machine import Machine
 from smp_strategy.trace.work import Link, Work
 
 __all__ = ["Program", "as_given", "best_partition", "policies_of", "problem_under", "simulated"]
@@ -32,6 +35,7 @@ __all__ = ["Program", "as_given", "best_partition", "policies_of", "problem_unde
 # Of many policies, each gets so many simulations, and those that look best then get all that they need.
 QUICK = 12
 MOST_FINALISTS = 2
+SIMULATIONS_PER_CHOICE = 8
 
 
 @final
@@ -57,6 +61,13 @@ class Program:
     """Bytes per stage; empty: there are none."""
     stage_speeds: tuple[float, ...] = ()
     """Relative; empty: all are alike."""
+    relief: Relief = Relief(machine=Machine.nominal("cpu"))
+    """What becomes of what units would keep for backward."""
+
+    @cached_property
+    def calls(self) -> CallTable:
+        """What calls of units cost under all that may become of that."""
+        return CallTable(self.relief, self.trace, self.work)
 
 
 def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Policy]:
@@ -101,17 +112,19 @@ def _attempts(
 ) -> dict[Policy, Partition]:
     """The best partition under each policy under which there is one."""
     found: dict[Policy, Partition] = {}
+    # A candidate that has to choose what its units keep takes as long as some that need not.
+    effort = EFFORT // SIMULATIONS_PER_CHOICE if program.relief.free else EFFORT
     errors: list[ConfigError] = []
     for policy in policies:
         problem = problem_under(config, program, num_stages, policy)
-        evaluate = partial(simulated, config, program, num_stages, policy)
+        evaluate = partial(simulated, program, problem, policy)
         guesses = _guesses(problem) if policy.num_chunks == 1 else ()
         try:
-            solution = solve(problem, evaluate, budget=budget, guesses=guesses)
+            solution = solve(problem, evaluate, budget=budget, effort=effort, guesses=guesses)
         except ConfigError as error:
             errors.append(error)
             continue
-        found[policy] = _partition(problem, solution.stage_of, solution.score, policy, solution.lower_bound)
+        found[policy] = _partition(program, problem, solution.stage_of, solution.score, policy, solution.lower_bound)
     if not found:
         raise errors[0]
     return found
@@ -130,8 +143,8 @@ def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Map
     found = []
     for policy in suitable or policies:
         problem = problem_under(config, program, num_stages, policy)
-        score = simulated(config, program, num_stages, policy, stage_of)
-        found.append(_partition(problem, stage_of, score, policy, 0.0))
+        score = simulated(program, problem, policy, stage_of)
+        found.append(_partition(program, problem, stage_of, score, policy, 0.0))
     fitting = [partition for partition in found if partition.fits]
     if not fitting:
         least = min(found, key=lambda partition: max(stage.memory_bytes for stage in partition.stages))
@@ -182,17 +195,43 @@ def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: 
         setting,
         everywhere=program.everywhere,
         whole=program.whole,
+        least=program.relief.least_kept(program.trace, program.work),
     )
 
 
 def simulated(
-    config: SMPConfig, program: Program, num_stages: int, policy: Policy, stage_of: Mapping[str, int]
+    program: Program, problem: Problem, policy: Policy, stage_of: Mapping[str, int], relief: Relief | None = None
 ) -> Score:
-    """Time and activations of a step under an assignment of units to stages."""
-    flow = route(program.trace, stage_of, num_stages, program.work).at_speeds(program.stage_speeds)
-    num_microbatches, overhead = config.num_microbatches(num_stages), program.split_overhead
-    plan = simulate(flow, num_microbatches, policy, program.link, split_overhead=overhead)
-    return Score(plan.makespan, peak_saved_bytes(plan, flow))
+    """Time and activations of a step under an assignment of units to stages.
+
+    Args:
+        program: what is partitioned.
+        problem: the same, as :func:`problem_under` states it for ``policy``.
+        policy: orders the work.
+        stage_of: stage of each unit.
+        relief: what becomes of what units keep; ``None``: as ``program`` has it.
+    """
+    setting = problem.setting
+    microbatch = Microbatch(
+        trace=program.trace,
+        work=program.work,
+        stage_of=stage_of,
+        num_stages=setting.num_stages,
+        speeds=program.stage_speeds,
+    )
+
+    def simulate_flow(flow: Flow) -> Plan:
+        return simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
+
+    room: list[int | None] = []
+    for stage, held in enumerate(problem.held(stage_of)):
+        limit = setting.limit(stage)
+        room.append(None if limit is None else limit - held.total)
+    if relief is None:
+        found = relieve(program.relief, microbatch, room, simulate_flow, program.calls)
+    else:
+        found = relieve(relief, microbatch, room, simulate_flow)
+    return Score(found.plan.makespan, found.peaks, found.treatments)
 
 
 def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:
@@ -230,14 +269,35 @@ def _guesses(problem: Problem) -> list[dict[str, int]]:
 
 
 def _partition(
-    problem: Problem, stage_of: Mapping[str, int], score: Score, policy: Policy, lower_bound: float
+    program: Program,
+    problem: Problem,
+    stage_of: Mapping[str, int],
+    score: Score,
+    policy: Policy,
+    lower_bound: float,
 ) -> Partition:
     return Partition.of(
         problem,
         stage_of,
         score,
+        _reliefs(program, problem, policy, stage_of, score.treatments) if score.treatments else None,
         schedule=policy.name,
         chunks_per_stage=policy.num_chunks,
         active_microbatches=policy.active_microbatches,
         lower_bound=lower_bound,
     )
+
+
+def _reliefs(
+    program: Program, problem: Problem, policy: Policy, stage_of: Mapping[str, int], treatments: Treatments
+) -> Reliefs:
+    """What ``treatments`` bring and cost."""
+    trace, work = program.relief.treated(program.trace, program.work, treatments, stage_of)
+    of_units = {name: UnitRelief(treatment=treatment) for name, treatment in treatments.items()}
+    for position, (before, after) in enumerate(zip(program.trace.events, trace.events, strict=True)):
+        if before.kind == "unit" and before.name in of_units:
+            seconds = sum(work[position]) - sum(program.work[position])
+            spared = before.saved_bytes - after.saved_bytes
+            of_units[before.name] = of_units[before.name].plus(spared, after.offloaded_bytes, seconds)
+    all_kept = simulated(program, problem, policy, stage_of, Relief(machine=program.relief.machine))
+    return Reliefs(of_units, all_kept.activation_bytes)

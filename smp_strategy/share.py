@@ -22,11 +22,16 @@ from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.delayed import DelayedModule
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
+from smp_strategy.optim.overflow import agreed, unscale_gradients
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
+from smp_strategy.precision.accumulation import WideGradients
+from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
+from smp_strategy.precision.gradient_scaler import Found
 from smp_strategy.sharding.collectives import collectives_of
+from smp_strategy.sharding.flat_unit import Keeping
 from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.sharding.uses import Timing
 from smp_strategy.step_results import Accumulated, accumulating
@@ -101,11 +106,15 @@ class Share:
         ownership.release(mesh.stage, copies)
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
         self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
-        self.sharded = _sharded(ownership, mesh, config, delayed) if mesh.shard_group is not None else None
+        self.sharded = None
+        if mesh.shard_group is not None:
+            self.sharded = _sharded(ownership, mesh, config, delayed, _keeping(module, config))
         self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
+        sharded = self.sharded
+        self._wide = WideGradients(each for each in self.parameters if sharded is None or not sharded.has(each))
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
-        self.reduction = Reduction(ownership, mesh, self._state, self.sharded, self._parts)
+        self.reduction = Reduction(ownership, mesh, self._state, self.sharded, self._parts, reduce_dtype(config))
         is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
 
@@ -113,6 +122,13 @@ class Share:
     def parameters(self) -> list[nn.Parameter]:
         """Those that this rank holds, or a part of."""
         return self.ownership.local_parameters(self._mesh.stage)
+
+    @property
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Those of its units that this rank has all of, between uses, too."""
+        names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
+        members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
+        return [each for each in members if self.sharded is None or not self.sharded.has(each)]
 
     # Passes over the model
 
@@ -167,6 +183,12 @@ class Share:
 
     # The optimizer's step
 
+    def unscale(self, optimizer: Optimizer, scale: float) -> Found:
+        """See :meth:`smp_strategy.engine.Engine.unscale`."""
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        with torch.no_grad():
+            return agreed(unscale_gradients(parameters, scale), self._delayed.device)
+
     def begin_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.begin_update`."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -174,11 +196,13 @@ class Share:
             self.clip_grad_norm_(parameters, max_norm)
         self._try_optimizers([optimizer])
         self._state.begin_update(optimizer)
+        self._wide.begin_update(parameters)
         if self.sharded is not None:
             self.sharded.show_pieces(parameters)
 
     def end_update(self, optimizer: Optimizer) -> None:
         """See :meth:`smp_strategy.engine.Engine.end_update`."""
+        self._wide.end_update(each for group in optimizer.param_groups for each in group["params"])
         self._state.end_update(optimizer)
         if self.sharded is not None:
             self.sharded.hide_pieces()
@@ -195,6 +219,8 @@ class Share:
     def restore(self, where: RestoreModule) -> None:
         """Give the ranks ``where`` the whole module back. Collective."""
         self.settle()
+        if where == "all":
+            self._wide.end()
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
@@ -278,7 +304,13 @@ def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iter
         yield
 
 
-def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed: DelayedModule) -> ShardedUnits:
+def _sharded(
+    ownership: Ownership,
+    mesh: ProcessMesh,
+    config: SMPConfig,
+    delayed: DelayedModule,
+    keeping: Keeping,
+) -> ShardedUnits:
     assert mesh.shard_group is not None
     device = delayed.device
     is_on_nodes = mesh.shape.nodes_of_shard_group > 1
@@ -304,13 +336,22 @@ def _sharded(ownership: Ownership, mesh: ProcessMesh, config: SMPConfig, delayed
         collectives_of(mesh.replicate_group, device) if has_replicas else None,
         device,
         across=across,
-        persistence_threshold=config.sdp_param_persistence_threshold,
         timing=Timing(
             gathers_once=config.gathers_once(mesh.pp),
             reduces_early=mesh.pp == 1,
             most_live=config.sdp_max_live_parameters,
         ),
         deals_out=has_replicas and config.shard_optimizer_state,
+        keeping=keeping,
+    )
+
+
+def _keeping(module: nn.Module, config: SMPConfig) -> Keeping:
+    named, seen = dict(module.named_parameters()), dtypes_in_use(module, compute_dtype(config))
+    return Keeping(
+        persistence_threshold=config.sdp_param_persistence_threshold,
+        dtypes={named[name]: dtype for name, dtype in seen.items()},
+        reduce_dtype=reduce_dtype(config),
     )
 
 

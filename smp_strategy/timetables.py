@@ -106,7 +106,8 @@ class Timetables:
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:
                 self._plans.clear()
-            flow = self._costs.flow(trace, self._partition.stage_of, self._partition.num_stages)
+            partition = self._partition
+            flow = self._costs.flow(trace, partition.stage_of, partition.num_stages, partition.treatments)
             plan = self._best(flow, num_microbatches)
             check(plan, flow, num_microbatches)
             self._plans[key] = plan
@@ -130,4 +131,5 @@ class Timetables:
             most_bytes=free,
             active_microbatches=self._config.active_microbatches,
             split_overhead=overhead,
+            horizon=self._config.activation_loading_horizon,
         ).plan

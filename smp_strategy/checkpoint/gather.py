@@ -48,7 +48,7 @@ def _send(items: dict[str, Any], target: int, group: dist.ProcessGroup | None) -
     dist.send_object_list([skeleton], target, group=group)
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            dist.send(leaf.detach().contiguous(), target, group=group)
+            dist.send(leaf.detach().cpu().contiguous(), target, group=group)
 
 
 def _receive(source: int, group: dist.ProcessGroup | None) -> Any:
@@ -58,7 +58,7 @@ def _receive(source: int, group: dist.ProcessGroup | None) -> Any:
     def fill(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
         dist.recv(tensor, source, group=group)
         return tensor
 

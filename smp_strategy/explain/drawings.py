@@ -2,6 +2,7 @@
 
 from html import escape
 
+from smp_strategy.explain.relief import name_of
 from smp_strategy.explain.svg import element, svg
 from smp_strategy.partitioner.partition import Partition, StageLoad
 from smp_strategy.pipeline.schedule import Action, Plan
@@ -25,11 +26,11 @@ def colour(stage: int) -> str:
 
 def strip(partition: Partition) -> str:
     """The units in execution order, as wide as they are slow, with the bytes that cross each cut."""
-    total = sum(sum(unit.work) for unit in partition.units)
+    total = sum(unit.seconds for unit in partition.units)
     count = len(partition.units)
     # Units without any time are still there to be seen.
     widths = [
-        0.9 * WIDTH * (sum(unit.work) / total if total else 1 / count) + 0.1 * WIDTH / count for unit in partition.units
+        0.9 * WIDTH * (unit.seconds / total if total else 1 / count) + 0.1 * WIDTH / count for unit in partition.units
     ]
     parts, x = [], 0.0
     for unit, width, before in zip(partition.units, widths, (None, *partition.units), strict=False):
@@ -38,9 +39,11 @@ def strip(partition: Partition) -> str:
             parts.append(element("line", x1=x, x2=x, y1=16.0, y2=70.0, class_="cut"))
             parts.append(element("text", nbytes, x=x, y=11.0, text_anchor="middle"))
         title = (
-            f"{unit.name}\nstage {unit.stage}, chunk {unit.chunk}\n{show_seconds(sum(unit.work))} per microbatch\n"
+            f"{unit.name}\nstage {unit.stage}, chunk {unit.chunk}\n{show_seconds(unit.seconds)} per microbatch\n"
             f"{show_bytes(unit.held.total)} of states, {show_bytes(unit.activation_bytes)} of activations"
         )
+        if not unit.relief.treatment.is_default:
+            title += f"\n{name_of(unit.relief.treatment)}"
         parts.append(
             element(
                 "rect",

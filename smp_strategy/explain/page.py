@@ -5,6 +5,7 @@ from html import escape
 
 from smp_strategy.explain.drawings import colour, loads, strip, timetable
 from smp_strategy.explain.parts import document, keys, row, section
+from smp_strategy.explain.relief import RELIEF_CAPTION, RELIEF_COLUMNS, relief_rows
 from smp_strategy.explain.svg import element
 from smp_strategy.explain.text import sends_on, summary
 from smp_strategy.explain.tree import Node, abbreviate, tree_of
@@ -31,6 +32,10 @@ def page(partition: Partition, plan: Plan | None) -> str:
     if plan is not None:
         known = keys(action.kind for actions in plan.stages for action in actions)
         parts += section("Timetable", f"{known} &emsp; idle {plan.bubble:.1%}", timetable(plan))
+    if partition.treatments:
+        rows = [row("td", [escape(cell) for cell in cells]) for cells in relief_rows(partition)]
+        parts += [element("h2", "Kept for backward"), element("p", RELIEF_CAPTION, class_="dim")]
+        parts.append(element("table", row("th", RELIEF_COLUMNS), *rows))
     parts += [element("h2", "Units"), element("p", _HEADER, class_="unit dim")]
     parts += [_tree(node, 0) for node in tree_of(partition.units)]
     return document("Partition", parts)

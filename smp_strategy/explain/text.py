@@ -5,12 +5,13 @@ import io
 from rich.console import Console
 from rich.table import Table
 
+from smp_strategy.explain.relief import RELIEF_CAPTION, RELIEF_COLUMNS, relief_lines, relief_rows
 from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.sizes import show_bytes, show_count, show_seconds
 
-__all__ = ["WIDTH", "sends_on", "stage_table", "summary", "text", "timetable"]
+__all__ = ["WIDTH", "relief_table", "sends_on", "stage_table", "summary", "text", "timetable"]
 
 WIDTH = 118
 # A timetable of this many actions per stage still fits the width.
@@ -26,6 +27,9 @@ def text(partition: Partition, plan: Plan | None) -> str:
     console.print(stage_table(partition))
     console.print()
     console.print(_tree_table(partition))
+    if partition.treatments:
+        console.print()
+        console.print(relief_table(partition))
     if plan is not None:
         console.print("\n" + timetable(plan), highlight=False, soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
@@ -41,12 +45,14 @@ def summary(partition: Partition) -> list[str]:
         return [
             f"{units} on one stage, {microbatches}",
             f"The work of a step takes {show_seconds(partition.step_seconds)} (simulated).",
+            *relief_lines(partition),
         ]
     return [
         f"{units} on {partition.num_stages} stages{chunks}, schedule {partition.schedule} with {microbatches}",
         f"A step takes {show_seconds(partition.step_seconds)} (simulated); the stages are idle {partition.bubble:.1%} "
         f"of it, their work is balanced to {partition.balance:.1%}.",
         f"Limited by the {partition.limited_by}. {_certificate(partition)}",
+        *relief_lines(partition),
     ]
 
 
@@ -66,7 +72,8 @@ def stage_table(partition: Partition) -> Table:
         table.add_column(name)
     has_passing = any(stage.held.passing for stage in partition.stages)
     passing = ["passing"] * has_passing
-    for name in ("time", "states", *passing, "activations", "memory", "limit", "sends on"):
+    all_kept = ["all kept"] * bool(partition.treatments)
+    for name in ("time", "states", *passing, "activations", *all_kept, "memory", "limit", "sends on"):
         table.add_column(name, justify="right")
     longest = max((stage.seconds for stage in partition.stages), default=0.0) or 1.0
     for number, stage in enumerate(partition.stages):
@@ -77,14 +84,17 @@ def stage_table(partition: Partition) -> Table:
             show_bytes(stage.held.states),
             *([show_bytes(stage.held.passing)] * has_passing),
             show_bytes(stage.activation_bytes),
+            *([show_bytes(stage.all_kept_bytes or stage.activation_bytes)] * len(all_kept)),
             show_bytes(stage.memory_bytes),
             "" if stage.memory_limit is None else show_bytes(stage.memory_limit),
             show_bytes(sends_on(partition, number)),
         )
     about_passing = "passing: gathered values, and gradients before they are reduced; " * has_passing
+    about_all_kept = "all kept: activations, if units kept everything; " * len(all_kept)
     table.caption = (
         "time: work of a step, and its share of the busiest stage's; states: parameters, gradients and optimizer "
-        f"state of the fullest rank; {about_passing}activations: at their peak; sends on: per microbatch"
+        f"state of the fullest rank; {about_passing}activations: at their peak; {about_all_kept}"
+        "sends on: per microbatch"
     )
     table.caption_justify = "left"
     return table
@@ -102,7 +112,7 @@ def _tree_table(partition: Partition) -> Table:
     table.add_column("stage")
     for name in ("time", "", "parameters", "states", "activations", "output"):
         table.add_column(name, justify="right")
-    total = sum(sum(unit.work) for unit in partition.units) or 1.0
+    total = sum(unit.seconds for unit in partition.units) or 1.0
     for row in rows_of(tree_of(partition.units)):
         node = row.node
         table.add_row(
@@ -119,6 +129,16 @@ def _tree_table(partition: Partition) -> Table:
         "of one microbatch, forward and backward; states: parameters, gradients and optimizer state, all of it"
     )
     table.caption_justify = "left"
+    return table
+
+
+def relief_table(partition: Partition) -> Table:
+    """What becomes of what units keep for backward."""
+    table = Table(title="Kept for backward", title_justify="left", caption=RELIEF_CAPTION, caption_justify="left")
+    for number, name in enumerate(RELIEF_COLUMNS):
+        table.add_column(name, justify="left" if number < 3 else "right")
+    for cells in relief_rows(partition):
+        table.add_row(*cells)
     return table
 
 

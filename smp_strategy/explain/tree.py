@@ -30,7 +30,7 @@ class Node:
     @property
     def seconds(self) -> float:
         """Work of one microbatch."""
-        return sum(sum(unit.work) for unit in self.units)
+        return sum(unit.seconds for unit in self.units)
 
     @property
     def held(self) -> Held:
@@ -114,4 +114,4 @@ def _looks(node: Node) -> object:
         return id(node)
     (unit,) = node.units
     name = "".join("#" if letter.isdigit() else letter for letter in node.label)
-    return name.replace("##", "#"), unit.stage, unit.chunk, unit.held, unit.activation_bytes, unit.work
+    return name.replace("##", "#"), unit.stage, unit.chunk, unit.held, unit.activation_bytes, unit.work, unit.relief

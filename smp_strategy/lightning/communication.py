@@ -38,7 +38,12 @@ class CommunicationHooks(Host):
         group = self._group(group)
         if group is None or not isinstance(tensor, Tensor):
             return tensor
-        return self.tree.fabric("utilities.distributed")._sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        sync = self.tree.fabric("utilities.distributed")._sync_ddp_if_available
+        if str(reduce_op).lower().rpartition(".")[2] not in ("mean", "avg"):
+            return sync(tensor, group, reduce_op=reduce_op)
+        # Lightning leaves the division to the backend unless that is gloo alone, and gloo may be one of several.
+        total = sync(tensor, group, reduce_op="sum")
+        return total.copy_(total / dist.get_world_size(group))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the replicas, or from ``group``; with one replica nothing is gathered, as in one process."""
@@ -49,7 +54,7 @@ class CommunicationHooks(Host):
         """Agree over all ranks of the world."""
         if not dist.is_initialized():
             return decision
-        votes = torch.tensor(int(decision), device=self.root_device)
+        votes = torch.tensor(int(decision), device="cpu")
         dist.all_reduce(votes)
         return int(votes) == dist.get_world_size() if all else bool(votes)
 
@@ -64,7 +69,7 @@ class CommunicationHooks(Host):
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if dist.get_backend() == "nccl" else None)
+            dist.barrier()
 
     def _group(self, group: Any) -> Any:
         """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""

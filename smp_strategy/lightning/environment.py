@@ -3,15 +3,18 @@
 Lightning detects its own launcher, torchrun and SLURM. Two things are missing. Under torchrun on CPUs ``devices`` is 1
 unless the user repeats the number of processes in the script, and Lightning then fails with an IndexError; the
 launcher knows the number, so it is taken from there. And submitit's local executor (``hydra/launcher=submitit_local``)
-starts one process per rank, which Lightning does not recognise.
+starts one process per rank, which Lightning does not recognise. Several processes may also share the one accelerator of
+a machine, which Lightning does not expect of anybody.
 """
 
 import os
 import zlib
+from collections.abc import Sequence
 from types import new_class
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.lightning.factory import Tree
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 else:
     Host = object  # submitit_environment() adds the base class of the tree in use
 
-__all__ = ["devices_of_launcher", "submitit_environment"]
+__all__ = ["backend_for", "devices_of_launcher", "submitit_environment"]
 
 
 def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
@@ -36,12 +39,24 @@ def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
     started = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
     if started == len(devices):
         return devices
-    if len(devices) == 1 and devices[0].type == "cpu":  # "auto" and 1 are the same thing on CPUs
+    # "auto" and 1 are the same thing on CPUs, and where there is one accelerator.
+    if len(devices) == 1 and (devices[0].type == "cpu" or torch.accelerator.device_count() == 1):
         return devices * started
     raise ConfigError(
         f"`Trainer(devices={len(devices)})` must be the number of processes that the launcher started on this machine "
         f"(LOCAL_WORLD_SIZE), but that is {started}. Pass `devices={started}` or start {len(devices)} processes."
     )
+
+
+def backend_for(devices: Sequence[torch.device]) -> str:
+    """What the process groups of ranks on ``devices``, those of this machine, are made of.
+
+    Messages of the host are gloo's. NCCL carries those of accelerators, but not between ranks that share one.
+    """
+    kind = devices[0].type if devices else "cpu"
+    if kind == "cpu" or len(set(devices)) < len(devices):
+        return "gloo"
+    return f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, 'gloo')}"
 
 
 def submitit_environment(tree: Tree) -> Any | None:

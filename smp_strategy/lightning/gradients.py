@@ -10,16 +10,20 @@ loss before ``backward()`` (division by the accumulated batches, a user's ``Ligh
 gradients as in a single process, and no hook is skipped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.scaling import methods_with
+from smp_strategy.precision.gradient_scaler import GradientScaler
 
-__all__ = ["evaluated_once", "for_all_ranks", "loss_that_commits"]
+__all__ = ["evaluated_once", "for_all_ranks", "forget_gradients", "loss_that_commits"]
 
 
 class ClipGradNorm(Protocol):
@@ -70,7 +74,20 @@ def evaluated_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], A
     return once
 
 
-def for_all_ranks(plugin: Any, clip_grad_norm: ClipGradNorm, begin_update: Callable[[Any], None]) -> Any:
+def forget_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Do before a step what Lightning does after it: a step runs backward, too, and would have both in memory."""
+    for optimizer in optimizers:
+        if type(optimizer).zero_grad is Optimizer.zero_grad:
+            optimizer.zero_grad()
+
+
+def for_all_ranks(
+    plugin: Any,
+    tree: Tree,
+    clip_grad_norm: ClipGradNorm,
+    begin_update: Callable[[Any], None],
+    scaler_of: Callable[[Any], GradientScaler | None],
+) -> Any:
     """Let Lightning's precision plugin know that there are other ranks with gradients.
 
     The plugin is the user's object and others may hold it, so its class is replaced rather than the object. The new
@@ -78,8 +95,10 @@ def for_all_ranks(plugin: Any, clip_grad_norm: ClipGradNorm, begin_update: Calla
 
     Args:
         plugin: the plugin.
+        tree: the Lightning tree in use.
         clip_grad_norm: clips by the norm over all ranks instead of this rank's share.
         begin_update: called with each optimizer when nothing will look at gradients any more but its step.
+        scaler_of: makes the scaler of losses for the plugin, if it needs one.
     """
     stock = getattr(type(plugin), "stock_plugin", type(plugin))
 
@@ -92,13 +111,19 @@ def for_all_ranks(plugin: Any, clip_grad_norm: ClipGradNorm, begin_update: Calla
         stock._after_closure(self, model, optimizer)
         begin_update(optimizer)
 
+    scaler = scaler_of(plugin)
     names = {
         "clip_grad_by_norm": clip_grad_by_norm,
         "_after_closure": after_closure,
+        **({} if scaler is None else methods_with(scaler, stock, tree)),
         "stock_plugin": stock,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
         "__doc__": stock.__doc__,
     }
     plugin.__class__ = type(stock.__name__, (stock,), names)
+    given = getattr(plugin, "scaler", None)
+    if not isinstance(given, GradientScaler):
+        plugin.given_scaler = given  # the user's, or one that Lightning has made
+    plugin.scaler = scaler
     return plugin

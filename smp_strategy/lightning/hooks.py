@@ -40,6 +40,7 @@ _WITH_GRADIENTS = {
     *(*_BACKWARD, *_ENCLOSING, "configure_gradient_clipping"),
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
 }
+_WITH_OLD_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad"}
 # Of Lightning's own callbacks, those that work on weights.
 _ON_WEIGHTS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning", "BaseFinetuning"}
 
@@ -65,6 +66,11 @@ class UserHooks:
         return any(name in _WITH_GRADIENTS for _, name, _ in self._replaced) or self._is_users(
             "backward", self._module, self._tree.pytorch("core.module").LightningModule
         )
+
+    @property
+    def see_old_gradients(self) -> bool:
+        """Whether one that is installed runs between a step and the end of the gradients of the one before."""
+        return any(name in _WITH_OLD_GRADIENTS for _, name, _ in self._replaced)
 
     def install(self, callbacks: Iterable[Any]) -> None:
         """Replace the hooks of the module and of ``callbacks``, on the instances."""

@@ -20,6 +20,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.lightning.gradients import loss_that_commits
 from smp_strategy.lightning.steps import Context
 from smp_strategy.manual import ManualSteps
+from smp_strategy.precision.gradient_scaler import GradientScaler
 
 __all__ = ["ManualOptimization"]
 
@@ -31,12 +32,14 @@ class ManualOptimization:
         engine: partitions the module.
         module: the LightningModule.
         context: entered around what is done (the precision plugin's, as around the step).
+        scaler: of the losses, if there is one.
     """
 
-    def __init__(self, engine: Engine, module: Any, context: Context) -> None:
+    def __init__(self, engine: Engine, module: Any, context: Context, scaler: GradientScaler | None = None) -> None:
         self._engine = engine
         self._module = module
         self._context = context
+        self._scaler = scaler
         self._before: list[tuple[Any, str, Any]] = []
 
     def install(self, optimizers: Sequence[Optimizer], wrapped: Sequence[Any], schedulers: Sequence[Any]) -> None:
@@ -55,7 +58,8 @@ class ManualOptimization:
                 )
         for index, scheduler in enumerate(schedulers):
             name = f"`step` of learning rate scheduler {index}"
-            self._replace(scheduler, "step", self._once(scheduler.step, name, averaged=True))
+            is_skipped = functools.partial(self._is_skipped, scheduler)
+            self._replace(scheduler, "step", self._once(scheduler.step, name, averaged=True, unless=is_skipped))
         module = self._module
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             self._replace(module, name, self._once(getattr(module, name), f"`{name}`", also_dry=True))
@@ -95,13 +99,25 @@ class ManualOptimization:
 
         self._engine.manual.once("`manual_backward`", act, loss)
 
+    def reduce(self, optimizer: Any) -> None:
+        """Make the gradients that ``optimizer`` will look at whole."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with self._engine.views.put_aside():
+            self._engine.manual.reduce_gradients(parameters)
+
     def _replace(self, owner: Any, name: str, method: Any) -> None:
         own = vars(owner)
         self._before.append((owner, name, (own[name],) if name in own else None))
         own[name] = method
 
     def _once(
-        self, method: Callable[..., Any], name: str, *, also_dry: bool = False, averaged: bool = False
+        self,
+        method: Callable[..., Any],
+        name: str,
+        *,
+        also_dry: bool = False,
+        averaged: bool = False,
+        unless: Callable[[], bool] = lambda: False,
     ) -> Callable[..., Any]:
         manual = self._engine.manual
 
@@ -112,6 +128,8 @@ class ManualOptimization:
 
             def act(given: list[Any]) -> Any:
                 args, kwargs = _agreed(name, given, manual if averaged else None)
+                if unless():
+                    return None
                 with self._context():
                     return method(*args, **kwargs)
 
@@ -125,10 +143,15 @@ class ManualOptimization:
 
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
-            self._reduce(optimizer)
+            self.reduce(optimizer)
             if args or kwargs.get("closure") is not None:
                 # Lightning's hooks run in the closure. Then the strategy begins the update, and ends it.
                 return method(*args, **kwargs)
+            if self._scaler is not None:
+                raise UnsupportedError(
+                    "`step` of a bare optimizer (`use_pl_optimizer=False`) while losses are scaled for float16: its "
+                    "gradients would be too large. Call `step` of what `self.optimizers()` returns."
+                )
             with self._engine.views.put_aside():
                 self._engine.begin_update(optimizer)
                 result = method(*args, **kwargs)
@@ -154,15 +177,18 @@ class ManualOptimization:
     def _clip(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def clip(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._reduce(optimizer)
+            self.reduce(optimizer)
+            bare = getattr(optimizer, "_optimizer", optimizer)
+            if self._scaler is not None and not self._scaler.has_unscaled(bare):
+                self._scaler.unscale_(bare)
             return method(optimizer, *args, **kwargs)
 
         return clip
 
-    def _reduce(self, optimizer: Any) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        with self._engine.views.put_aside():
-            self._engine.manual.reduce_gradients(parameters)
+    def _is_skipped(self, scheduler: Any) -> bool:
+        """Whether the last step of a scheduler's optimizer was skipped, because gradients have overflowed."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        return self._scaler is not None and optimizer is not None and self._scaler.has_skipped(optimizer)
 
 
 def _agreed(name: str, given: list[Any], averages: ManualSteps | None) -> Any:

@@ -11,10 +11,11 @@ import torch
 from torch.optim import Optimizer
 
 from smp_strategy.errors import ConfigError
+from smp_strategy.lightning.scaling import problems_of_scaling
 
 __all__ = ["refuse_unsupported"]
 
-PRECISIONS: Final = ("32-true", "64-true", "bf16-mixed", "bf16-true")
+PRECISIONS: Final = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 
 def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer]) -> None:
@@ -41,9 +42,17 @@ def _of_trainer(trainer: Any) -> list[str]:
         found.append(
             f"`precision={shown!r}` is not built yet for strategy 'smp'. Choose one of {', '.join(PRECISIONS)}."
         )
+    config = trainer.strategy.config
+    found += [
+        f"`{name}=True` contradicts `precision={precision!r}` of the Trainer: both say in what units compute. Leave "
+        "one of them out."
+        for name in ("fp16", "bf16", "fp16_params")
+        if getattr(config, name) and precision != "32-true"
+    ]
+    found += problems_of_scaling(trainer.precision_plugin, config)
     if trainer.strategy._layer_sync is not None:
         found.append("`sync_batchnorm=True` is not built yet for strategy 'smp'. Leave it out or use another norm.")
-    norm, given = trainer.strategy.config.sdp_gradient_clipping, trainer.gradient_clip_val
+    norm, given = config.sdp_gradient_clipping, trainer.gradient_clip_val
     if norm is not None and given:
         found.append(
             f"`sdp_gradient_clipping` ({norm}) contradicts `gradient_clip_val` ({given}) of the Trainer: both clip the "

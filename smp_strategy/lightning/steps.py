@@ -32,14 +32,17 @@ def run_training_step(
     *,
     context: Context,
     reduce: Callable[[], bool],
-    window: tuple[int, int] = (0, 1),
+    continues: bool = False,
+    factor: float = 1.0,
 ) -> Any:
     """Run ``module.training_step`` over the microbatches of ``args[0]``, forward and backward.
 
     Args:
         context: entered around the forward of each microbatch (the precision plugin's autocast).
         reduce: asked before and when the gradients are handed over: does this batch end the accumulation window?
-        window: number of this batch in its accumulation window, and batches in it.
+        continues: whether gradients are added to those of earlier batches.
+        factor: what the loss will be multiplied by before its backward: one over the batches that are accumulated, and
+            the scale of float16.
 
     Returns:
         What the step returned, merged; the loss hands its gradients over in ``backward()``.
@@ -47,9 +50,8 @@ def run_training_step(
     recorder = LogRecorder(module, tells_size=not engine.config.prescaled_batch)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
-        number, length = window
         result = engine.train_step(
-            step, args[0], loss_of=_loss_of, factor=1 / length, continues=number > 0, reduces=reduce()
+            step, args[0], loss_of=_loss_of, factor=factor, continues=continues, reduces=reduce()
         )
     outputs = _replay(recorder, result.outputs, result.sizes)
     # Where all microbatches are skipped, other replicas may not skip theirs: there is a loss, without a gradient.

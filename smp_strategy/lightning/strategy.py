@@ -21,7 +21,7 @@ import gc
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,25 +37,26 @@ from smp_strategy.explain.explanation import Explanation
 from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
-from smp_strategy.lightning.environment import devices_of_launcher, submitit_environment
-from smp_strategy.lightning.gradients import evaluated_once, for_all_ranks
+from smp_strategy.lightning.environment import backend_for, devices_of_launcher, submitit_environment
+from smp_strategy.lightning.gradients import evaluated_once, for_all_ranks, forget_gradients
 from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.leaving import call_at_exit
+from smp_strategy.lightning.left_spread import leave_spread, restore_left
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.precision.gradient_scaler import GradientScaler
 from smp_strategy.timeline.timeline import Timeline
 
 __all__ = ["SMPHooks"]
 
 # Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
 CHECKPOINT_KEY = "smp_strategy"
-# The attribute of a module that some ranks have a part of only.
-_LEFT = "_smp_left"
 
 
 class SMPHooks(CommunicationHooks):
@@ -70,7 +71,7 @@ class SMPHooks(CommunicationHooks):
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in all of Lightning's
             strategies; the Trainer fills them in.
-        process_group_backend: default: what torch recommends for the device.
+        process_group_backend: default: gloo, and for accelerators that no ranks share what torch recommends for them.
         timeout: of the process groups; default: torch's.
         options: the fields of :class:`~smp_strategy.config.SMPConfig`, with the ``SMP_*`` environment as defaults.
 
@@ -103,10 +104,10 @@ class SMPHooks(CommunicationHooks):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._data_stream: DataStream | None = None
-        self._user_hooks: UserHooks | None = None
-        self._metric_updates: MetricUpdates | None = None
         self._manual: ManualOptimization | None = None
+        self._stand_ins = ExitStack()  # closed at the end of a run, which gives back what was replaced for it
         self._may_reduce = True
+        self._forgets_early = False
         self._is_joint = True
         self._has_failed = False
         call_at_exit(self.leave)
@@ -174,18 +175,13 @@ class SMPHooks(CommunicationHooks):
         # Unlike Lightning's own strategies this does not seed again: one process would not, and the data order of one
         # process is promised. See [Note: data stream].
         distributed = self.tree.fabric("utilities.distributed")
-        backend = self.process_group_backend or distributed._get_default_process_group_backend_for_device(
-            self.root_device
-        )
-        device = None if self.root_device.type == "cpu" else self.root_device
+        backend = self.process_group_backend or backend_for(self.parallel_devices or [])
         options = {} if self._timeout is None else {"timeout": self._timeout}
-        distributed._init_dist_connection(self.cluster_environment, backend, device_id=device, **options)
+        distributed._init_dist_connection(self.cluster_environment, backend, **options)
         self._has_failed = False
         # An earlier run may have left the module spread over the ranks. Everything from here on, callbacks that copy
         # it in `setup` for instance, meets an ordinary module.
-        left = vars(self.lightning_module).pop(_LEFT, None)
-        if left is not None and left.engine is not None:
-            left.engine.restore_everywhere()
+        restore_left(self.lightning_module)
 
     # Model and optimizers
 
@@ -215,17 +211,29 @@ class SMPHooks(CommunicationHooks):
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
-        self._metric_updates = MetricUpdates(self._engine, module)
-        self._metric_updates.install()
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
-        self._user_hooks = UserHooks(self._engine, module, self.tree)
-        self._user_hooks.install(trainer.callbacks)
-        is_manual = fitting and not module.automatic_optimization
-        self._engine.gradients_are_seen = is_manual or self._user_hooks.see_gradients
+        self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
+
+    def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
+        """Replace what has to know of other ranks in this run, on the instances."""
+        updates = MetricUpdates(self.engine, module)
+        self._stand_ins.callback(updates.remove)
+        updates.install()
+        hooks = UserHooks(self.engine, module, self.tree)
+        self._stand_ins.callback(hooks.remove)
+        hooks.install(trainer.callbacks)
+        self.engine.gradients_are_seen = is_manual or hooks.see_gradients
+        self._forgets_early = not hooks.see_old_gradients
+        scaler = self.precision_plugin.scaler
         if is_manual:
-            self._manual = ManualOptimization(self._engine, module, self.precision_plugin.train_step_context)
-            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            self._manual.install(self.optimizers, self._lightning_optimizers, schedulers)
+            self._manual = ManualOptimization(self.engine, module, self.precision_plugin.train_step_context, scaler)
+            self._stand_ins.callback(self._manual.remove)
+            self._manual.install(
+                self.optimizers, self._lightning_optimizers, [config.scheduler for config in self.lr_scheduler_configs]
+            )
+        elif scaler is not None:
+            schedulers = passing_over_skipped(module, scaler, self.optimizers, self.lr_scheduler_configs)
+            self._stand_ins.enter_context(schedulers)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -256,7 +264,7 @@ class SMPHooks(CommunicationHooks):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin, which clips by the norm over all ranks."""
+        """The precision plugin, which scales and clips by what all ranks have found."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -264,10 +272,17 @@ class SMPHooks(CommunicationHooks):
         if plugin is not None:
             plugin = for_all_ranks(
                 plugin,
+                self.tree,
                 lambda *arguments: self.engine.clip_grad_norm_(*arguments),
                 lambda optimizer: self.engine.begin_update(_unwrap(optimizer)),
+                self._scaler_of,
             )
         self._precision_plugin = plugin
+
+    def _scaler_of(self, plugin: Any) -> GradientScaler | None:
+        return make_scaler(
+            plugin, self.config, lambda *given: self.engine.unscale(*given), lambda: map(_unwrap, self.optimizers)
+        )
 
     def explain(self) -> Explanation:
         """Why the units are where they are, from the first step on: ``print`` it, or ``save`` it as a page.
@@ -314,9 +329,18 @@ class SMPHooks(CommunicationHooks):
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
             return run_manual_step(self.engine, module, batch, context=context)
-        window = accumulation_window(module.trainer)
+        number, length = accumulation_window(module.trainer)
+        if number == 0 and self._forgets_early:
+            forget_gradients(map(_unwrap, self.optimizers))
+        scaler = self.precision_plugin.scaler
         return run_training_step(
-            self.engine, module, batch, context=context, reduce=lambda: self._may_reduce, window=window
+            self.engine,
+            module,
+            batch,
+            context=context,
+            reduce=lambda: self._may_reduce,
+            continues=number > 0,
+            factor=(1.0 if scaler is None else scaler.get_scale()) / length,
         )
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -344,6 +368,8 @@ class SMPHooks(CommunicationHooks):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
         with self.engine.views.put_aside():
+            if self._manual is not None:
+                self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
             self.engine.end_update(_unwrap(optimizer))
             return result
@@ -435,17 +461,12 @@ class SMPHooks(CommunicationHooks):
         """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        if self._user_hooks is not None:
-            self._user_hooks.remove()
-        if self._metric_updates is not None:
-            self._metric_updates.remove()
-        if self._manual is not None:
-            self._manual.remove()
-            self._manual = None
+        self._stand_ins.close()
+        self._manual = None
         if self._engine is not None:
             self._engine.detach(failed=self._has_failed)
             if self._engine.is_spread:
-                vars(self.lightning_module)[_LEFT] = _Left(self._engine)
+                leave_spread(self.lightning_module, self._engine)
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -459,23 +480,6 @@ class SMPHooks(CommunicationHooks):
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # what earlier runs have left may hold groups, too
-
-
-class _Left:
-    """On a module that a run has left spread over ranks: the engine that can restore it. Copies do not take it along.
-
-    Args:
-        engine: knows who has what; ``None`` on a copy.
-    """
-
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine = engine
-
-    def __deepcopy__(self, memo: Any) -> "_Left":
-        return _Left()
-
-    def __reduce__(self) -> Any:
-        return _Left, ()
 
 
 def _unwrap(optimizer: Any) -> Optimizer:

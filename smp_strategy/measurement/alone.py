@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.accelerator import is_host, wait_for_all
 from smp_strategy.measurement.calls import UnitCall
 from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
@@ -58,7 +59,8 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
     module = call.callee.module
     assert module is not None
     with _untouched(module), seeded(0, device), torch.inference_mode(False):
-        weights = {name: _copy(tensor, device) for name, tensor in tensors_of(module).items()}
+        dtypes = call.callee.dtype_of_weights()
+        weights = {name: _copy(tensor, device, dtypes.get(name)) for name, tensor in tensors_of(module).items()}
         saved = _saved_bytes(call, weights, device) if memory else 0
         if not times:
             return Sample(Work(), saved)
@@ -111,13 +113,13 @@ def _entered(leaf: Any, imports: list[Import]) -> Any:
 
 def _saved_bytes(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> int:
     inputs = [_real(leaf, device) for leaf in call.leaves]
-    if device.type == "cpu":
+    if is_host(device):
         with counting_saved(weights.values()) as saved_bytes:
             _run(call, weights, inputs, device)
         return saved_bytes()
-    before = torch.cuda.memory_allocated(device)
+    before = torch.accelerator.memory_allocated(device)
     result = _run(call, weights, inputs, device)
-    kept = torch.cuda.memory_allocated(device) - before
+    kept = torch.accelerator.memory_allocated(device) - before
     del result
     return kept
 
@@ -130,26 +132,22 @@ def _run(call: UnitCall, weights: Mapping[str, Tensor], inputs: Sequence[Any], d
 
 
 def _timed(action: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    _wait_for(device)
+    wait_for_all(device)
     begin = time.perf_counter()
     result = action()
-    _wait_for(device)
+    wait_for_all(device)
     return time.perf_counter() - begin, result
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Tensors
 
 
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A leaf with the values of ``tensor``, or random ones."""
+def _copy(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """A leaf with the values of ``tensor``, or random ones, as the unit sees it."""
     if tensor.is_meta:
-        return _made(replace(TensorSpec.of(tensor), requires_grad=False), device).requires_grad_(tensor.requires_grad)
-    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
+        spec = replace(TensorSpec.of(tensor), requires_grad=False, dtype=dtype or tensor.dtype)
+        return _made(spec, device).requires_grad_(tensor.requires_grad)
+    return tensor.detach().to(device, dtype, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def _real(leaf: Any, device: torch.device) -> Any:

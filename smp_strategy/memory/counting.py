@@ -36,7 +36,12 @@ class Spread(Protocol):
 
 
 def count(
-    module: nn.Module, optimizers: Iterable[Optimizer], mesh: ProcessMesh, spread: Spread | None = None
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    mesh: ProcessMesh,
+    spread: Spread | None = None,
+    *,
+    copies: int = 0,
 ) -> RankMemory:
     """What this rank holds now, between steps.
 
@@ -45,6 +50,7 @@ def count(
         optimizers: what trains it.
         mesh: where this rank stands.
         spread: what is known of parameters that are spread; ``None``: there are none.
+        copies: bytes of half-precision copies of parameters.
     """
     counted = _Counted()
     elsewhere = set() if spread is None else {id(parameter) for parameter in spread.parameters}
@@ -55,7 +61,8 @@ def count(
             rank=mesh.rank,
             stage=mesh.stage,
             parameters=counted.add(each for each in parameters if id(each) not in elsewhere)
-            + (0 if spread is None else spread.held_bytes),
+            + (0 if spread is None else spread.held_bytes)
+            + copies,
             gathered=0 if spread is None else spread.most_gathered_bytes,
             gradients=counted.add(_in_memory(parameter.grad) for parameter in parameters),
             optimizer=sum(counted.add(pytree.tree_leaves(list(each.state.values()))) for each in optimizers),

@@ -21,6 +21,8 @@ def memory_report(
     mesh: ProcessMesh,
     partition: Partition | None,
     spread: Spread | None = None,
+    *,
+    copies: int = 0,
 ) -> MemoryReport:
     """What all ranks hold now; collective over all of them, outside of steps.
 
@@ -30,8 +32,9 @@ def memory_report(
         mesh: where the ranks stand.
         partition: what was predicted; ``None`` before it is decided.
         spread: what is known of parameters that are spread over shard groups; ``None``: there are none.
+        copies: bytes of the half-precision copies of parameters that this rank's units compute with.
     """
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, count(module, optimizers, mesh, spread))
+    dist.all_gather_object(told, count(module, optimizers, mesh, spread, copies=copies))
     predicted = () if partition is None else tuple(stage.held for stage in partition.stages)
     return MemoryReport(ranks=tuple(told), predicted=predicted, rank=mesh.rank)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
@@ -18,6 +19,7 @@ from smp_strategy.memory.shares import flat_groups, most_gathered, most_unreduce
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.optim.state_size import StateSize, moments, optimizer_state_sizes
 from smp_strategy.partitioner.costs import Held
+from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.layout import Entry, UnitLayout
 from smp_strategy.sharding.uses import MOST_REDUCING
 
@@ -98,7 +100,13 @@ def holdings_of(
     members = {unit.name: [numbers[id(each)] for each in unit.module.parameters()] for unit in surroundings.units}
     alone = set().union(*members.values()).difference(numbers[id(t)] for t in used_by_glue if id(t) in numbers)
     sizes = _state_sizes(surroundings)
-    plain = [_plain(parameter, sizes[name].nbytes(parameter.shape)) for name, parameter in named]
+    halves = surroundings.calls.halves
+    dtypes = {} if halves is None else halves.dtypes_in(surroundings.module)
+    in_units = set().union(*members.values())
+    plain = [
+        _plain(parameter, sizes[name].nbytes(parameter.shape), dtypes.get(name) if number in in_units else None)
+        for number, (name, parameter) in enumerate(named)
+    ]
     everywhere = {number: held for number, held in enumerate(plain) if number not in alone}
     by_unit = {name: {number: plain[number] for number in mine} for name, mine in members.items()}
     whole = {name: Held.sum_of(mine.values()) for name, mine in by_unit.items()}
@@ -120,9 +128,11 @@ def _spread(
 ) -> tuple[dict[str, dict[int, Held]], Held]:
     """What a rank holds of parameters that are spread, by unit, and the room in which units take turns."""
     groups = flat_groups(members)
+    halves = surroundings.calls.halves
+    dtypes = {} if halves is None else halves.dtypes_in(surroundings.module)
     layouts = {
         group.number: UnitLayout.of(
-            [_entry(*named[number]) for number in group.parameters],
+            [_entry(*named[number], dtypes) for number in group.parameters],
             spreading.degree,
             spreading.persistence_threshold,
             spreading.num_owners,
@@ -168,11 +178,16 @@ def _state_sizes(surroundings: Surroundings, in_pieces: Collection[str] = ()) ->
     return found
 
 
-def _plain(parameter: nn.Parameter, state_bytes: int) -> Held:
-    return Held(parameter.nbytes, parameter.nbytes, state_bytes) if parameter.requires_grad else Held(parameter.nbytes)
+def _plain(parameter: nn.Parameter, state_bytes: int, copied_to: torch.dtype | None) -> Held:
+    """Of one that is whole on each rank; where units compute in half precision there is a copy for them."""
+    values = parameter.nbytes + (0 if copied_to is None else parameter.numel() * copied_to.itemsize)
+    if not parameter.requires_grad:
+        return Held(values)
+    return Held(values, parameter.numel() * gradient_dtype(parameter.dtype).itemsize, state_bytes)
 
 
-def _entry(name: str, parameter: nn.Parameter) -> Entry:
+def _entry(name: str, parameter: nn.Parameter, dtypes: Mapping[str, torch.dtype]) -> Entry:
+    used_as = dtypes.get(name, parameter.dtype)
     return Entry(
         names=(name,),
         shape=tuple(parameter.shape),
@@ -180,4 +195,6 @@ def _entry(name: str, parameter: nn.Parameter) -> Entry:
         dtype=str(parameter.dtype).removeprefix("torch."),
         itemsize=parameter.itemsize,
         requires_grad=parameter.requires_grad,
+        use_dtype=str(used_as).removeprefix("torch."),
+        use_itemsize=used_as.itemsize,
     )

@@ -73,7 +73,7 @@ def share_of(
 
     return Held(
         parameter=layout.resting_bytes,
-        gradient=sum(flat.shard_bytes for flat in trained),
+        gradient=sum(flat.gradient_bytes for flat in trained),
         optimizer=max(state_of(*place) for place in product(*_places(trained[0]))) if trained else 0,
         gathered=layout.transient_bytes if gathers_once else 0,
         unreduced=0 if reduces_early else _unreduced(layout),
@@ -129,4 +129,4 @@ def most_unreduced(uses: Sequence[Collection[Key]], layouts: Mapping[Key, UnitLa
 
 
 def _unreduced(layout: UnitLayout) -> int:
-    return sum(flat.full_bytes for flat in layout.flats if flat.is_trained)
+    return sum(flat.full_gradient_bytes for flat in layout.flats if flat.is_trained)

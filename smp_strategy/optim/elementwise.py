@@ -68,7 +68,8 @@ def refuse_whole_tensor_optimizers(
         name = type(optimizer).__name__
         for number, group in enumerate(optimizer.param_groups):
             which = f" in parameter group {number}" if len(optimizer.param_groups) > 1 else ""
-            found = _refused(optimizer, group, sharded, split, device or torch.device("cpu"))
+            with torch.inference_mode(False):  # before `predict` as well
+                found = _refused(optimizer, group, sharded, split, device or torch.device("cpu"))
             in_pieces = {each: reason for (each, is_part), reason in found.items() if not is_part}
             in_parts = {each: reason for (each, is_part), reason in found.items() if is_part}
             if in_pieces:

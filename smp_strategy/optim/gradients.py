@@ -27,6 +27,7 @@ def sum_gradients(
     *,
     factor: float = 1.0,
     dealt_out: Callable[[Sequence[nn.Parameter]], list[Bucket]] = alike,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Set gradients to ``factor`` times their sum over the ranks of ``group``. Collective.
 
@@ -36,13 +37,14 @@ def sum_gradients(
         factor: one over the number of ranks for averages.
         dealt_out: puts parameters into buckets; ranks that get no sum are left without a gradient. Where all get all
             sums, these have the same bits.
+        dtype: in what gradients travel; ``None``: in what they are added up on each rank.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
     members = _present_anywhere(parameters, group)
     if not members:
         return
-    sums = Sums(dealt_out(members), group, factor=factor)
+    sums = Sums(dealt_out(members), group, factor=factor, dtype=dtype)
     sums.send_rest()
     found, _ = sums.finish()
     for parameter in members:
@@ -51,7 +53,6 @@ def sum_gradients(
 
 def _present_anywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
     """Those that have a gradient on some rank of ``group``."""
-    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    present = present.to(parameters[0].device)
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
     return [parameter for parameter, here in zip(parameters, present.tolist(), strict=True) if here]

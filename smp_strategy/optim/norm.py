@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.tensor_parallel.parts import Parts
 
@@ -49,7 +50,7 @@ def global_norm(
     ]
     if not parameters:
         return torch.zeros(())
-    dtype = functools.reduce(torch.promote_types, (parameter.dtype for parameter in parameters))
+    dtype = functools.reduce(torch.promote_types, (gradient_dtype(parameter.dtype) for parameter in parameters))
     norms = torch.zeros(2, len(parameters), dtype=dtype, device=parameters[0].device)
     pieces: list[int] = []
     for index, gradient in mine:

@@ -8,6 +8,7 @@ accumulates by hand may do all this for some parameters and go on adding to the 
 from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ class Reduction:
         sharding: says which replica updates which parameter.
         sharded: parameters that a shard group holds together, whose gradients it adds up in backward.
         parts: parameters of which the ranks of a tensor-parallel group have parts.
+        dtype: in what gradients travel between replicas; ``None``: in what they are added up on each.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Reduction:
         sharding: StateSharding,
         sharded: ShardedUnits | None = None,
         parts: Parts | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._dtype = dtype
         self._ownership = ownership
         self._mesh = mesh
         self._sharding = sharding
@@ -73,7 +77,7 @@ class Reduction:
         if self._mesh.dp == 1 or self._pending or not self._overlaps or not parameters:
             return None
         buckets = self._sharding.buckets(parameters)
-        return Sums(buckets, self._mesh.dp_group, factor=1 / self._mesh.dp, quiet=self._quiet)
+        return Sums(buckets, self._mesh.dp_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype)
 
     def finish(self, sums: Sums) -> dict[nn.Parameter, Tensor]:
         """Wait for averages that :meth:`start` has begun. Where some were sent too early, the next ones are not."""
@@ -111,7 +115,8 @@ class Reduction:
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
         mine = [parameter for parameter in self._local if parameter in wanted]
-        sum_gradients(mine, self._mesh.dp_group, factor=1 / self._mesh.dp, dealt_out=self._sharding.buckets)
+        group, dealt_out = self._mesh.dp_group, self._sharding.buckets
+        sum_gradients(mine, group, factor=1 / self._mesh.dp, dealt_out=dealt_out, dtype=self._dtype)
         self._sharding.put_averages_back(mine)
         self._pending = self._pending - wanted
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.errors import SMPError
+from smp_strategy.precision.dtypes import gradient_dtype
 
 __all__ = ["Bucket", "Sums"]
 
@@ -48,6 +49,7 @@ class Sums:
         group: the ranks.
         factor: of the sums, one over the number of ranks for averages.
         quiet: parameters to which the last backward pass probably adds nothing.
+        dtype: in what gradients travel; ``None``: in what they are added up on each rank.
 
     Attributes:
         quiet: those to which it has added nothing.
@@ -60,7 +62,9 @@ class Sums:
         *,
         factor: float = 1.0,
         quiet: Collection[nn.Parameter] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
+        self._dtype = dtype
         self._buckets = buckets
         self._group = group
         self._factor = factor
@@ -73,7 +77,7 @@ class Sums:
         for parameter, number in self._bucket_of.items():
             if parameter not in quiet:
                 self._missing[number].add(parameter)
-        self._is_early = torch.zeros(1, dtype=torch.int32, device=next(iter(self._bucket_of)).device)
+        self._is_early = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._asked: dist.Work | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] = {}
 
@@ -139,7 +143,7 @@ class Sums:
 
     def _send(self, bucket: Bucket) -> None:
         group, num_ranks = self._group, dist.get_world_size(self._group)
-        sent = torch.cat([piece for share in bucket for piece in self._pieces(share)])
+        sent = torch.cat([piece for share in bucket for piece in self._pieces(share)]).to(dtype=self._dtype)
         if len(bucket) == 1:
             self._sent.append(_Sent(dist.all_reduce(sent, group=group, async_op=True), sent[None]))
             return
@@ -154,10 +158,10 @@ class Sums:
         """Gradients, and which of them exist."""
         gradients = [self._gradient(parameter) for parameter in share]
         for parameter, gradient in zip(share, gradients, strict=True):
-            yield (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1)
+            yield (_zeros_for(parameter) if gradient is None else gradient).reshape(-1)
         if share:
             exist = [0.0 if gradient is None else 1.0 for gradient in gradients]
-            yield torch.tensor(exist, dtype=share[0].dtype, device=share[0].device)
+            yield torch.tensor(exist, dtype=gradient_dtype(share[0].dtype), device=share[0].device)
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         # Once backward is over, `.grad` is the caller's again.
@@ -165,16 +169,22 @@ class Sums:
 
     def _received(self, bucket: Bucket, sent: _Sent) -> Iterator[tuple[nn.Parameter, Tensor]]:
         sent.work.wait()
-        total, *others = sent.parts.unbind()
+        share = bucket[0 if len(bucket) == 1 else dist.get_rank(self._group)]
+        parts = sent.parts.to(gradient_dtype(share[0].dtype)) if share else sent.parts
+        total, *others = parts.unbind()
         for other in others:  # in the order of the ranks
             total.add_(other)
-        share = bucket[0 if len(bucket) == 1 else dist.get_rank(self._group)]
         *pieces, exist = total.split([*(parameter.numel() for parameter in share), len(share)])
         for parameter, piece, exists in zip(share, pieces, exist.tolist(), strict=True):
             if exists:
                 gradient = self._gradients.get(parameter)
-                gradient = torch.empty_like(parameter) if gradient is None else gradient
+                gradient = _zeros_for(parameter) if gradient is None else gradient
                 yield parameter, torch.mul(piece.view(parameter.shape), self._factor, out=gradient)
+
+
+def _zeros_for(parameter: nn.Parameter) -> Tensor:
+    """In the place of a gradient."""
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype))
 
 
 def _size(share: Sequence[nn.Parameter]) -> int:

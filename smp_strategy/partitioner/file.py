@@ -1,16 +1,17 @@
 """A partition in a file: written by one job, read and changed by people, taken over by another job.
 
 What counts in the file is which unit is on which stage. The costs stand there for the reader and are found anew by the
-job that loads it; the order of the units is that of execution and does not count either. The bytes of parameters are
+job that loads it; the order of the units is that of execution and does not count either. The numbers of parameters are
 compared, because a partition for a model of another size is probably none for this one.
 """
 
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from typing import Any, final, get_args
 
+from smp_strategy.activations.treatment import Recompute, Treatment, Treatments
 from smp_strategy.errors import ConfigError
 from smp_strategy.partitioner.manual import stage_problems
 
@@ -30,29 +31,31 @@ class SavedPartition:
     num_stages: int
     stage_of: Mapping[str, int]
     """Stage of each unit, in the order of the file."""
-    parameter_bytes: Mapping[str, int]
+    num_parameters: Mapping[str, int]
     """Of the units for which the file says it."""
     chunks_per_stage: int | None = None
     """As the schedule deals them out, where the file says it."""
+    treatments: Treatments = field(default_factory=dict)
+    """What units do about what they would keep for backward, where the file says it."""
 
     def place(
-        self, parameter_bytes: Mapping[str, int], num_stages: int, chunks_per_stage: int | None = None
+        self, num_parameters: Mapping[str, int], num_stages: int, chunks_per_stage: int | None = None
     ) -> dict[str, int]:
         """The stage of every unit of a model.
 
         Args:
-            parameter_bytes: the units of the model, with the bytes of their parameters.
+            num_parameters: the units of the model, with the elements of their parameters.
             num_stages: stages that there are.
             chunks_per_stage: what the schedule expects; ``None``: whatever the file has.
 
         Raises:
             ConfigError: the file does not fit, with the first difference.
         """
-        problem = self._other_layout(num_stages, chunks_per_stage) or self._other_unit(parameter_bytes)
+        problem = self._other_layout(num_stages, chunks_per_stage) or self._other_unit(num_parameters)
         problems = [problem] if problem else stage_problems(self.stage_of, num_stages)
         if problems:
             raise ConfigError([f"The partition in {self.source} does not fit. {problem}" for problem in problems])
-        return {name: self.stage_of[name] for name in parameter_bytes}
+        return {name: self.stage_of[name] for name in num_parameters}
 
     def _other_layout(self, num_stages: int, chunks_per_stage: int | None) -> str | None:
         if self.num_stages != num_stages:
@@ -68,19 +71,19 @@ class SavedPartition:
             )
         return None
 
-    def _other_unit(self, parameter_bytes: Mapping[str, int]) -> str | None:
+    def _other_unit(self, num_parameters: Mapping[str, int]) -> str | None:
         for number, name in enumerate(self.stage_of):
-            if name not in parameter_bytes:
-                near = difflib.get_close_matches(name, parameter_bytes, n=1)
+            if name not in num_parameters:
+                near = difflib.get_close_matches(name, num_parameters, n=1)
                 hint = f" (`{near[0]}`, perhaps?)" if near else ""
                 return f"Unit {number} of the file is `{name}`, which is no unit of this model{hint}."
-            size = self.parameter_bytes.get(name, parameter_bytes[name])
-            if size != parameter_bytes[name]:
+            size = self.num_parameters.get(name, num_parameters[name])
+            if size != num_parameters[name]:
                 return (
-                    f"Unit {number} of the file, `{name}`, has {size} bytes of parameters there, but "
-                    f"{parameter_bytes[name]} in this model."
+                    f"Unit {number} of the file, `{name}`, has {size} parameters there, but "
+                    f"{num_parameters[name]} in this model."
                 )
-        for number, name in enumerate(parameter_bytes):
+        for number, name in enumerate(num_parameters):
             if name not in self.stage_of:
                 return f"Unit {number} of this model is `{name}`, which is not in the file."
         return None
@@ -109,6 +112,7 @@ def read_partition(text: str, source: str) -> SavedPartition:
     units = _field(data, "units", list, source)
     stages: dict[str, int] = {}
     sizes: dict[str, int] = {}
+    treatments: dict[str, Treatment] = {}
     for number, unit in enumerate(units):
         where = f"unit {number} of {source}"
         if not isinstance(unit, dict):
@@ -117,10 +121,24 @@ def read_partition(text: str, source: str) -> SavedPartition:
         if name in stages:
             raise ConfigError(f"{source} has two units of the name `{name}`. Remove one.")
         stages[name] = _field(unit, "stage", int, where)
-        if "held" in unit:
-            sizes[name] = _field(_field(unit, "held", dict, where), "parameter", int, f"`held` of {where}")
+        if unit.get("num_parameters") is not None:
+            sizes[name] = _field(unit, "num_parameters", int, where)
+        if "relief" in unit:
+            treatments[name] = _treatment(_field(unit, "relief", dict, where), f"`relief` of {where}")
     chunks = _field(data, "chunks_per_stage", int, source) if "chunks_per_stage" in data else None
-    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks)
+    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks, treatments)
+
+
+def _treatment(data: Mapping[str, Any], where: str) -> Treatment:
+    found = _field(data, "treatment", dict, where)
+    try:
+        treatment = Treatment(**found)
+    except TypeError as error:
+        raise ConfigError(f"`treatment` in {where} has a field that is not known: {error}.") from None
+    if treatment.recompute not in get_args(Recompute):
+        known = ", ".join(get_args(Recompute))
+        raise ConfigError(f"`recompute` in {where} must be one of {known}, but is {treatment.recompute!r}.")
+    return treatment
 
 
 def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:

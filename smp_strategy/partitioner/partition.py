@@ -6,22 +6,58 @@ any: the solver's is contiguous, one made by hand need not be.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
+from smp_strategy.activations.treatment import KEEP, Treatment
 from smp_strategy.errors import ConfigError
 from smp_strategy.files import write_atomically
-from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.costs import Held, UnitCost
 from smp_strategy.partitioner.file import FORMAT
 from smp_strategy.partitioner.problem import Problem, Score
 from smp_strategy.trace.work import Work
 
-__all__ = ["Partition", "PlacedUnit", "StageLoad"]
+__all__ = ["Partition", "PlacedUnit", "Reliefs", "StageLoad", "UnitRelief"]
 
 # Bounds are sums in another order than simulated times.
 ROUNDING = 1e-9
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class UnitRelief:
+    """What a unit does to keep less for backward, and what that brings and costs; all of one microbatch."""
+
+    treatment: Treatment = KEEP
+    spared_bytes: int = 0
+    """That are not on the device between forward and backward."""
+    offloaded_bytes: int = 0
+    """That are in host memory instead."""
+    seconds: float = 0.0
+    """That its backward takes longer."""
+
+    def plus(self, spared_bytes: int, offloaded_bytes: int, seconds: float) -> "UnitRelief":
+        """With those of another call."""
+        return replace(
+            self,
+            spared_bytes=self.spared_bytes + spared_bytes,
+            offloaded_bytes=self.offloaded_bytes + offloaded_bytes,
+            seconds=self.seconds + seconds,
+        )
+
+
+NO_RELIEF = UnitRelief()
+
+
+class Reliefs(NamedTuple):
+    """Of all stages."""
+
+    of_units: Mapping[str, UnitRelief]
+    """Of those that keep less than everything."""
+    all_kept_bytes: Sequence[int]
+    """Activations of each stage, if they did not."""
 
 
 @final
@@ -36,10 +72,19 @@ class PlacedUnit:
     held: Held
     """Bytes of all its parameters, their gradients and optimizer state, also where each rank holds a part only."""
     activation_bytes: int
-    """Kept for backward, per microbatch."""
+    """Kept for backward on the device, per microbatch."""
     output_bytes: int
     work: Work
-    """Of one microbatch, on a stage of speed 1."""
+    """Of one microbatch, on a stage of speed 1; without ``relief``."""
+    relief: UnitRelief = NO_RELIEF
+    """What it does to keep less."""
+    num_parameters: int | None = None
+    """Elements of all its parameters, whatever their precision, also where layers are split; ``None``: not said."""
+
+    @property
+    def seconds(self) -> float:
+        """Work of one microbatch, with what is done again."""
+        return sum(self.work) + self.relief.seconds
 
 
 @final
@@ -54,6 +99,8 @@ class StageLoad:
     activation_bytes: int
     """Most bytes kept for backward at once."""
     memory_limit: int | None = None
+    all_kept_bytes: int | None = None
+    """What the activations would be if units kept everything; ``None``: they do."""
 
     @property
     def memory_bytes(self) -> int:
@@ -92,6 +139,7 @@ class Partition:
         problem: Problem,
         stage_of: Mapping[str, int],
         score: Score,
+        relief: Reliefs | None = None,
         *,
         schedule: str,
         chunks_per_stage: int = 1,
@@ -104,15 +152,14 @@ class Partition:
             problem: units and what counts.
             stage_of: stage of each unit, by name.
             score: what the simulation says of this assignment.
+            relief: what units do to keep less for backward; ``None``: they keep everything.
             schedule, chunks_per_stage, active_microbatches: the policy of that simulation.
             lower_bound: of the cost of all candidates.
         """
-        setting = problem.setting
+        setting, of_units = problem.setting, {} if relief is None else relief.of_units
         runs = [list(run) for _, run in groupby(problem.units, lambda unit: stage_of[unit.name])]
         units = tuple(
-            PlacedUnit(
-                unit.name, stage_of[unit.name], chunk, unit.whole, unit.activation_bytes, unit.output_bytes, unit.work
-            )
+            _placed(unit, stage_of[unit.name], chunk, of_units.get(unit.name, NO_RELIEF))
             for chunk, run in enumerate(runs)
             for unit in run
         )
@@ -120,11 +167,12 @@ class Partition:
         stages = tuple(
             StageLoad(
                 setting.num_microbatches
-                * sum(sum(unit.work) for unit in units if unit.stage == stage)
+                * sum(unit.seconds for unit in units if unit.stage == stage)
                 / setting.speed(stage),
                 held,
                 score.activation_bytes[stage],
                 setting.limit(stage),
+                None if relief is None else relief.all_kept_bytes[stage],
             )
             for stage, held in enumerate(problem.held(stage_of))
         )
@@ -147,6 +195,11 @@ class Partition:
     def stage_of(self) -> dict[str, int]:
         """Stage of each unit, by name."""
         return {unit.name: unit.stage for unit in self.units}
+
+    @property
+    def treatments(self) -> dict[str, Treatment]:
+        """What units do that do not keep everything for backward, by name."""
+        return {unit.name: unit.relief.treatment for unit in self.units if not unit.relief.treatment.is_default}
 
     @property
     def num_stages(self) -> int:
@@ -186,6 +239,11 @@ class Partition:
         """Whether no contiguous partition under this schedule is better, by proof."""
         return self.gap == 0.0
 
+    def sized(self, num_parameters: Mapping[str, int]) -> Self:
+        """The same, with the size of each unit, by which a file is known to be for another model."""
+        units = tuple(replace(unit, num_parameters=num_parameters[unit.name]) for unit in self.units)
+        return replace(self, units=units)
+
     def to_json(self) -> str:
         """The decision with all costs."""
         return json.dumps({"format": FORMAT, "num_stages": self.num_stages, **_named(self)}, indent=2)
@@ -206,10 +264,7 @@ class Partition:
         if found != FORMAT:
             raise ConfigError(f"The partition has format {found!r}, but this version reads format {FORMAT} only.")
         try:
-            data["units"] = tuple(
-                PlacedUnit(**{**unit, "held": Held(**unit["held"]), "work": Work(**unit["work"])})
-                for unit in data["units"]
-            )
+            data["units"] = tuple(_unit_from(unit) for unit in data["units"])
             data["stages"] = tuple(StageLoad(**{**stage, "held": Held(**stage["held"])}) for stage in data["stages"])
             data["cut_bytes"] = tuple(data["cut_bytes"])
             return cls(**data)
@@ -219,6 +274,18 @@ class Partition:
     def save(self, path: str | Path) -> None:
         """Write the decision to a file."""
         write_atomically(path, self.to_json() + "\n")
+
+
+def _placed(unit: UnitCost, stage: int, chunk: int, relief: UnitRelief) -> PlacedUnit:
+    kept = unit.activation_bytes - relief.spared_bytes
+    return PlacedUnit(unit.name, stage, chunk, unit.whole, kept, unit.output_bytes, unit.work, relief)
+
+
+def _unit_from(data: Mapping[str, Any]) -> PlacedUnit:
+    relief = data.get("relief", {})
+    treatment = Treatment(**relief.get("treatment", {}))
+    found = {"held": Held(**data["held"]), "work": Work(**data["work"])}
+    return PlacedUnit(**{**data, **found, "relief": UnitRelief(**{**relief, "treatment": treatment})})
 
 
 def _named(partition: Partition) -> dict[str, Any]:

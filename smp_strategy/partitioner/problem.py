@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, final
 
+from smp_strategy.activations.treatment import Treatments
 from smp_strategy.dealing import balanced
 from smp_strategy.partitioner.costs import Held, UnitCost
 from smp_strategy.trace.work import Work
@@ -32,6 +33,8 @@ class Score(NamedTuple):
     step_seconds: float
     activation_bytes: tuple[int, ...]
     """Peak of each stage."""
+    treatments: Treatments = {}
+    """What units do that do not keep everything for backward."""
 
 
 class Promise(NamedTuple):

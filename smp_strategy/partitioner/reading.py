@@ -37,6 +37,7 @@ def problem_of(
     *,
     everywhere: Mapping[int, Held] | None = None,
     whole: Mapping[str, Held] | None = None,
+    least: tuple[Trace, Mapping[int, Work]] | None = None,
 ) -> Problem:
     """The problem that a traced microbatch poses.
 
@@ -47,6 +48,8 @@ def problem_of(
         setting: what the units are spread over, and what counts.
         everywhere: what every stage holds, whatever its units are.
         whole: each unit's parameters, where a rank holds a part of them only.
+        least: the trace and the work of its events, if units keep as little for backward as they may, and work as
+            little as they do anyway; bounds are made of it. ``None``: there is no choice.
 
     Units that the trace does not call (a head that only validation uses) follow the unit registered before them.
     """
@@ -70,7 +73,7 @@ def problem_of(
         )
         for name in order
     ]
-    ways = _Ways(trace, work, setting)
+    ways = _Ways(*(least or (trace, work)), setting)
     cuts: list[int] = []
     position = len(events)
     for name in reversed(order):

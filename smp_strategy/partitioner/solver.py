@@ -20,7 +20,7 @@ from smp_strategy.partitioner.problem import Problem, Promise, Score
 from smp_strategy.partitioner.search import Search
 from smp_strategy.partitioner.tree import segments
 
-__all__ = ["Solution", "does_not_fit", "equal_counts", "solve"]
+__all__ = ["EFFORT", "Solution", "does_not_fit", "equal_counts", "solve"]
 
 # Share of the simulations that go to candidates that are merely likely to be good.
 SHARE_OF_GUESSES = 0.3
@@ -49,14 +49,20 @@ class Solution:
 
 
 def solve(
-    problem: Problem, evaluate: Evaluate, *, budget: int | None = None, guesses: Sequence[Mapping[str, int]] = ()
+    problem: Problem,
+    evaluate: Evaluate,
+    *,
+    budget: int | None = None,
+    effort: int = EFFORT,
+    guesses: Sequence[Mapping[str, int]] = (),
 ) -> Solution:
     """The partition of least cost.
 
     Args:
         problem: units, where their chunks go, and what counts.
         evaluate: simulates a candidate.
-        budget: most simulations; ``None``: as many as take a second or two.
+        budget: most simulations; ``None``: as many as ``effort`` allows.
+        effort: actions times stages, of all simulations.
         guesses: assignments to begin with; one that is better than all contiguous partitions is the answer.
 
     Raises:
@@ -65,7 +71,7 @@ def solve(
     _check_sizes(problem)
     if budget is None:
         setting = problem.setting
-        budget = max(24, EFFORT // (setting.num_microbatches * len(setting.stage_of_chunk) * setting.num_stages))
+        budget = max(24, effort // (setting.num_microbatches * len(setting.stage_of_chunk) * setting.num_stages))
     judge = Judge(problem, evaluate, budget)
     for guess in guesses:
         judge.try_out(guess)

@@ -51,6 +51,11 @@ class Arrival(Generic[T]):
         self._listeners.seconds_waited += time.perf_counter() - began
         return is_over
 
+    def get(self) -> T:
+        """Block until it is there, and return it."""
+        self.within(threading.TIMEOUT_MAX)
+        return self.value
+
     @property
     def value(self) -> T:
         """What has come; raises the error that the wait has ended with, if any."""

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
@@ -58,7 +59,7 @@ class Backward:
         self._retain_graph = retain_graph
         self._next = len(program.graph.segments) - 1
         self._deferred: dict[int, Deferred] = {}
-        self._seeds: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._seeds: dict[int, list[tuple[GradientEdge, Tensor]]] = {}
         self._receipts: dict[Remote, Receipt] = {}
         loss_value = loss.value.id if isinstance(loss, PlacedTensor) else None
         self._remote_uses = program.record.returning(loss_value)
@@ -121,7 +122,7 @@ class Backward:
             segment, tensor = -1, loss
         else:
             return
-        self._seeds[segment] = [(tensor, torch.full_like(tensor, weight))]
+        self._seeds[segment] = [(get_gradient_edge(tensor), torch.full_like(tensor, weight))]
 
     def _post_receives(self) -> None:
         for segment in self._program.graph.segments:
@@ -146,15 +147,15 @@ class Backward:
         for export in segment.exports.values():
             gradient = self._gradient(export)
             if gradient is not None:
-                roots.append((export.tensor, gradient))
+                roots.append((export.edge, gradient))
         if roots:
-            tensors, gradients = zip(*roots, strict=True)
+            edges, gradients = zip(*roots, strict=True)
             if split:
-                deferred = backward_of_imports(tensors, gradients, self._waited_for(segment))
+                deferred = backward_of_imports(edges, gradients, self._waited_for(segment))
                 if deferred:
                     self._deferred[segment.index] = deferred
             else:
-                torch.autograd.backward(tensors, gradients, retain_graph=self._retain_graph)
+                torch.autograd.backward(edges, gradients, retain_graph=self._retain_graph)
         for record in segment.imports:
             self._return(record)
         if split:

@@ -3,7 +3,7 @@
 The program is the user's own code, so it cannot ``yield``. It runs in a thread of its own and passes a baton: either
 the scheduler runs or exactly one program, never two of them. Threads rather than greenlets, because grad mode,
 autocast, inference mode and saved-tensor hooks are thread-local in PyTorch and must not leak from one microbatch
-into another.
+into another. So are the current device and its stream, which are those of the scheduler.
 """
 
 import contextvars
@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 
+from smp_strategy.accelerator import current_stream, entered
 from smp_strategy.pipeline.rng import Streams, begin_at, derive_seed
 
 __all__ = ["BETWEEN_TURNS", "Coroutine"]
@@ -105,6 +106,7 @@ class _ThreadModes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = current_stream(device)
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -114,8 +116,7 @@ class _ThreadModes:
     @contextmanager
     def apply(self) -> Iterator[None]:
         with ExitStack() as stack:
-            if self._device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self._device))
+            stack.enter_context(entered(self._stream))
             stack.enter_context(torch.inference_mode(self._inference))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint as torch_checkpoint
 
+from smp_strategy.activations.functions import LayersInARow
+from smp_strategy.activations.treatment import Recompute, Treatment
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.trace.tree import flatten_call
@@ -45,7 +47,7 @@ def watched_entrances(active: "Callable[[], Program | None]") -> Iterator[None]:
 
     def glue() -> "Program | None":
         program = active()
-        return None if program is None or program.enclosing is not None else program
+        return None if program is None or program.is_in_unit else program
 
     def watched_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is torch_checkpoint.CheckpointFunction:
@@ -82,19 +84,35 @@ def _reentrant(original: Callable[..., Any], program: "Program | None", run: Any
         return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
     # As in torch: where no input needs a gradient, the parameters inside get none either.
     wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
-    with program.recomputing(), torch.set_grad_enabled(wanted):
+    with program.recomputing(_treatment(run, preserve)), torch.set_grad_enabled(wanted):
         return run(*inputs)
 
 
 def _checkpoint(
-    original: Callable[..., Any], glue: "Callable[[], Program | None]", function: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    glue: "Callable[[], Program | None]",
+    function: Any,
+    preserve: bool,
+    contexts: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Iterator[None]:
     program = glue()
     if program is None:
-        yield from original(function, *args, **kwargs)
+        yield from original(function, preserve, contexts, *args, **kwargs)
         return
-    with program.recomputing():
+    with program.recomputing(_treatment(function, preserve, contexts)):
         yield
+
+
+def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> Treatment:
+    """What `checkpoint` asks for the units that ``function`` calls.
+
+    With contexts of the user's, which choose operations whose results are kept: ours, that keep those of products.
+    """
+    group = function.group if isinstance(function, LayersInARow) else 1
+    recompute: Recompute = "all" if contexts is torch_checkpoint.noop_context_fn else "cheap"
+    return Treatment(recompute=recompute, group=group, preserve_rng_state=preserve)
 
 
 def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program | None":

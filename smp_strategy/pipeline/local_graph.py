@@ -91,6 +91,12 @@ class LocalGraph:
             return self._enter(self.glue.export(id(leaf), leaf))
         return leaf
 
+    def end(self) -> None:
+        """The program has ended, and only its backward is still to come."""
+        for segment in (*self.segments, self.glue):
+            for export in segment.exports.values():
+                export.let_go()
+
     def close(self) -> None:
         """Let go of everything."""
         self.segments.clear()

@@ -10,14 +10,16 @@ that were predicted, takes few calls.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from smp_strategy.accelerator import is_host
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["empty", "pack", "unpack"]
+__all__ = ["bytes_of", "on_host", "pack", "unpack"]
 
 
 def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
@@ -32,9 +34,14 @@ def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
     return torch.cat((elements, layout.strides))
 
 
-def empty(spec: TensorSpec) -> Tensor:
-    """Memory for the message with a tensor like ``spec``."""
-    return torch.empty(spec.nbytes + len(spec.size) * torch.int64.itemsize, dtype=torch.uint8, device=spec.device)
+def on_host(spec: TensorSpec) -> TensorSpec:
+    """``spec`` of a tensor in the host's memory; itself, if it is."""
+    return spec if is_host(spec.device) else replace(spec, device=torch.device("cpu"))
+
+
+def bytes_of(spec: TensorSpec) -> int:
+    """How many the message with a tensor like ``spec`` has."""
+    return spec.nbytes + len(spec.size) * torch.int64.itemsize
 
 
 def unpack(message: Tensor, spec: TensorSpec) -> Tensor:

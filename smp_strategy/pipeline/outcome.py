@@ -20,7 +20,7 @@ from smp_strategy.trace.prediction import Absent, Made, Prediction, Same, is_con
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten
 
-__all__ = ["MESSAGE", "check_tensor", "decode", "encode", "made_tensors"]
+__all__ = ["MESSAGE", "assemble", "check_tensor", "decode", "encode", "made_tensors"]
 
 MESSAGE_BYTES = 1 << 15
 MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), False)
@@ -133,3 +133,26 @@ def _kind(leaf: Any) -> str:
     if isinstance(leaf, Same):
         return "one of its arguments"
     return repr(leaf) if is_constant(leaf) else "a tensor" if isinstance(leaf, Tensor | Made) else type(leaf).__name__
+
+
+def assemble(prediction: Prediction, results: Sequence[Any], leaves: Sequence[Any], constants: Sequence[Any]) -> Any:
+    """What a call returns, put together.
+
+    Args:
+        prediction: of the call.
+        results: the new tensors in it.
+        leaves: what it was given.
+        constants: the other parts of the result, among ``prediction.outputs``.
+    """
+    if prediction.is_bare and results:
+        return results[0]
+    fresh = iter(results)
+    flat = []
+    for output, constant in zip(prediction.outputs, constants, strict=True):
+        if isinstance(output, Made):
+            flat.append(next(fresh))
+        elif isinstance(output, Same):
+            flat.append(leaves[output.leaf])
+        else:
+            flat.append(constant)
+    return flat[0] if prediction.is_bare else pytree.tree_unflatten(flat, prediction.structure)

@@ -15,40 +15,36 @@ import dataclasses
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from smp_strategy.activations.activations import UnitCall
+from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward_hooks import with_backward_hooks
+from smp_strategy.pipeline.context import Context
 from smp_strategy.pipeline.kept import Kept, call_with_known
 from smp_strategy.pipeline.local_graph import LocalGraph
-from smp_strategy.pipeline.outcome import MESSAGE, check_tensor, decode, encode, made_tensors
+from smp_strategy.pipeline.outcome import MESSAGE, assemble, check_tensor, decode, encode, made_tensors
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.plain import is_plain, must_run_everywhere, refuse_changed_plain
 from smp_strategy.pipeline.record import Record
-from smp_strategy.pipeline.rng import Streams, derive_seed
+from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
-from smp_strategy.pipeline.weights import WithWeights
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.exposed import STATE, Former, Leftovers, left_behind, put_state, state_of
+from smp_strategy.trace.exposed import STATE, Former, left_behind, put_state, state_of
 from smp_strategy.trace.fake import imitate, is_left_behind, tensors_of
-from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import (
     Callee,
-    Made,
     Prediction,
-    Same,
     Unpredictable,
     ValueNeededError,
     describe,
@@ -59,7 +55,7 @@ from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tally import Tally
 from smp_strategy.trace.tree import flatten_call, unflatten_call
 
-__all__ = ["Context", "Program"]
+__all__ = ["Program"]
 
 
 class _Call(NamedTuple):
@@ -76,29 +72,6 @@ class _Ran(NamedTuple):
 
     inputs: list[Any]
     output: Any
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What the programs of a stage have in common."""
-
-    stage: int
-    """This rank's stage; -1 for a dry run that computes nothing."""
-    oracle: Oracle
-    """Predicts results."""
-    active: "Callable[[], Program | None]"
-    """The program that runs now, if any; tensors of programs that have ended can be used in it."""
-    share: Callable[[Sequence[PlacedTensor]], None]
-    """Gives every stage the values of tensors whose program has ended; collective."""
-    streams: Streams
-    """Random streams for calls that draw numbers."""
-    with_weights: WithWeights
-    """Called with each unit that runs on this stage, and the microbatch."""
-    reads_refused: str
-    """Why Python code must not see values; empty: it may."""
-    leftovers: Leftovers | None
-    """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
 
 
 @final
@@ -133,7 +106,8 @@ class Program:
         self.is_predicting = False
         # The autograd Function of the glue that runs just now.
         self.function = ""
-        self._recompute = False
+        # What the glue asks for the units that it calls just now.
+        self._asked: Treatment | None = None
         self._seed = seed
         self._stage = context.stage
         self._oracle = context.oracle
@@ -141,6 +115,7 @@ class Program:
         self._share = context.share
         self._streams = context.streams
         self._with_weights = context.with_weights
+        self._activations = context.activations
         self._reads_refused = context.reads_refused
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
         self._kept = Kept()
@@ -151,6 +126,11 @@ class Program:
     def computes_here(self) -> bool:
         """Whether there are values at all: a dry run has none."""
         return self._stage >= 0
+
+    @property
+    def is_in_unit(self) -> bool:
+        """Whether code of a unit runs just now, perhaps once more in a backward."""
+        return self.enclosing is not None or self._activations.repeating is not None
 
     def close(self) -> None:
         """End of the step: nothing of this program stays in memory but the tensors that the user keeps."""
@@ -184,13 +164,13 @@ class Program:
         return placed
 
     @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Units that are called in here keep only their inputs for backward, and run once more there."""
-        before, self._recompute = self._recompute, True
+    def recomputing(self, treatment: Treatment) -> Iterator[None]:
+        """Units that are called in here are treated so, unless more is to be done with them anyway."""
+        before, self._asked = self._asked, treatment
         try:
             yield
         finally:
-            self._recompute = before
+            self._asked = before
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
@@ -282,7 +262,7 @@ class Program:
         event, placement = self.record.call(kind, name, _values(placed), prediction)
         if placement.moves:
             self._exchange(placement, placed)
-        ran = self._run(call, prediction.random) if self._stage in placement.stages else None
+        ran = self._run(call, prediction.random, prediction.changed) if self._stage in placement.stages else None
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
     def _call_and_tell(self, call: _Call, why: Unpredictable) -> Any:
@@ -352,9 +332,9 @@ class Program:
             leaves[position].changed_in_place(value, spec, segment)
             here = None if ran is None else (self.graph.current, ran.inputs[position])
             leaves[position].origin = leaves[position].current = here
-        return _assemble(prediction, results, leaves, constants)
+        return assemble(prediction, results, leaves, constants)
 
-    def _run(self, call: _Call, random: bool) -> _Ran:
+    def _run(self, call: _Call, random: bool, changed: Collection[int] = ()) -> _Ran:
         self.graph.begin_work()
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
@@ -366,14 +346,22 @@ class Program:
             noting = self._leftovers.noting(call.name, call.callee.module)
         if call.callee.module is not None:
             function = with_backward_hooks(call.callee.module, function)
-        if self._recompute and call.kind == "unit" and torch.is_grad_enabled():
-            function = functools.partial(checkpoint, function, use_reentrant=False)
-        if call.kind == "unit":
-            function = watched(function)
         seed = derive_seed(self._seed, len(self.record.events)) if random else 0
+        seeded = functools.partial(self._streams.seeded, seed) if random else None
+        if call.kind == "unit" and call.callee.module is not None:
+            about = UnitCall(
+                call.name,
+                call.callee.module,
+                self.microbatch,
+                random=seeded,
+                asked=self._asked,
+                changed=changed,
+                is_compiled=call.callee.compiled is not None,
+            )
+            function = watched(self._activations.around(about, function))
         self.enclosing = call.callee.module
         try:
-            with self._streams.seeded(seed) if random else nullcontext(), noting:
+            with nullcontext() if seeded is None else seeded(), noting:
                 return _Ran(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None
@@ -483,18 +471,3 @@ class Program:
 
 def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:
     return tuple([tensor.value for tensor in placed])
-
-
-def _assemble(prediction: Prediction, results: list[PlacedTensor], leaves: list[Any], constants: Sequence[Any]) -> Any:
-    if prediction.is_bare and results:
-        return results[0]
-    fresh = iter(results)
-    flat = []
-    for output, constant in zip(prediction.outputs, constants, strict=True):
-        if isinstance(output, Made):
-            flat.append(next(fresh))
-        elif isinstance(output, Same):
-            flat.append(leaves[output.leaf])
-        else:
-            flat.append(constant)
-    return flat[0] if prediction.is_bare else pytree.tree_unflatten(flat, prediction.structure)

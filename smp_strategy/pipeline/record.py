@@ -96,6 +96,7 @@ class Record:
             self._part()
         outputs = [self.value(spec) for spec in (*prediction.made, *prediction.changed.values())]
         event = Event(kind, name, inputs, tuple(outputs), prediction.effort, prediction.saved_bytes)
+        event = event._replace(kept=prediction.kept)
         entry = (event, self._route(event))
         self._add(entry, prediction)
         return entry
@@ -126,6 +127,7 @@ class Record:
         self._router.settle(outputs, placement.stages)
         outputs = (*event.outputs, *outputs)
         event = event._replace(outputs=outputs, effort=prediction.effort, saved_bytes=prediction.saved_bytes)
+        event = event._replace(kept=prediction.kept)
         self.events[position] = (event, placement)
         for later in range(position, len(self.events)):
             self._check_path(later)

@@ -14,6 +14,7 @@ from typing import final
 import torch.autograd.profiler
 from torch.profiler import record_function
 
+from smp_strategy.activations.traffic import Traffic
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.transport import Transport
@@ -45,9 +46,9 @@ class Recorder:
         end = perf_counter()
         self._spans.append(Span(action, start, end, self._seconds_waited() - waited))
 
-    def recording(self, *, left_plan: bool) -> Recording:
+    def recording(self, *, left_plan: bool, traffic: Traffic) -> Recording:
         """Everything is done."""
-        return Recording(tuple(self._spans), perf_counter(), left_plan)
+        return Recording(tuple(self._spans), perf_counter(), left_plan, traffic)
 
     def _seconds_waited(self) -> float:
         return 0.0 if self._transport is None else self._transport.seconds_waited

@@ -1,8 +1,9 @@
 """When a stage did what: the measured counterpart of a plan, as plain data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
+from smp_strategy.activations.traffic import Traffic
 from smp_strategy.pipeline.schedule import Action, Plan
 
 __all__ = ["Recorded", "Recording", "Span"]
@@ -35,11 +36,13 @@ class Recording:
     another path, the agreement of the stages, the exchange of results."""
     left_plan: bool = False
     """Whether a microbatch took another path than the plan was made for."""
+    traffic: Traffic = Traffic()
+    """What was offloaded."""
 
     def since(self, zero: float) -> "Recording":
         """The same, told by a clock that showed nought at ``zero``."""
         spans = tuple(span._replace(start=span.start - zero, end=span.end - zero) for span in self.spans)
-        return Recording(spans, self.end - zero, self.left_plan)
+        return replace(self, spans=spans, end=self.end - zero)
 
 
 class Recorded(NamedTuple):

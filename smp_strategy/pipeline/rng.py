@@ -16,6 +16,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from smp_strategy.accelerator import generator_of, is_host
+
 __all__ = ["Stream", "Streams", "begin_at", "derive_seed", "seeded"]
 
 
@@ -29,9 +31,8 @@ def begin_at(seed: int, device: torch.device) -> None:
     """Draw from a stream that begins at ``seed`` from now on."""
     # Not `torch.manual_seed`: for each kind of accelerator that is not in use it notes the stack of its caller, which
     # takes 0.4 ms and is kept for ever.
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+    for generator in _generators(device):
+        generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
@@ -110,18 +111,22 @@ def seeded(seed: int, device: torch.device) -> AbstractContextManager[None]:
     return Streams(device).seeded(seed)
 
 
-_States = tuple[torch.device, torch.Tensor, torch.Tensor | None, Any]
+_States = tuple[torch.device, list[torch.Tensor], Any]
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """torch's, of the host and of the device. Their states are on the host: none of this waits for the device."""
+    of_host = torch.default_generator
+    return [of_host] if is_host(device) else [of_host, generator_of(device)]
 
 
 def _states(device: torch.device) -> _States:
     """Of the generators but numpy's."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return device, torch.default_generator.get_state(), cuda, random.getstate()
+    return device, [generator.get_state() for generator in _generators(device)], random.getstate()
 
 
 def _set_states(states: _States) -> None:
-    device, of_torch, cuda, of_python = states
-    torch.default_generator.set_state(of_torch)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
+    device, of_torch, of_python = states
+    for generator, state in zip(_generators(device), of_torch, strict=True):
+        generator.set_state(state)
     random.setstate(of_python)

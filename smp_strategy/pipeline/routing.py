@@ -21,7 +21,7 @@ from typing import NamedTuple, final
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work
 
-__all__ = ["Flow", "Move", "Placement", "Router", "SegmentId", "gradient_uses", "route"]
+__all__ = ["Flow", "KeptBytes", "Move", "Placement", "Router", "SegmentId", "gradient_uses", "route"]
 
 
 class SegmentId(NamedTuple):
@@ -155,6 +155,21 @@ def gradient_uses(
     return wanted, uses
 
 
+class KeptBytes(NamedTuple):
+    """What a call keeps for its backward."""
+
+    name: str
+    """Of the unit; empty: it is an operation of the glue."""
+    saved: int
+    """On the device, until its backward is through."""
+    again: int = 0
+    """What comes in addition while its backward runs, as it is computed again."""
+    offloaded: int = 0
+    """What goes to host memory, and is back when its backward comes near."""
+    position: int = -1
+    """Of the event among those of the microbatch."""
+
+
 @final
 @dataclass(frozen=True)
 class Flow:
@@ -169,8 +184,8 @@ class Flow:
     backward_needs: Mapping[SegmentId, Mapping[SegmentId, int]]
     """For segments that have a backward: the segments whose backward must come before, with the bytes of gradients
     that travel from there."""
-    saved_bytes: Mapping[SegmentId, int]
-    """Bytes that autograd keeps of each segment for its backward."""
+    kept: Mapping[SegmentId, Sequence[KeptBytes]]
+    """What the calls of each segment keep for its backward, in the order of the program."""
     cut_bytes: Mapping[tuple[int, int], int]
     """Forward bytes from stage to stage, per microbatch."""
 
@@ -198,7 +213,7 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
 
     sums: dict[SegmentId, Work] = {}
     forward_needs: dict[SegmentId, dict[SegmentId, int]] = {}
-    saved_bytes: dict[SegmentId, int] = {}
+    kept: dict[SegmentId, list[KeptBytes]] = {}
     made_in: dict[int, SegmentId] = {}
     received_in: dict[tuple[int, int], SegmentId] = {}
     cut_bytes: dict[tuple[int, int], int] = {}
@@ -209,7 +224,7 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
             continue
         for segment in (*(move.source for move in placement.moves), *placement.segments):
             if segment not in sums:
-                sums[segment], saved_bytes[segment] = Work(), 0
+                sums[segment], kept[segment] = Work(), []
                 forward_needs[segment] = {SegmentId(segment.stage, number): 0 for number in range(segment.number)}
         for move in placement.moves:
             needs = forward_needs[move.target]
@@ -220,7 +235,15 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
         if event.kind != "read":
             (segment,) = placement.segments
             sums[segment] = sums[segment].plus(work.get(position, Work()))
-            saved_bytes[segment] += event.saved_bytes
+            kept[segment].append(
+                KeptBytes(
+                    event.name if event.kind == "unit" else "",
+                    event.saved_bytes,
+                    event.again_bytes,
+                    event.offloaded_bytes,
+                    position,
+                )
+            )
             made_in.update((value.id, segment) for value in event.outputs)
 
     backward_needs = {made_in[value]: dict[SegmentId, int]() for value in wanted if value in made_in}
@@ -230,7 +253,7 @@ def route(trace: Trace, stage_of: Mapping[str, int], num_stages: int, work: Mapp
         sums,
         forward_needs,
         {segment: backward_needs[segment] for segment in sums if segment in backward_needs},
-        saved_bytes,
+        kept,
         cut_bytes,
     )
 

@@ -7,11 +7,12 @@ deadlock. Either way the events of the first microbatch are kept: they are the t
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
 
+from smp_strategy.activations.traffic import Traffic
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.entrances import watched_entrances
@@ -21,7 +22,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.schedule import Action, Plan, backward_positions
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.trace.events import Trace
@@ -63,6 +64,8 @@ class Runtime:
         """Stand-in for the ``forward`` of a unit, whose key is its name."""
         name = str(unit.key)
         program = self._program
+        if self._stage.activations.repeating is not None:  # the work of the unit that is being run once more
+            return unit.function(*args, **kwargs)
         if program is not None and program.enclosing is None:
             if program.function:
                 raise UnsupportedError(
@@ -117,14 +120,18 @@ class Runtime:
                 stack.enter_context(watched_entrances(self._active))
                 stack.enter_context(self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)))
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
+                if job.loss_of is not None:
+                    stack.enter_context(self._offloading(microbatches, actions, follows_plan=plan is not None))
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
                 for position, action in enumerate(actions):
                     if position == last:
                         stack.enter_context(job.around_last())
+                    self._stage.activations.offload.reach(position)
                     recorder.note(action, turns.do)
                     turns.prepare(actions, position + 1)
                     turns.share_results()
                     if turns.has_left_plan:
+                        self._stage.activations.offload.leave_plan()
                         break
                 turns.finish()
             turns.agree()
@@ -133,13 +140,13 @@ class Runtime:
             turns.cancel()
             raise
         result = turns.result()
-        return result, recorder.recording(left_plan=turns.has_left_plan)
+        return result, recorder.recording(left_plan=turns.has_left_plan, traffic=self.traffic)
 
     def run_with_barriers(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
         """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
         turns = self._meeting = self._turns(job, microbatches)
         try:
-            with watched_entrances(self._active):
+            with watched_entrances(self._active), self._offloading(microbatches):
                 while turns.meet():
                     pass
             turns.agree()
@@ -183,6 +190,16 @@ class Runtime:
     def make_real(self, tree: Any) -> Any:
         """See :meth:`~smp_strategy.pipeline.stage.Stage.make_real`."""
         return self._stage.make_real(tree)
+
+    def _offloading(
+        self, microbatches: Sequence[Any], actions: Sequence[Action] = (), *, follows_plan: bool = False
+    ) -> AbstractContextManager[None]:
+        """What units keep for backward may go to the host in here."""
+        # One stage has so few actions that calls are counted.
+        uses = backward_positions(actions) if follows_plan and self._stage.num_stages > 1 else None
+        alternates = [action.kind == "F" for action in actions] == [True, False] * (len(actions) // 2)
+        batch = (leaf for leaf in flatten(microbatches)[0] if isinstance(leaf, Tensor))
+        return self._stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
 
     def _turns(self, job: Job, microbatches: Sequence[Any]) -> Turns:
         private = self._private if len(microbatches) > 1 else None
@@ -245,9 +262,21 @@ class Runtime:
             self._program = None
 
     @property
+    def is_in_unit(self) -> bool:
+        """Whether a unit runs just now, perhaps once more in a backward, to compute something."""
+        program = self._program
+        runs = program is not None and program.is_in_unit and not program.is_predicting
+        return runs or self._stage.activations.repeating is not None
+
+    @property
     def running_unit(self) -> nn.Module | None:
         """The unit whose code runs just now, if any."""
         return None if self._program is None else self._program.enclosing
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has gone between the device and the host in the latest step with backward."""
+        return self._stage.activations.offload.traffic
 
     def _enter(self, program: Program | None) -> None:
         self._program = program

@@ -7,12 +7,12 @@ Profiler ranges and traces carry the same text.
 """
 
 import re
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, final
 
-from smp_strategy.pipeline.routing import Flow, SegmentId
-
-__all__ = ["Action", "Plan", "peak_saved_bytes"]
+__all__ = ["Action", "Plan", "backward_positions"]
 
 _ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
 
@@ -72,19 +72,15 @@ class Plan:
         return peak
 
 
-def peak_saved_bytes(plan: Plan, flow: Flow) -> tuple[int, ...]:
-    """Most bytes that each stage keeps for backward at once: from a segment's forward to the end of its backward."""
-    peaks = []
-    for stage, actions in enumerate(plan.stages):
-        held = peak = 0
-        for action in actions:
-            segment = SegmentId(stage, action.segment)
-            # Without a backward nothing is kept.
-            saved = flow.saved_bytes[segment] if segment in flow.backward_needs else 0
-            if action.kind == "F":
-                held += saved
-                peak = max(peak, held)
-            elif action.kind != "I":
-                held -= saved
-        peaks.append(peak)
-    return tuple(peaks)
+def backward_positions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
+    """By microbatch and segment: the position of the action that backward reaches this segment with."""
+    found: dict[tuple[int, int], int] = {}
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for position, action in enumerate(actions):
+        segments = waiting[action.microbatch]
+        if action.kind == "F":
+            segments.append(action.segment)
+        else:
+            while segments and segments[-1] >= action.segment:
+                found[action.microbatch, segments.pop()] = position
+    return found

@@ -12,9 +12,10 @@ from typing import NamedTuple, final
 
 from smp_strategy.pipeline.filling import fill_waits
 from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
+from smp_strategy.pipeline.peaks import DEFAULT_HORIZON, peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.schedule import Plan, peak_saved_bytes
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD, simulate
 from smp_strategy.pipeline.step_graph import Entry, StepGraph
 from smp_strategy.trace.work import Link
@@ -48,6 +49,7 @@ def search(
     most_bytes: Sequence[int | None] = (),
     active_microbatches: int | None = None,
     split_overhead: float = SPLIT_OVERHEAD,
+    horizon: int = DEFAULT_HORIZON,
 ) -> Found:
     """The fastest plan that fits; a simpler one where the difference is not worth it.
 
@@ -60,13 +62,14 @@ def search(
             that which exceeds them least.
         active_microbatches: most microbatches in flight on a stage.
         split_overhead: what a split backward takes longer, as a share of it.
+        horizon: how far ahead of its use something comes back from host memory.
     """
     limits = tuple(most_bytes) or (None,) * flow.num_stages
     found = [
         Found(policy, simulate(flow, num_microbatches, policy, link, split_overhead=split_overhead, thorough=True))
         for policy in policies
     ]
-    excess = [_excess(each.plan, flow, limits) for each in found]
+    excess = [_excess(each.plan, flow, limits, horizon) for each in found]
     found = [each for each, much in zip(found, excess, strict=True) if much == min(excess)]
     if min(excess) > 0:
         return found[0]
@@ -77,14 +80,16 @@ def search(
         mine = [each for each in found if splits or not each.policy.splits_backward]
         if mine:
             mine.sort(key=lambda each: each.plan.makespan)
-            plan = _Improvement(graph, flow, limits, active_microbatches, splits).of([each.plan for each in mine])
+            plan = _Improvement(graph, flow, limits, active_microbatches, splits, horizon).of(
+                [each.plan for each in mine]
+            )
             improved.append(Found(mine[0].policy, plan))
     fastest = min(each.plan.makespan for each in [*found, *improved])
     return next(each for each in [*found, *improved] if each.plan.makespan * (1 - NOTICEABLE) <= fastest)
 
 
-def _excess(plan: Plan, flow: Flow, limits: Sequence[int | None]) -> int:
-    peaks = peak_saved_bytes(plan, flow)
+def _excess(plan: Plan, flow: Flow, limits: Sequence[int | None], horizon: int) -> int:
+    peaks = peak_saved_bytes(plan, flow, horizon)
     return max(
         [max(0, peak - limit) for peak, limit in zip(peaks, limits, strict=True) if limit is not None], default=0
     )
@@ -95,13 +100,20 @@ class _Improvement:
     """Local search on the orders of a step."""
 
     def __init__(
-        self, graph: StepGraph, flow: Flow, limits: Sequence[int | None], active: int | None, splits: bool
+        self,
+        graph: StepGraph,
+        flow: Flow,
+        limits: Sequence[int | None],
+        active: int | None,
+        splits: bool,
+        horizon: int,
     ) -> None:
         self._graph = graph
         self._flow = flow
         self._limits = limits
         self._active = active
         self._splits = splits
+        self._horizon = horizon
         self._passes_left = MOST_PASSES
 
     def of(self, plans: Sequence[Plan]) -> Plan:
@@ -141,7 +153,9 @@ class _Improvement:
         stages = range(self._graph.num_stages)
         if self._active is not None and any(plan.peak_microbatches(stage) > self._active for stage in stages):
             return False
-        return all(limit is None for limit in self._limits) or not _excess(plan, self._flow, self._limits)
+        return all(limit is None for limit in self._limits) or not _excess(
+            plan, self._flow, self._limits, self._horizon
+        )
 
     def _descend(self, orders: list[list[Entry]], bound: float) -> Plan | None:
         """Tabu search: the best move each time, also a bad one, but no pass again that has just been moved.

@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smp_strategy.trace.spec import TensorSpec
 
@@ -39,9 +40,26 @@ class Export:
     """A value that left the segment that made it."""
 
     value: int
-    tensor: Tensor
+    value_or_edge: Tensor | GradientEdge
+    """The value; or, when nobody will use it any more, where its backward begins."""
     uses: "list[Remote | Import]" = field(default_factory=list)
     """In the order of the program."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The value, for another use."""
+        assert isinstance(self.value_or_edge, Tensor), "a value of a program that has ended is used"
+        return self.value_or_edge
+
+    @property
+    def edge(self) -> GradientEdge:
+        """Where its backward begins."""
+        found = self.value_or_edge
+        return get_gradient_edge(found) if isinstance(found, Tensor) else found
+
+    def let_go(self) -> None:
+        """There will be no more uses: the value need not stay in memory."""
+        self.value_or_edge = self.edge
 
 
 @final

@@ -31,6 +31,8 @@ __all__ = ["Deferred", "backward_of_imports"]
 
 Node = Any
 """Of autograd's graph."""
+Roots = Sequence[Tensor] | Sequence[GradientEdge]
+"""Where a backward begins."""
 
 
 @final
@@ -50,20 +52,18 @@ class Deferred:
             self._parts.pop()()
 
 
-def backward_of_imports(
-    tensors: Sequence[Tensor], gradients: Sequence[Tensor], imports: Collection[Import]
-) -> Deferred:
+def backward_of_imports(roots: Roots, gradients: Sequence[Tensor], imports: Collection[Import]) -> Deferred:
     """Run as little of a segment's backward as its ``imports`` need.
 
     Args:
-        tensors: where it starts.
-        gradients: of ``tensors``.
+        roots: where it starts.
+        gradients: of ``roots``.
         imports: those of the segment whose gradients are waited for.
     """
-    whole = partial(torch.autograd.backward, tensors, gradients)
+    whole = partial(torch.autograd.backward, roots, gradients)
     if not imports:
         return Deferred([whole])
-    graph = _Graph([get_gradient_edge(tensor).node for tensor in tensors], imports)
+    graph = _Graph([_node_of(root) for root in roots], imports)
     if not graph.inside:
         return Deferred([whole])
     products = graph.products()
@@ -73,11 +73,15 @@ def backward_of_imports(
     parts: list[Callable[[], None]] = []
     handles = [node.register_prehook(partial(_keep, parts, node, edges)) for node, edges in products.items()]
     try:
-        torch.autograd.backward(tensors, gradients, inputs=graph.leaves(products))
+        torch.autograd.backward(roots, gradients, inputs=graph.leaves(products))
     finally:
         for handle in handles:
             handle.remove()
     return Deferred(parts)
+
+
+def _node_of(root: Tensor | GradientEdge) -> Node:
+    return get_gradient_edge(root).node if isinstance(root, Tensor) else root.node
 
 
 def _keep(parts: list[Callable[[], None]], node: Node, edges: "_Edges", gradients: Sequence[Tensor | None]) -> None:

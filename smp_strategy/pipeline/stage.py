@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.activations.activations import Activations
+from smp_strategy.pipeline.context import Context
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.program import Context, Program
+from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.routing import Router
@@ -42,6 +44,8 @@ class Stage:
     """Where the units run."""
     with_weights: WithWeights = weights_are_there
     """Called with each unit that runs on this stage."""
+    activations: Activations = field(default_factory=Activations)
+    """Decides what units keep for backward."""
     reads_refused: str = ""
     """Why Python code must not see values in steps; empty: it may."""
     agree: Callable[[bool], bool] = bool
@@ -73,6 +77,7 @@ class Stage:
             share=self.make_known,
             streams=self.streams,
             with_weights=self.with_weights,
+            activations=self.activations,
             reads_refused=self.reads_refused,
             leftovers=self.leftovers,
         )

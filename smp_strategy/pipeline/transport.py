@@ -3,7 +3,8 @@
 A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot reach the
 message. A receive is posted when it is known and waited for when it is needed.
 
-gloo matches messages of a pair of ranks by tag, so messages may overtake each other.
+gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Those of accelerators go by way of
+the host (:mod:`smp_strategy.pipeline.host_copies`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.accelerator import is_host
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.failure import connection
 from smp_strategy.pipeline import messages
 from smp_strategy.pipeline.arrivals import Arrival, Listeners
+from smp_strategy.pipeline.host_copies import HostCopies, Landed
 from smp_strategy.pipeline.watch import Watch
 from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Agreement", "Receipt", "Transport"]
 
 T = TypeVar("T")
+
+# Tags of results that stages share, apart from those of moves, hooks and clocks; they begin anew after so many.
+_SHARED, _NUM_SHARED = 3 << 29, 1 << 20
 
 
 @final
@@ -35,7 +41,7 @@ class Receipt:
 
     key: tuple[int, int]
     """Rank of the sender, and the tag."""
-    _arrival: Arrival[Tensor]
+    _arrival: Arrival[Landed]
     _transport: "Transport"
 
     def arrived(self) -> bool:
@@ -44,7 +50,7 @@ class Receipt:
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; the same one at each call."""
-        return self._transport.wait(self._arrival, self.key)
+        return self._transport.wait(self._arrival, self.key).use()
 
 
 class Agreement(NamedTuple):
@@ -72,7 +78,10 @@ class Transport:
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self._group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
-        self._sent: dict[tuple[int, int], tuple[dist.Work, Tensor]] = {}
+        # By receiver's stage and tag: what waits until the message has arrived, and keeps it until then.
+        self._sent: dict[tuple[int, int], Callable[[], object]] = {}
+        self._copies: dict[torch.device, HostCopies] = {}
+        self._num_shared = 0
         # Receiver and tag of everything that was sent in this step.
         self._log: set[tuple[int, int]] = set()
         self._watch = Watch(dist.get_rank(), stage_ranks)
@@ -86,25 +95,48 @@ class Transport:
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
         message = messages.pack(tensor, spec)
+        if is_host(message.device):
+            self._sent[stage, tag] = self._start(message, stage, tag)
+        else:
+            copy = self._copies_of(message.device).out(message)
+            started = self._listeners.expect(lambda: self._start(copy.wait(), stage, tag))
+            self._sent[stage, tag] = lambda: started.get()()
+        self._log.add((self._ranks[stage], tag))
+
+    def _start(self, message: Tensor, stage: int, tag: int) -> Callable[[], object]:
+        """Begin to send memory of the host; returns what waits until it has arrived."""
         with connection(self._ranks[stage], "sending a tensor to"):
             # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
             work = self._group.send([message], self._peers[stage], tag)
-        self._sent[stage, tag] = (work, message)
-        self._log.add((self._ranks[stage], tag))
+        timeout = self._timeout
+
+        def wait(_: Tensor = message) -> object:  # which must live until then
+            return work.wait(timeout)
+
+        return wait
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
+        host = messages.on_host(spec)
+        copies = None if host is spec else self._copies_of(spec.device)
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
-            message = messages.empty(spec)
+            nbytes = messages.bytes_of(spec)
+            message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
         with connection(self._ranks[stage], "waiting for a tensor from"):
             work = self._group.recv([message], self._peers[stage], tag)
         timeout = self._timeout
 
-        def wait() -> Tensor:
+        def wait() -> Landed:
             work.wait(timeout)
-            return messages.unpack(message, spec)
+            arrived = messages.unpack(message, host)
+            return Landed(arrived) if copies is None else copies.back(arrived)
 
         return Receipt((self._ranks[stage], tag), self._listeners.expect(wait), self)
+
+    def _copies_of(self, device: torch.device) -> HostCopies:
+        if device not in self._copies:
+            self._copies[device] = HostCopies(device)
+        return self._copies[device]
 
     def wait(self, arrival: Arrival[T], key: tuple[int, int]) -> T:
         """Block until the message ``key`` is there."""
@@ -114,9 +146,9 @@ class Transport:
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
-            work, _ = self._sent.pop((stage, tag))
+            wait = self._sent.pop((stage, tag))
             with connection(self._ranks[stage], "waiting for the arrival of a tensor at"):
-                work.wait(self._timeout)
+                wait()
 
     def flush(self) -> None:
         """Confirm everything that was sent."""
@@ -147,7 +179,7 @@ class Transport:
             digest: of what this stage ran, equal if it is the same.
             path: the calls that it made.
         """
-        mine = torch.tensor([digest])
+        mine = torch.tensor([digest], device="cpu")
         found = [torch.full_like(mine, -1) for _ in self._ranks]
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
         with connection(others[0], "waiting at the end of a step for"):
@@ -178,7 +210,7 @@ class Transport:
     def begin_to_share(
         self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int
     ) -> Callable[[], list[Tensor]]:
-        """Begin to give every stage the tensors that ``stage`` has; one message per dtype. Collective.
+        """Begin to give every stage the tensors that ``stage`` has; one message per kind. Collective.
 
         Args:
             values: the tensors on ``stage``; ``None`` elsewhere.
@@ -188,31 +220,35 @@ class Transport:
         Returns:
             What waits for them.
         """
-        works: list[dist.Work] = []
-        results: list[Tensor] = [torch.empty(0)] * len(specs)
-        for dtype in dict.fromkeys(spec.dtype for spec in specs):
-            members = [index for index, spec in enumerate(specs) if spec.dtype == dtype]
-            sizes = [specs[index].numel for index in members]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=specs[members[0]].device)
-            pieces = flat.split(sizes)
-            for index, piece in zip(members, pieces, strict=True):
-                value = values[index]
-                if value is not None:
-                    piece.copy_(value.detach().reshape(-1))
-                results[index] = piece.view(specs[index].size)
-            with connection(self._ranks[stage], "waiting for the results of"):
-                work = dist.broadcast(flat, self._ranks[stage], group=self._group, async_op=True)
-            assert work is not None
-            works.append(work)
+        begun: list[tuple[list[int], Callable[[], Tensor]]] = []
+        for kind in dict.fromkeys((spec.dtype, spec.device) for spec in specs):
+            members = [index for index, spec in enumerate(specs) if (spec.dtype, spec.device) == kind]
+            here = [value.detach().reshape(-1) for value in (values[index] for index in members) if value is not None]
+            flat = TensorSpec((sum(specs[index].numel for index in members),), (1,), *kind, False)
+            begun.append((members, self._begin_to_share_flat(here, flat, stage)))
 
         def wait() -> list[Tensor]:
-            with connection(self._ranks[stage], "waiting for the results of"):
-                for work in works:
-                    work.wait(self._timeout)
-            # Each result owns its memory: a small one must not keep all others alive.
-            return [result.clone() for result in results]
+            results = [torch.empty(0)] * len(specs)
+            for members, flat in begun:
+                pieces = flat().split([specs[index].numel for index in members])
+                for index, piece in zip(members, pieces, strict=True):
+                    # Each result owns its memory: a small one must not keep all others alive.
+                    results[index] = piece.view(specs[index].size).clone()
+            return results
 
         return wait
+
+    def _begin_to_share_flat(self, here: Sequence[Tensor], spec: TensorSpec, stage: int) -> Callable[[], Tensor]:
+        """Begin to give every stage what is ``here``, on ``stage``, behind each other."""
+        tag = _SHARED + self._num_shared % _NUM_SHARED
+        self._num_shared += 1
+        if not here:
+            return self.receive(spec, stage, tag).wait
+        flat = torch.cat(list(here))
+        for other in range(len(self._ranks)):
+            if other != stage:
+                self.send(flat, spec, other, tag)
+        return lambda: flat
 
 
 def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:

@@ -122,6 +122,7 @@ class Turns:
         private: PrivateState | None,
     ) -> None:
         self._stage = stage
+        self._offload = stage.activations.offload
         self._job = job
         self._executor = executor
         self._enter = enter
@@ -172,6 +173,7 @@ class Turns:
             self._forward(action.microbatch, action.segment)
         else:
             self._forward(action.microbatch, ALL_SEGMENTS)
+            self._offload.begin_backward(action.microbatch)
             backward = None if self.has_left_plan else self._backwards.get(action.microbatch)
             if backward is not None and action.kind == "W":
                 backward.run_weights(action.segment)
@@ -191,6 +193,7 @@ class Turns:
             advanced = [self._advance(number) for number in numbers]
             first = next((number for number in numbers if not self._is_through(number)), None)
             if first in self._backwards and self._have_arrived(self._backwards[first].awaited()):
+                self._offload.begin_backward(first)
                 self._backwards[first].run_next()
                 advanced.append(True)
             if any(advanced):
@@ -275,6 +278,7 @@ class Turns:
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
         """At a barrier: add ``factor`` times the gradients of the weighted ``losses`` to the parameters'."""
         for number, loss in enumerate(losses):
+            self._offload.begin_backward(number)
             self._backward_of(number, loss, factor, goes_on=True, retain_graph=retain_graph).run_from(0)
 
     def finish(self) -> None:
@@ -349,6 +353,7 @@ class Turns:
         if coroutine.finished:
             return
         self._enter(self._programs[number])
+        self._offload.enter((number, self._programs[number].graph.current))
         if self._private is not None:
             self._private.enter(number)
         try:
@@ -356,9 +361,11 @@ class Turns:
         finally:
             if self._private is not None:
                 self._private.leave(number)
+            self._offload.enter(None)
             self._enter(None)
         if finished:
             self._programs[number].record.end()
+            self._programs[number].graph.end()
             self._waiting.pop(number, None)
             if self._job.loss_of is not None:
                 self._begin_backward(number)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from smp_strategy.activations.offload import ReadBack
+
 __all__ = ["Formula", "Kind", "can_come_later", "formula_of"]
 
 Formula = Callable[[Tensor], list[Tensor]]
@@ -42,12 +44,13 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
     """Whether the gradients of these ``inputs`` of ``node`` can be computed after its visit.
 
     Not so where somebody watches the visit: hooks on the node see all of its gradients, and saved tensors that are
-    packed (by ``checkpoint``) can be unpacked once.
+    packed (by ``checkpoint``) can be unpacked once, unless they are on the host.
     """
     kind = _kind_of(node)
     if kind is None or kind.weight not in inputs or not {kind.weight, kind.bias}.issuperset(inputs):
         return False
-    if any(saved.unpack_hook is not None for name in kind.saved for saved in _all_of(getattr(node, name))):
+    hooks = [saved.unpack_hook for name in kind.saved for saved in _all_of(getattr(node, name))]
+    if not all(hook is None or (isinstance(hook, ReadBack) and hook.can_repeat) for hook in hooks):
         return False
     handle = node.register_hook(_nothing)
     is_alone = len(handle.hooks_dict_ref()) == 1

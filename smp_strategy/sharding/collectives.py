@@ -3,7 +3,8 @@
 A collective is started, goes on while the caller computes, and is waited for when its result is needed and before its
 inputs are changed or freed. All ranks start the same ones in the same order, from one thread. Where the backend does
 them in place and on a stream of its own (NCCL), they are its own; for gloo they are made of messages
-(:mod:`smp_strategy.sharding.point_to_point`).
+(:mod:`smp_strategy.sharding.point_to_point`), by way of the host where ranks share an accelerator
+(:mod:`smp_strategy.sharding.staged`). What ranks tell each other in numbers is always on the host.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.accelerator import is_host
+from smp_strategy.sharding.direct import add_up
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.point_to_point import PointToPoint
+from smp_strategy.sharding.staged import Staged
 
 __all__ = ["Collectives", "Native", "collectives_of"]
 
@@ -43,7 +47,7 @@ class Collectives(Protocol):
 
         Args:
             full: its parts for the ranks, one behind the other; used up.
-            into: gets the sum, when it is waited for.
+            into: gets the sum, when it is waited for; may be of a wider dtype.
             after: what must be over before ``full`` is ready. The caller need not wait for it.
             is_first: whether the sum replaces what is there, and is not added to it.
         """
@@ -79,9 +83,10 @@ def collectives_of(
         most_reduced: most elements of a buffer that are reduced at once. For messages only: other backends need no
             memory of that size in between.
     """
-    if group._get_backend(device).name() == "gloo":
-        return PointToPoint(group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced)
-    return Native(group)
+    if group._get_backend(device).name() != "gloo":
+        return Native(group)
+    messages = PointToPoint(group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced)
+    return messages if is_host(device) else Staged(messages, device)
 
 
 @final
@@ -103,13 +108,14 @@ class Native:
     def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
         """See :meth:`Collectives.reduce`."""
         wait_for(after)
-        total = into if is_first else torch.empty_like(into)
+        is_in_place = is_first and into.dtype == full.dtype
+        total = into if is_in_place else torch.empty_like(into, dtype=full.dtype)
         work = self._group._reduce_scatter_base(total, full, dist.ReduceScatterOptions())
 
         def finish() -> None:
             work.wait()
-            if not is_first:
-                into.add_(total)
+            if not is_in_place:
+                add_up(into, [total], is_first=is_first)
 
         return Pending(finish)
 

@@ -89,7 +89,6 @@ class CommonOrder:
 
     Args:
         collectives: those of the group.
-        device: where messages of the group are.
         start: starts a collective.
         pass_by: is told of a collective that was started for others, or ahead, and that this rank does not need.
         digest: of what must be the same on all ranks when a pass begins.
@@ -99,7 +98,6 @@ class CommonOrder:
     def __init__(
         self,
         collectives: Collectives,
-        device: torch.device,
         *,
         start: Callable[[Operation], None],
         pass_by: Callable[[Operation], None],
@@ -107,7 +105,6 @@ class CommonOrder:
         refuse: Callable[[], None],
     ) -> None:
         self._collectives = collectives
-        self._device = device
         self._start = start
         self._pass_by = pass_by
         self._digest = digest
@@ -228,7 +225,7 @@ class CommonOrder:
         return words
 
     def _exchange(self, word: Sequence[int]) -> list[list[int]]:
-        mine = torch.tensor(word, dtype=torch.int64, device=self._device)
+        mine = torch.tensor(word, dtype=torch.int64, device="cpu")
         words = mine.new_empty(self._collectives.size * len(word))
         self._collectives.gather(words, mine).wait()
         found: list[list[int]] = words.view(-1, len(word)).tolist()

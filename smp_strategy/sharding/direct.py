@@ -22,7 +22,8 @@ def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) 
 
 def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Pending:
     """Add up what all ranks have in this rank's part."""
-    arriving = {peer: torch.empty_like(into) for peer in messages.peers}
+    # What others have of this rank's part; may be of a narrower dtype than the sum.
+    arriving = {peer: torch.empty_like(parts[messages.rank]) for peer in messages.peers}
     receipts = {peer: messages.receive(arriving[peer], peer, tag) for peer in messages.peers}
     sent = [messages.send(parts[peer], peer, tag) for peer in messages.peers]
 

@@ -24,6 +24,10 @@ have the same shard, too, and share its updates, this rank's gradients and its p
 *own*. What the others have updated arrives in the background, and the next gather waits for it. Between passes the
 ``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.sharding.piece_gradient`).
 
+Where units compute in half precision the buffer is of that dtype, and so is a parameter while it is gathered. The shard
+is cast on its way into the buffer, and what this rank updates, the masters, stays as parameters are kept. Gradients of
+half precision are cast as they come (``grad_dtype``), so that all is added up in float32.
+
 Frozen parameters have buffers without gradients. From the pass on before which one of them has been unfrozen, its
 buffer has gradients like all others; those of its neighbours that are still frozen are zero, and nobody sees them.
 """
@@ -35,7 +39,10 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.precision.accumulation import set_gradient_dtype
+from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.collectives import Collectives
+from smp_strategy.sharding.flat_views import common_base, elements, view
 from smp_strategy.sharding.layout import FlatLayout, Slot
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
@@ -54,12 +61,12 @@ class FlatBuffer:
         collectives: those of the shard group.
         device: where the buffer is.
         owners: those of the ranks that have the same shard, if each of them updates a part of it.
+        reduce_dtype: in what gradients travel to be added up; ``None``: in what they are added up here.
 
     Attributes:
         layout, parameters: as given.
         is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
-        shard: this rank's share of the values.
-        own: the part of it that this rank updates.
+        own: the values that this rank updates: its share, or a part of that.
         gradients: of that part; ``None`` where there are none.
     """
 
@@ -70,6 +77,7 @@ class FlatBuffer:
         collectives: Collectives,
         device: torch.device,
         owners: Collectives | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
         self.is_trained = layout.is_trained
@@ -82,17 +90,28 @@ class FlatBuffer:
         self._own_pieces = [
             layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
         ]
-        self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.dtype), device=device)
-        self._views = [_view(self._full, slot) for slot in layout.slots]
-        if layout.is_persistent:
-            self.shard = self._full.chunk(layout.degree)[collectives.rank].zero_()
+        dtype = getattr(torch, layout.dtype)
+        self._gradient_dtype = gradient_dtype(dtype)
+        self._reduce_dtype = self._gradient_dtype if reduce_dtype is None else reduce_dtype
+        self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.use_dtype), device=device)
+        self._views = [view(self._full, slot) for slot in layout.slots]
+        # This rank's share as it travels; where it is cast for that, it is kept only if others update a part of it.
+        if layout.is_persistent and not layout.is_cast:
+            self._shard = self._full.chunk(layout.degree)[collectives.rank].zero_()
         else:
-            self.shard = self._full.new_zeros(layout.shard_numel)
+            numel = 0 if layout.is_cast and owners is None else layout.shard_numel
+            self._shard = self._full.new_zeros(numel)
+        if not layout.is_persistent:
             self._full.untyped_storage().resize_(0)
         start = 0 if owners is None else owners.rank * layout.own_numel
-        self.own = self.shard[start : start + layout.own_numel]
+        self._own_part = slice(start, start + layout.own_numel)
+        if layout.is_cast:
+            self.own = torch.zeros(layout.own_numel, dtype=dtype, device=device)
+        else:
+            self.own = self._shard[self._own_part]
         for number, parameter in enumerate(parameters):
             self._put(number, parameter)
+        self._set_gradient_dtype(self._gradient_dtype)
         self._refreshing: list[Pending] = []
         self._arriving: Pending | None = None
         self._is_gathered = False
@@ -112,7 +131,9 @@ class FlatBuffer:
     def held_bytes(self) -> int:
         """Bytes of parameters that this rank holds now."""
         full = self._full.untyped_storage().nbytes()
-        return full if self.layout.is_persistent else full + self.shard.nbytes
+        if self.layout.is_cast:
+            return full + self.own.nbytes + self._shard.nbytes
+        return full if self.layout.is_persistent else full + self._shard.nbytes
 
     @property
     def memory(self) -> range:
@@ -133,7 +154,8 @@ class FlatBuffer:
             self.wait()
         elif not self.layout.is_persistent:
             self._full.untyped_storage().resize_(self.layout.full_bytes)
-        self._arriving = self._collectives.gather(self._full, self.shard, self._refreshing)
+        shard = self._shard if self._shard.numel() else self.own.to(self._full.dtype)
+        self._arriving = self._collectives.gather(self._full, shard, self._refreshing)
 
     def wait(self) -> None:
         """Until the values that are being gathered are there."""
@@ -172,19 +194,19 @@ class FlatBuffer:
         full = self._gradient_buffer()
         for slot, is_there in zip(self.layout.slots, self._has_gradient, strict=True):
             if not is_there:
-                _view(full, slot).zero_()
+                view(full, slot).zero_()
         for start, stop in self.layout.padding:
             full[start:stop].zero_()
         if factor != 1.0:
             full.mul_(factor)
         self._collected = None
         before = self.gradients if self._owners is None else self._of_group
-        into = torch.empty_like(self.shard) if before is None else before
+        into = self._empty_gradients(self.layout.shard_numel) if before is None else before
         if self._owners is None:
             self.gradients = into
         else:
             self._of_group = into
-        self._reducing = self._collectives.reduce(full, into, is_first=before is None)
+        self._reducing = self._collectives.reduce(full.to(dtype=self._reduce_dtype), into, is_first=before is None)
 
     def wait_reduced(self) -> None:
         """Until the gradients that are being reduced are there."""
@@ -210,7 +232,7 @@ class FlatBuffer:
         else:
             shard, self._of_group = self._of_group, None
         reducing, self._reducing = self._reducing, None
-        return torch.zeros_like(self.shard) if shard is None else shard, reducing
+        return self._empty_gradients(self.layout.shard_numel).zero_() if shard is None else shard, reducing
 
     def put_gradients(self, sums: Tensor) -> None:
         """Take the sums of what was handed over, where there are several owners of what this rank owns."""
@@ -237,15 +259,17 @@ class FlatBuffer:
         self._wait_refreshed()
         self._before = [_taken(parameter) for parameter in self.parameters]
         self._show(self._pieces(self.own))
+        # Optimizers compute with parameter, gradient and state of one dtype.
+        self._set_gradient_dtype(self.own.dtype)
         for parameter, gradient in zip(self.parameters, self._before, strict=True):
-            parameter.grad = None if gradient is None else gradient.piece
+            parameter.grad = None if gradient is None else gradient.piece.to(self.own.dtype)
 
     def hide_pieces(self) -> None:
         """Let the parameters rest; what was done to their pieces stays, what was gathered before is out of date."""
-        pieces = [parameter.grad for parameter in self.parameters]
-        self._rest(pieces)
+        pairs = zip(self.parameters, self._before, strict=True)
+        self._rest([self._widened(parameter.grad, before) for parameter, before in pairs])
         if self._owners is not None and self.is_trained:
-            self._refreshing = [self._owners.gather(self.shard, self.own)]
+            self._refreshing = [self._owners.gather(self._shard, self.own.to(self._shard.dtype))]
 
     def show_whole(self) -> None:
         """Let every parameter and gradient be whole, in memory of its own. Collective."""
@@ -281,24 +305,24 @@ class FlatBuffer:
         there = [piece for piece in pieces if piece is not None]
         if not there:
             return [None] * len(pieces)
-        own = torch.zeros_like(self.own, dtype=there[0].dtype)
+        own = torch.zeros_like(self.own, dtype=there[0].dtype)  # gradients, or state of an optimizer
         for place, piece in zip(self._pieces(own), pieces, strict=True):
             if piece is not None:
                 place.copy_(piece)
         full = self._gathered(own)
         found = zip(self.layout.slots, pieces, strict=True)
-        return [None if piece is None else _view(full, slot).clone() for slot, piece in found]
+        return [None if piece is None else view(full, slot).clone() for slot, piece in found]
 
     def values(self) -> list[Tensor]:
         """All values of the parameters, in memory of their own. Collective."""
         self._wait_refreshed()
         full = self._gathered(self.own)
-        return [_view(full, slot).clone() for slot in self.layout.slots]
+        return [view(full, slot).clone() for slot in self.layout.slots]
 
     def piece_of(self, number: int, tensor: Tensor) -> Tensor:
         """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
         piece = self._own_pieces[number]
-        return _elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
+        return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
 
     def restore(self, *, keep: bool) -> None:
         """Let the parameters own all of their values again, without gradients. Collective.
@@ -306,18 +330,23 @@ class FlatBuffer:
         Args:
             keep: whether on this rank as well; otherwise they rest.
         """
-        self.gather()
-        self.wait()
-        values = [view.clone() for view in self._views] if keep else []
+        if self.layout.is_cast:
+            values = self.values()
+        else:
+            self.gather()
+            self.wait()
+            values = [each.clone() for each in self._views] if keep else []
         self._retire()
         if keep:
             for parameter in self.parameters:
                 parameter.grad = None
+            self._set_gradient_dtype(self.own.dtype)
             self._show(values)
 
     def release(self) -> None:
         """Let go of the values: the parameters have their own."""
-        self.shard.untyped_storage().resize_(0)
+        self._shard.untyped_storage().resize_(0)
+        self.own.untyped_storage().resize_(0)
         self._full.untyped_storage().resize_(0)
 
     def _gathered(self, own: Tensor) -> Tensor:
@@ -335,10 +364,11 @@ class FlatBuffer:
         if all(gradient is None for gradient in gradients):
             return None
         places = [piece.offset for piece in self._own_pieces]
-        base = _common_base([None if each is None else each.piece for each in gradients], places, self.own)
+        like = self._empty_gradients(self.layout.own_numel)
+        base = common_base([None if each is None else each.piece for each in gradients], places, like)
         if base is not None:
             return base
-        joined = torch.zeros_like(self.own)
+        joined = like.zero_()
         for gradient, piece in zip(gradients, self._pieces(joined), strict=True):
             if gradient is not None:
                 piece.copy_(gradient.piece)
@@ -348,6 +378,7 @@ class FlatBuffer:
         """Let the parameters rest, with pieces of gradients."""
         for parameter in self.parameters:
             parameter.grad = None
+        self._set_gradient_dtype(self._gradient_dtype)
         self._retire()
         for number, (piece, before) in enumerate(zip(gradients, self._before, strict=True)):
             if piece is not None:
@@ -355,8 +386,15 @@ class FlatBuffer:
                 self.parameters[number].grad = self._in_disguise(number, piece, is_used=is_used)
         self._before = []
 
+    def _widened(self, gradient: Tensor | None, before: PieceGradient | None) -> Tensor | None:
+        """A gradient that an optimizer has had in the dtype of the parameter."""
+        if gradient is None or gradient.dtype == self._gradient_dtype or before is None:
+            return gradient
+        return before.piece.copy_(gradient)
+
     def _in_disguise(self, number: int, piece: Tensor, *, is_used: bool) -> PieceGradient:
         """A piece of a gradient as ``grad`` of a resting parameter."""
+        piece = piece.to(self._gradient_dtype)
         return PieceGradient(self.parameters[number], piece, start=self._own_pieces[number].start, is_used=is_used)
 
     def _retire(self) -> None:
@@ -367,18 +405,26 @@ class FlatBuffer:
             self._full.untyped_storage().resize_(0)
 
     def _collect(self, number: int, gradient: Tensor) -> None:
-        view = _view(self._gradient_buffer(), self.layout.slots[number])
+        place = view(self._gradient_buffer(), self.layout.slots[number])
         if self._has_gradient[number]:
-            view.add_(gradient)
+            place.add_(gradient)
         else:
-            view.copy_(gradient)
+            place.copy_(gradient)
         self._has_gradient[number] = self._is_used[number] = True
 
     def _gradient_buffer(self) -> Tensor:
         if self._collected is None:
-            self._collected = torch.empty(self.layout.full_numel, dtype=self.shard.dtype, device=self.shard.device)
+            self._collected = self._empty_gradients(self.layout.full_numel)
             self._has_gradient = [False] * len(self.parameters)
         return self._collected
+
+    def _set_gradient_dtype(self, dtype: torch.dtype) -> None:
+        if self.layout.is_cast or self._gradient_dtype != self.own.dtype:
+            for parameter in self.parameters:
+                set_gradient_dtype(parameter, dtype)
+
+    def _empty_gradients(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self._gradient_dtype, device=self.own.device)
 
     def _show(self, tensors: Sequence[Tensor]) -> None:
         for parameter, tensor, kind in zip(self.parameters, tensors, self._kinds, strict=True):
@@ -395,28 +441,18 @@ class FlatBuffer:
 
     def _put(self, number: int, value: Tensor) -> None:
         """Take what this rank keeps of a parameter's value, which is whole."""
-        slot = self.layout.slots[number]
-        piece = self.layout.piece(slot, self._collectives.rank)
-        elements = _elements(value, slot)[piece.start : piece.start + piece.numel]
-        self.shard[piece.offset : piece.offset + piece.numel].copy_(elements)
+        slot, own = self.layout.slots[number], self._own_pieces[number]
+        values = elements(value, slot)
+        self.own[own.offset : own.offset + own.numel].copy_(values[own.start : own.start + own.numel])
+        if self._shard.numel():
+            piece = self.layout.piece(slot, self._collectives.rank)
+            kept = self._shard[piece.offset : piece.offset + piece.numel]
+            kept.copy_(values[piece.start : piece.start + piece.numel])
 
     def _wait_refreshed(self) -> None:
         """Until the shard is as its owners have updated it, and theirs as well."""
         wait_for(self._refreshing)
         self._refreshing = []
-
-
-def _view(flat: Tensor, slot: Slot) -> Tensor:
-    return flat.as_strided(slot.entry.shape, slot.entry.stride, slot.offset)
-
-
-def _elements(tensor: Tensor, slot: Slot) -> Tensor:
-    """In the order in which those of the parameter stand in memory."""
-    tensor = tensor.detach()
-    if tensor.stride() != slot.entry.stride:
-        ordered = torch.empty_strided(tensor.shape, slot.entry.stride, dtype=tensor.dtype, device=tensor.device)
-        tensor = ordered.copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _taken(parameter: nn.Parameter) -> PieceGradient | None:
@@ -429,22 +465,6 @@ def _taken(parameter: nn.Parameter) -> PieceGradient | None:
             "`training_step`, or set them in a hook."
         )
     return gradient
-
-
-def _common_base(pieces: Sequence[Tensor | None], places: Sequence[int], shard: Tensor) -> Tensor | None:
-    """The tensor like ``shard`` that ``pieces`` are views of, if there is one."""
-    storage = None
-    for piece, place in zip(pieces, places, strict=True):
-        if piece is None:
-            return None
-        if not piece.numel():
-            continue
-        own = piece.untyped_storage()
-        storage = storage or own
-        is_view = own.data_ptr() == storage.data_ptr() and piece.storage_offset() == place
-        if not is_view or own.nbytes() != shard.nbytes or piece.dtype != shard.dtype:
-            return None
-    return None if storage is None else shard.new_empty(0).set_(storage, 0, shard.shape, (1,))
 
 
 def _has_new_gradient(parameter: nn.Parameter) -> bool:

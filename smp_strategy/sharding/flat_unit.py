@@ -22,6 +22,7 @@ kernels included, and keeps its state for the piece alone.
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -33,7 +34,20 @@ from smp_strategy.sharding.layout import Entry, UnitLayout
 from smp_strategy.sharding.messages import Pending
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["FlatUnit"]
+__all__ = ["FlatUnit", "Keeping"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """How parameters are kept, gathered, and what becomes of their gradients."""
+
+    persistence_threshold: int = 0
+    """Those with fewer elements stay gathered from their first use to the optimizer's step."""
+    dtypes: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
+    """In what those are gathered that units see in another dtype than they are kept in."""
+    reduce_dtype: torch.dtype | None = None
+    """In what gradients travel to be added up; ``None``: in what they are added up on each rank."""
 
 
 @final
@@ -45,8 +59,7 @@ class FlatUnit:
             ranks.
         collectives: those of the shard group.
         device: where the parameters are.
-        persistence_threshold: parameters with fewer elements stay gathered from their first use to the optimizer's
-            step.
+        keeping: how they are kept.
         owners: collectives of the ranks that have the same shards, if each of them is to update a part of them.
 
     Attributes:
@@ -59,18 +72,20 @@ class FlatUnit:
         collectives: Collectives,
         device: torch.device,
         *,
-        persistence_threshold: int = 0,
+        keeping: Keeping | None = None,
         owners: Collectives | None = None,
     ) -> None:
+        keeping = keeping or Keeping()
         members = _without_doubles(parameters)
         self._named = {names[0]: parameter for names, parameter in members}
-        entries = {_entry(names, parameter): parameter for names, parameter in members}
+        entries = {_entry(names, each, keeping.dtypes.get(each, each.dtype)): each for names, each in members}
         self.layout = UnitLayout.of(
-            entries, collectives.size, persistence_threshold, 1 if owners is None else owners.size
+            entries, collectives.size, keeping.persistence_threshold, 1 if owners is None else owners.size
         )
+        dtype = keeping.reduce_dtype
         with _untracked():
             self._buffers = [
-                FlatBuffer(flat, [entries[slot.entry] for slot in flat.slots], collectives, device, owners)
+                FlatBuffer(flat, [entries[slot.entry] for slot in flat.slots], collectives, device, owners, dtype)
                 for flat in self.layout.flats
             ]
 
@@ -289,7 +304,7 @@ def _without_doubles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tup
     return list(found.values())
 
 
-def _entry(names: tuple[str, ...], parameter: nn.Parameter) -> Entry:
+def _entry(names: tuple[str, ...], parameter: nn.Parameter, use_dtype: torch.dtype) -> Entry:
     return Entry(
         names=names,
         shape=tuple(parameter.shape),
@@ -298,4 +313,6 @@ def _entry(names: tuple[str, ...], parameter: nn.Parameter) -> Entry:
         dtype=str(parameter.dtype).removeprefix("torch."),
         itemsize=parameter.itemsize,
         requires_grad=parameter.requires_grad,
+        use_dtype=str(use_dtype).removeprefix("torch."),
+        use_itemsize=use_dtype.itemsize,
     )

@@ -46,6 +46,9 @@ class Entry:
     itemsize: int
     """Bytes of an element."""
     requires_grad: bool
+    use_dtype: str = ""
+    """In what units see it; empty: as it is."""
+    use_itemsize: int = 0
 
     @property
     def numel(self) -> int:
@@ -86,7 +89,13 @@ class FlatLayout:
     """One flat buffer: parameters of one kind."""
 
     dtype: str
+    """Of the shards, which an optimizer updates."""
     itemsize: int
+    use_dtype: str
+    """Of the buffer while it is gathered, and of what travels for that."""
+    use_itemsize: int
+    gradient_itemsize: int
+    """Gradients may be added up in a wider dtype."""
     is_trained: bool
     is_persistent: bool
     """Whether the buffer stays gathered: its parameters have fewer elements than the persistence threshold."""
@@ -104,7 +113,7 @@ class FlatLayout:
     @cached_property
     def own_numel(self) -> int:
         """Elements of a shard that one rank updates, padding included."""
-        block = _block(self.itemsize)
+        block = self._block
         return block * -(-self.slots[-1].stop // (block * self.degree * self.num_owners))
 
     @property
@@ -113,14 +122,44 @@ class FlatLayout:
         return self.degree * self.shard_numel
 
     @property
+    def is_cast(self) -> bool:
+        """Whether the buffer is gathered in another dtype than shards have."""
+        return self.use_dtype != self.dtype
+
+    @property
     def shard_bytes(self) -> int:
-        """Bytes of a shard."""
-        return self.itemsize * self.shard_numel
+        """Bytes of the values that a rank keeps between uses, unless the whole buffer stays gathered."""
+        if not self.is_cast:
+            return self.itemsize * self.shard_numel
+        # What other owners have updated comes as it is used.
+        passed_on = self.use_itemsize * self.shard_numel if self.num_owners > 1 else 0
+        return self.itemsize * self.own_numel + passed_on
+
+    @property
+    def resting_bytes(self) -> int:
+        """Bytes of the values that a rank keeps between uses."""
+        if not self.is_persistent:
+            return self.shard_bytes
+        return self.full_bytes + (self.shard_bytes if self.is_cast else 0)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the buffer."""
-        return self.itemsize * self.full_numel
+        return self.use_itemsize * self.full_numel
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of a shard."""
+        return self.gradient_itemsize * self.shard_numel
+
+    @property
+    def full_gradient_bytes(self) -> int:
+        """Bytes of the gradients of the buffer."""
+        return self.gradient_itemsize * self.full_numel
+
+    @property
+    def _block(self) -> int:
+        return _block(min(self.itemsize, self.use_itemsize))
 
     @property
     def padding(self) -> Sequence[tuple[int, int]]:
@@ -167,8 +206,9 @@ class UnitLayout:
             num_owners: number of ranks that have the same shard, if each of them updates a part of it.
         """
 
-        def kind(entry: Entry) -> tuple[str, int, bool, bool]:
-            return entry.dtype, entry.itemsize, entry.requires_grad, entry.numel < persistence_threshold
+        def kind(entry: Entry) -> tuple[str, int, str, int, bool, bool]:
+            used_as = (entry.use_dtype or entry.dtype, entry.use_itemsize or entry.itemsize)
+            return entry.dtype, entry.itemsize, *used_as, entry.requires_grad, entry.numel < persistence_threshold
 
         by_kind = itertools.groupby(sorted(entries, key=kind), key=kind)
         return cls(
@@ -176,13 +216,16 @@ class UnitLayout:
                 FlatLayout(
                     dtype=dtype,
                     itemsize=itemsize,
+                    use_dtype=use_dtype,
+                    use_itemsize=use_itemsize,
+                    gradient_itemsize=_gradient_itemsize(dtype, itemsize),
                     is_trained=is_trained,
                     is_persistent=is_persistent,
                     degree=degree,
                     num_owners=num_owners,
-                    slots=_slots(members, _block(itemsize)),
+                    slots=_slots(members, _block(min(itemsize, use_itemsize))),
                 )
-                for (dtype, itemsize, is_trained, is_persistent), members in by_kind
+                for (dtype, itemsize, use_dtype, use_itemsize, is_trained, is_persistent), members in by_kind
             )
         )
 
@@ -204,17 +247,22 @@ class UnitLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one rank's shards: also those of its gradients, and of each state that an optimizer keeps."""
+        """Bytes of one rank's shards."""
         return sum(flat.shard_bytes for flat in self.flats)
 
     @property
     def resting_bytes(self) -> int:
         """Bytes of parameters that a rank holds between uses: its shards, and all of what stays gathered."""
-        return sum(flat.full_bytes if flat.is_persistent else flat.shard_bytes for flat in self.flats)
+        return sum(flat.resting_bytes for flat in self.flats)
 
 
 def _block(itemsize: int) -> int:
     return max(1, BLOCK_BYTES // itemsize)
+
+
+def _gradient_itemsize(dtype: str, itemsize: int) -> int:
+    # See `smp_strategy.precision.dtypes.gradient_dtype`; layouts are plain data.
+    return 4 if dtype in ("float16", "bfloat16") else itemsize
 
 
 def _slots(entries: Iterable[Entry], block: int) -> tuple[Slot, ...]:

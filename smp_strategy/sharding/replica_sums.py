@@ -65,17 +65,13 @@ class ReplicaSums:
     Args:
         units: in the same order on all ranks.
         replicas: the collectives of this rank and those that have its shards elsewhere.
-        device: where messages of the group are.
         deals_out: let each of the replicas have the sum of its own part alone.
     """
 
-    def __init__(
-        self, units: Sequence[FlatUnit], replicas: Collectives, device: torch.device, *, deals_out: bool = False
-    ) -> None:
+    def __init__(self, units: Sequence[FlatUnit], replicas: Collectives, *, deals_out: bool = False) -> None:
         self._deals_out = deals_out
         self._units = units
         self._replicas = replicas
-        self._device = device
         self._order: list[int] = []
         self.begin_pass()
         self._usual_counts = [1] * len(units)
@@ -113,7 +109,7 @@ class ReplicaSums:
         for number in self._order[len(step.sums) :]:
             self._begin(number)
         words = [[int(number in step.late), step.places[number]] for number in self._order]
-        said = torch.tensor(words, dtype=torch.int64, device=self._device)
+        said = torch.tensor(words, dtype=torch.int64, device="cpu")
         step.said = said, self._replicas.all_reduce(said)
 
     def finish(self) -> None:

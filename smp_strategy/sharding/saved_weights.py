@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from smp_strategy.errors import changed_in_place
+
 __all__ = ["is_in", "weights_guarded"]
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -48,11 +50,7 @@ def weights_guarded(memory: Sequence[range], needed: Callable[[], None]) -> save
         if kind == "weight":
             needed()
         if content._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a tensor of shape {list(content.shape)} is at version {content._version}; expected version {version} "
-                "instead."
-            )
+            raise changed_in_place(content.shape, content._version, version)
         return content
 
     return saved_tensors_hooks(save, read)

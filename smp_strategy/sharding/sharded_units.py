@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
-from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import Timing, UnitUses
@@ -49,7 +49,7 @@ class ShardedUnits:
         device: where the parameters are.
         across: of the keys of ``parameters``, those with units of other stages, too: the group of the ranks that have
             the same pieces on all of these stages, and whether this stage is the first of them.
-        persistence_threshold: parameters with fewer elements stay gathered until the optimizer's step.
+        keeping: how parameters are kept.
         timing: when units are gathered and reduced.
         deals_out: let each of the replicas update a part of its shards and pass it on.
 
@@ -67,15 +67,13 @@ class ShardedUnits:
         *,
         timing: Timing,
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
-        persistence_threshold: int = 0,
+        keeping: Keeping | None = None,
         deals_out: bool = False,
     ) -> None:
         assert replicas is not None or not deals_out
         owners = replicas if deals_out else None
         self.units = {
-            "+".join(users): FlatUnit(
-                members, shards, device, persistence_threshold=persistence_threshold, owners=owners
-            )
+            "+".join(users): FlatUnit(members, shards, device, keeping=keeping, owners=owners)
             for users, members in parameters.items()
         }
         self._parts: dict[str, list[str]] = {}
@@ -89,7 +87,6 @@ class ShardedUnits:
         self._uses = UnitUses(
             self.units,
             shards,
-            device,
             timing=timing,
             factor=1 / (shards.size * (1 if owners is None else owners.size)),
             replicas=replicas,
@@ -105,7 +102,6 @@ class ShardedUnits:
             self._on_use.watch(parameter)
         self._is_open = False
         self._has_failed = False
-        self._device = device
         # Since ranks have told each other for the last time.
         self._stops: list[str] = []
 
@@ -239,7 +235,7 @@ class ShardedUnits:
 
     def _agree_on_stops(self) -> None:
         stops, self._stops = self._stops, []
-        mine = torch.tensor([zlib.crc32("\n".join(stops).encode())], device=self._device)
+        mine = torch.tensor([zlib.crc32("\n".join(stops).encode())], device="cpu")
         everyones = mine.new_empty(self._shards.size)
         self._shards.gather(everyones, mine).wait()
         if (everyones != mine).any():
@@ -300,7 +296,7 @@ class ShardedUnits:
         groups = [(group, self.parameters)]
         groups += [(stages, self.units[name].parameters) for name, (stages, _) in self._across.items()]
         for ranks, parameters in groups:
-            flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8, device=self._device)
+            flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8, device="cpu")
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
             used.update(zip(parameters, map(bool, flags.tolist()), strict=True))
         return list(used.values())

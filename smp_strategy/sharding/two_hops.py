@@ -119,10 +119,11 @@ class TwoHops:
         """What is to be done in the background, and what when that is done."""
         messages, chunks = self._messages, self._chunks(into)
         # By place: what this rank and its neighbours have for the shards of this rank and its twins.
-        found = [[torch.empty_like(into) for _ in range(self._num_nodes)] for _ in self._other_places]
+        like = parts[messages.rank]  # may be of a narrower dtype than the sum
+        found = [[torch.empty_like(like) for _ in range(self._num_nodes)] for _ in self._other_places]
         found.insert(self._place, [parts[self._rank(node, self._place)] for node in range(self._num_nodes)])
         # By node. The first place's memory also takes the sum.
-        sums = [found[0][node] if node == self._node else torch.empty_like(into) for node in range(self._num_nodes)]
+        sums = [found[0][node] if node == self._node else torch.empty_like(like) for node in range(self._num_nodes)]
         from_neighbours: dict[tuple[int, int], list[Message]] = {}
         under_way: list[Message] = []
         for number, chunk in enumerate(chunks):

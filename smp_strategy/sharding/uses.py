@@ -29,10 +29,15 @@ from smp_strategy.sharding.flat_unit import FlatUnit
 from smp_strategy.sharding.messages import wait_for
 from smp_strategy.sharding.replica_sums import ReplicaSums
 from smp_strategy.sharding.saved_weights import is_in, weights_guarded
+from smp_strategy.trace.transforms import without_transforms
 from smp_strategy.trace.tree import flatten
 
 __all__ = ["Timing", "UnitUses"]
 
+_WITHOUT_SHARDING = (
+    "Use `torch.autograd.grad(..., create_graph=True)` instead of the transform, or leave out "
+    "`sharded_data_parallel_degree`."
+)
 # Gradients of more units are not kept in memory while they are being reduced.
 MOST_REDUCING = 2
 
@@ -60,7 +65,6 @@ class UnitUses:
     Args:
         units: by name, in the same order on all ranks.
         collectives: those of the group.
-        device: where the units are.
         timing: when they are gathered and reduced.
         factor: what this rank's gradients are multiplied by when they are reduced.
         replicas: the collectives of the ranks that have the same shards in other shard groups, if there are any.
@@ -79,7 +83,6 @@ class UnitUses:
         self,
         units: Mapping[str, FlatUnit],
         collectives: Collectives,
-        device: torch.device,
         *,
         timing: Timing = Timing(),
         factor: float = 1.0,
@@ -105,12 +108,10 @@ class UnitUses:
         self._reducing: deque[int] = deque()
         self._sums = None
         if replicas is not None and replicas.size > 1:
-            self._sums = ReplicaSums(self._units, replicas, device, deals_out=deals_out)
+            self._sums = ReplicaSums(self._units, replicas, deals_out=deals_out)
         self._collectives = collectives
-        self._device = device
         self._order = CommonOrder(
             collectives,
-            device,
             start=self._start,
             pass_by=self._pass_by,
             digest=lambda: zlib.crc32(bytes(is_trained for _, is_trained in self._are_trained())),
@@ -147,7 +148,10 @@ class UnitUses:
                 return result
             made_before = torch._C._autograd._get_sequence_nr()
             call = self._backwards.begin(number, token)
-            with weights_guarded(memory, partial(self._guard, call)):
+            with (
+                without_transforms(f"`{name}`", "whose weights are spread over ranks", _WITHOUT_SHARDING),
+                weights_guarded(memory, partial(self._guard, call)),
+            ):
                 result = function(*args, **kwargs)
             self._backwards.watch(call, self._results(name, memory, result), made_before)
             return result
@@ -270,7 +274,7 @@ class UnitUses:
     def _refuse_different(self) -> None:
         """Ranks have found that they do not train the same parameters."""
         names, are_trained = zip(*self._are_trained(), strict=True)
-        mine = torch.tensor(are_trained, dtype=torch.uint8, device=self._device)
+        mine = torch.tensor(are_trained, dtype=torch.uint8, device="cpu")
         everyones = mine.new_empty(self._collectives.size * len(mine))
         self._collectives.gather(everyones, mine).wait()
         first = int((everyones.view(-1, len(mine)) != mine).any(0).nonzero()[0])

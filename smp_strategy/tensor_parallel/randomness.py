@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from smp_strategy.accelerator import generator_of
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.tensor_parallel.group import TensorGroup
 
@@ -63,7 +64,7 @@ class SplitRandomness:
             if self._inside.opener is not layer:
                 return
             self.leave()  # what should have done it was not reached
-        generator = torch.cuda.default_generators[x.device.index] if x.is_cuda else torch.default_generator
+        generator = generator_of(x.device)
         seed = derive_seed(*_drawn(generator), self._group.rank)
         self._inside = _Inside(layer, generator, seed, generator.get_state())
         generator.manual_seed(seed)

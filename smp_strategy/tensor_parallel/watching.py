@@ -10,7 +10,8 @@ that it comes from. So does what still exists when the step is over: somebody ha
 layer has to be the same in all of its calls.
 
 A weight that other code reads than the layer that has it (a head that multiplies by the table of an embedding) must
-stay whole, too: that code would take a part for the whole.
+stay whole, too: that code would take a part for the whole. A copy of a weight in another dtype, in which a unit
+computes in half precision, is the weight: who makes it reads nothing, and who reads it reads the weight.
 """
 
 import gc
@@ -53,6 +54,7 @@ _HARMLESS = frozenset(
 ) | {Tensor.dim, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, Tensor.__hash__}
 # What code may ask a weight without looking at it: also its size, which goes with those of activations that it meets.
 _NO_READS = _HARMLESS | HARMLESS
+_CASTS = frozenset({Tensor.to, Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double})
 
 
 @final
@@ -136,6 +138,7 @@ class _Watch(TorchFunctionMode):
         self._widths = {name: (layer.in_features, layer.out_features) for name, layer in linears.items()}
         self._parameters = {id(p) for module in self.first_names.values() for p in module.parameters(recurse=False)}
         self._origins: dict[int, tuple[weakref.ref[Tensor], frozenset[str]]] = {}
+        self._copies: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._spoilt: set[str] = set()
         self._into: dict[str, set[str]] = {}
         self._from: dict[str, set[frozenset[str]]] = {}
@@ -149,13 +152,15 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func not in _NO_READS:
-            for tensor in read:
-                if id(tensor) in self._parameters:
-                    self.readers.setdefault(id(tensor), set()).add(self.running[-1] if self.running else "")
+        of_weight = self._weight(args[0]) if func in _CASTS else None
+        if func not in _NO_READS and of_weight is None:
+            for key in filter(None, map(self._weight, read)):
+                self.readers.setdefault(key, set()).add(self.running[-1] if self.running else "")
         origins = [self._origin(tensor) for tensor in read]
         result = func(*args, **kwargs)
-        if func is F.linear:
+        if of_weight is not None:
+            self._copies[id(result)] = (weakref.ref(result), of_weight)
+        elif func is F.linear:
             self._note_linear(args, kwargs, result)
         elif any(origins):
             self._note(func, read, origins, result)
@@ -165,6 +170,13 @@ class _Watch(TorchFunctionMode):
         reference, sources = self._origins.get(id(tensor), (None, frozenset[str]()))
         return sources if reference is not None and reference() is tensor else frozenset()
 
+    def _weight(self, tensor: Tensor) -> int | None:
+        """The parameter that this is, or that it is a copy of."""
+        if id(tensor) in self._parameters:
+            return id(tensor)
+        reference, key = self._copies.get(id(tensor), (None, None))
+        return key if reference is not None and reference() is tensor else None
+
     def _note_linear(self, args: Any, kwargs: Any, result: Tensor) -> None:
         inputs = kwargs.get("input", args[0] if args else None)
         weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
@@ -172,7 +184,8 @@ class _Watch(TorchFunctionMode):
         for other in others:
             self._spoilt |= self._origin(other)
         sources = self._origin(inputs)
-        name = self._name_of.get(id(weight))
+        key = None if weight is None else self._weight(weight)
+        name = None if key is None else self._name_of.get(key)
         if name is None:
             self._spoilt |= sources
             return

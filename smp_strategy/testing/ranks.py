@@ -32,7 +32,7 @@ __all__ = ["run_ranks"]
 GRACE_SECONDS = 5.0
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call ``fn(*args)`` on ``world_size`` forked ranks and return their results by rank.
 
     The default process group (gloo) exists while ``fn`` runs, and the environment is that of ``torchrun``.

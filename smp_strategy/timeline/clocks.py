@@ -57,10 +57,10 @@ def offsets(
         num_stages: how many there are.
         clock: this rank's.
     """
-    spec = TensorSpec.of(torch.zeros(1, dtype=torch.float64))
+    spec = TensorSpec.of(torch.zeros(1, dtype=torch.float64, device="cpu"))
 
     def tell(other: int) -> None:
-        transport.send(torch.tensor([clock()], dtype=torch.float64), spec, other, TAG)
+        transport.send(torch.tensor([clock()], dtype=torch.float64, device="cpu"), spec, other, TAG)
 
     def hear(other: int) -> float:
         return transport.receive(spec, other, TAG).wait().item()

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from smp_strategy.explain.text import WIDTH
 from smp_strategy.pipeline.schedule import Action
-from smp_strategy.sizes import show_count, show_seconds
+from smp_strategy.sizes import show_bytes, show_count, show_seconds
 from smp_strategy.timeline.comparison import Comparison
 
 __all__ = ["Cells", "summary", "tables", "text"]
@@ -21,6 +21,10 @@ MOST_MISSING = 8
 CAPTION = (
     "waiting: for messages, inside of actions; between: between actions, where microbatches take turns; before and "
     "after: the stage's first action and its last"
+)
+TRAFFIC_CAPTION = (
+    "late: times that something was read before its copy was begun; held up: times that memory was needed again before "
+    "its copy to the host was known to be done"
 )
 LEGEND = "capitals: even microbatches; ·: waits for messages; ~: off the plan"
 
@@ -72,7 +76,12 @@ def summary(comparison: Comparison, step: int) -> list[str]:
 
 def tables(comparison: Comparison, ranks: Sequence[int]) -> list[Cells]:
     """Where the seconds of the stages have gone, and how long actions of each kind took."""
-    return [_of_stages(comparison, ranks), _of_kinds(comparison)]
+    has_traffic = any(recording.traffic.bytes_out for recording in comparison.recordings)
+    return [
+        _of_stages(comparison, ranks),
+        _of_kinds(comparison),
+        *([_of_traffic(comparison, ranks)] if has_traffic else []),
+    ]
 
 
 def _of_stages(comparison: Comparison, ranks: Sequence[int]) -> Cells:
@@ -98,6 +107,16 @@ def _of_kinds(comparison: Comparison) -> Cells:
     ]
     columns = ["", "kind", "number", "work", "predicted", "ratio"]
     return Cells("Actions", columns, rows, "medians; work: without waiting")
+
+
+def _of_traffic(comparison: Comparison, ranks: Sequence[int]) -> Cells:
+    rows = []
+    for stage, (rank, recording) in enumerate(zip(ranks, comparison.recordings, strict=True)):
+        traffic = recording.traffic
+        amounts = map(show_bytes, (traffic.bytes_out, traffic.bytes_in, traffic.most_on_host))
+        rows.append([str(stage), str(rank), *amounts, str(traffic.num_late), str(traffic.num_held_up)])
+    columns = ["stage", "rank", "out", "in", "most on host", "late", "held up"]
+    return Cells("Offloaded activations", columns, rows, TRAFFIC_CAPTION)
 
 
 def _lanes(comparison: Comparison) -> Iterable[str]:

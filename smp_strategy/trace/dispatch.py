@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.trace.tally import Tally
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "draws"]
 
 _aten = torch.ops.aten
 
@@ -52,8 +52,9 @@ class Meter(TorchDispatchMode):
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, FakeTensor) and self._unit is not None:
                 tensor.made_by = self._unit  # type: ignore[attr-defined]
-        self._tally.note(func, args, kwargs, result)
-        self.random |= _draws(func, args, kwargs)
+        is_random = draws(func, args, kwargs)
+        self._tally.note(func, args, kwargs, result, is_random=is_random)
+        self.random |= is_random
         return result
 
     def _refuse_foreign(self, args: Any, kwargs: Any) -> None:
@@ -67,7 +68,7 @@ class Meter(TorchDispatchMode):
                 )
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the operation draws random numbers; attention is marked as if it did, with dropout or without."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False

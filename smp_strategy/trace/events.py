@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
 from smp_strategy.trace.effort import Efforts
+from smp_strategy.trace.kept import Kept
 
 __all__ = ["Event", "Trace", "Value"]
 
@@ -41,6 +42,12 @@ class Event(NamedTuple):
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
     home: tuple[int, ...] = ()
     """Stages that hold a ``given`` tensor."""
+    kept: Kept = Kept()
+    """What autograd keeps, in detail, where that is known."""
+    again_bytes: int = 0
+    """What comes back to the device in addition while its backward runs, if it is computed again."""
+    offloaded_bytes: int = 0
+    """What is in host memory meanwhile, beside ``saved_bytes`` on the device."""
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -14,11 +14,20 @@ from smp_strategy.trace.effort import Effort
 from smp_strategy.trace.events import Event
 from smp_strategy.trace.work import Link, Work
 
-__all__ = ["Machine", "modelled_work"]
+__all__ = ["HostLink", "Machine", "modelled_work"]
+
+
+class HostLink(NamedTuple):
+    """The way from the device to host memory."""
+
+    bytes_per_second: float
+    """Each way."""
+    is_beside: bool
+    """Whether the device computes meanwhile."""
 
 
 class Machine(NamedTuple):
-    """A device and the way to the next one."""
+    """A device and the ways to the next one and to the host."""
 
     flops_per_second: float
     """What products of large matrices reach."""
@@ -27,6 +36,8 @@ class Machine(NamedTuple):
     call_seconds: float
     """What the start of a kernel costs."""
     link: Link
+    host: HostLink = HostLink(5e9, is_beside=False)
+    """Where offloaded activations go."""
 
     @classmethod
     def nominal(cls, device_type: str) -> Self:
@@ -40,10 +51,12 @@ class Machine(NamedTuple):
         if device_type == "cuda":
             # An A100: half of its 312 TFLOP/s in bfloat16 and three quarters of its 2 TB/s are what large kernels
             # reach; eager PyTorch starts one in about 5 us; NVLink 3 carries 300 GB/s each way, NCCL reaches 200.
-            return cls(1.5e14, 1.5e12, 5e-6, Link(1e-5, 2e11))
+            # PCIe 4 has 32 GB/s each way, of which pinned memory reaches 25.
+            return cls(1.5e14, 1.5e12, 5e-6, Link(1e-5, 2e11), HostLink(2.5e10, is_beside=True))
         # One core of a server with AVX2 at 2.5 to 3 GHz (80 to 96 GFLOP/s in float32 at most) and its share of the
         # memory channels; PyTorch's dispatcher takes about 2 us; gloo through the loopback device.
-        return cls(6e10, 1e10, 2e-6, Link(1e-4, 1e9))
+        # A copy reads and writes, and nobody computes meanwhile.
+        return cls(6e10, 1e10, 2e-6, Link(1e-4, 1e9), HostLink(5e9, is_beside=False))
 
     def seconds(self, effort: Effort) -> float:
         """How long ``effort`` takes."""

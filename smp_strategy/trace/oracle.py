@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp_strategy.errors import SMPError
-from smp_strategy.trace.attributes import attributes_restored
+from smp_strategy.trace.attributes import attributes_restored, tensors_restored
 from smp_strategy.trace.collectors import collector_key
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import contents_of_objects, is_object, put_back
@@ -36,10 +36,10 @@ from smp_strategy.trace.prediction import (
     describe,
     versions_of,
 )
-from smp_strategy.trace.saved import counting_saved
+from smp_strategy.trace.saved import watching_kept
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tally import Tally
-from smp_strategy.trace.tree import unflatten_call
+from smp_strategy.trace.tree import flatten, unflatten_call
 
 __all__ = ["Oracle"]
 
@@ -158,18 +158,21 @@ class Oracle:
         noting: AbstractContextManager[None] = nullcontext()
         if survey is not None and callee.module is not None:
             noting = survey.noting(str(callee.key), callee.module)
-        with tracked(), frozen_rng() as python_drew, attributes_restored(modules), self._mode:
+        restored = (attributes_restored(modules), tensors_restored(modules))
+        with tracked(), frozen_rng() as python_drew, restored[0], restored[1], self._mode:
             leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
-            specs = {name: self._there(TensorSpec.of(tensor)) for name, tensor in tensors.items()}
+            dtypes = callee.dtype_of_weights()
+            specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
             stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
             versions = versions_of(fakes)
-            tally = Tally(stand_ins.values())
+            tally = Tally(stand_ins.values(), notes_products=True)
             meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))
             args, kwargs = unflatten_call(fakes, structure)
-            with counting_saved(stand_ins.values()) as saved_bytes, meter, noting:
+            with watching_kept(stand_ins.values(), fakes, tally) as watched, meter, noting:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
+        kept = watched(flatten(result)[0])
         return describe(
             result,
             fakes,
@@ -178,8 +181,15 @@ class Oracle:
             returns_inputs=not draws or callee.module is None,
             random=draws,
             effort=tally.efforts,
-            saved_bytes=saved_bytes(),
+            saved_bytes=kept.saved_bytes,
+            kept=kept,
         )
+
+
+def _seen(tensor: Tensor, dtype: torch.dtype | None) -> TensorSpec:
+    """A weight as the unit sees it."""
+    spec = TensorSpec.of(tensor)
+    return spec if dtype is None else dataclasses.replace(spec, dtype=dtype)
 
 
 def _in_full(spec: TensorSpec) -> TensorSpec:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from smp_strategy.trace.effort import Efforts
 from smp_strategy.trace.exposed import Exposed, exposing
+from smp_strategy.trace.kept import Kept
 from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.storage import storage_of
 from smp_strategy.trace.tree import flatten
 
 __all__ = [
@@ -60,11 +62,17 @@ class Callee:
     """What really runs instead of ``function``, if anything."""
     exposed: tuple[Exposed, ...] = ()
     """Attributes of the unit that others read."""
+    dtypes: Callable[[nn.Module], Mapping[str, torch.dtype]] | None = None
+    """Says, of the unit's parameters, by name, which are of another dtype when it runs."""
 
     @property
     def runs(self) -> Callable[..., Any]:
         """What is called where the call really happens."""
         return self.compiled or self.function
+
+    def dtype_of_weights(self) -> Mapping[str, torch.dtype]:
+        """Of the parameters that are of another dtype when the call runs, by name."""
+        return {} if self.dtypes is None or self.module is None else self.dtypes(self.module)
 
     def with_state(self) -> "Callee":
         """The same, but taking and giving the values of the exposed attributes."""
@@ -130,6 +138,8 @@ class Prediction:
     """What the call and its backward have a device do."""
     saved_bytes: int = 0
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
+    kept: Kept = Kept()
+    """What that is, where it is known."""
     made: tuple[TensorSpec, ...] = field(init=False)
     """Metadata of the :class:`Made` outputs."""
     is_bare: bool = field(init=False)
@@ -195,15 +205,12 @@ def _classify(leaf: Any, inputs: Sequence[Any]) -> Made | Same | Any:
 
 
 def _aliases(made: Sequence[Tensor], inputs: Sequence[Any]) -> tuple[Alias | None, ...]:
-    def memory(tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
-
     first: dict[int, tuple[int | None, int]] = {}
     for position, leaf in enumerate(inputs):
         if isinstance(leaf, Tensor):
-            first.setdefault(memory(leaf), (position, -1))
+            first.setdefault(storage_of(leaf), (position, -1))
     found: list[Alias | None] = []
     for number, tensor in enumerate(made):
-        leaf, other = first.setdefault(memory(tensor), (None, number))
+        leaf, other = first.setdefault(storage_of(tensor), (None, number))
         found.append(None if (leaf, other) == (None, number) else Alias(leaf, other, tensor._is_view()))
     return tuple(found)

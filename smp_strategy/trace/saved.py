@@ -1,12 +1,19 @@
-"""How many bytes a call makes autograd keep for its backward."""
+"""What a call makes autograd keep for its backward."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["counting_saved"]
+from smp_strategy.trace.effort import Effort
+from smp_strategy.trace.kept import Kept, Memory
+from smp_strategy.trace.storage import storage_of
+from smp_strategy.trace.tally import Product, Tally
+from smp_strategy.trace.transforms import stepping_aside
+
+__all__ = ["counting_saved", "watching_kept"]
 
 
 @contextmanager
@@ -16,17 +23,75 @@ def counting_saved(excluded: Iterable[Tensor] = ()) -> Iterator[Callable[[], int
     A storage counts once and as a whole, however many views of it are kept; those of ``excluded`` tensors (parameters
     and buffers, which are there anyway) do not count.
     """
-    known = {_key(tensor) for tensor in excluded}
     found: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if _key(tensor) not in known:
-            found[_key(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with _noting(excluded, found, lambda: None):
         yield lambda: sum(found.values())
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+@contextmanager
+def watching_kept(
+    excluded: Iterable[Tensor], inputs: Iterable[Any], tally: Tally
+) -> Iterator[Callable[[Iterable[Any]], Kept]]:
+    """Yields what says what autograd has kept in here, and what it would take to make that again; it is told what the
+    call has returned.
+
+    Args:
+        excluded: tensors that are there anyway: parameters and buffers.
+        inputs: the arguments of the call.
+        tally: counts the kernels in here, and remembers what products have made.
+    """
+    excluded = list(excluded)
+    there = {storage_of(tensor) for tensor in excluded}
+    given = {key: nbytes for key, nbytes in _sizes(inputs).items() if key not in there}
+    saved: dict[int, int] = {}
+    again = cheap = Effort()
+    needed: list[Product] = []
+
+    def look() -> None:
+        nonlocal again, cheap
+        again, cheap = tally.efforts.forward, tally.cheap
+        needed[:] = tally.products
+
+    def kept(returned: Iterable[Any]) -> Kept:
+        nonlocal cheap
+        foreign = {*_sizes(returned), *given, *there}
+        of_products: dict[int, int] = {}
+        for product in needed:
+            sizes = _sizes(product.results)
+            if product.may_be_kept and foreign.isdisjoint(sizes):
+                of_products |= sizes
+            else:  # what others may change is made again
+                cheap = cheap.plus(product.effort)
+        made = {key: nbytes for key, nbytes in {**of_products, **saved}.items() if key not in given}
+        return Kept(
+            (
+                *(Memory(nbytes, "input", key in saved) for key, nbytes in given.items()),
+                *(Memory(made[key], "product" if key in of_products else "other", key in saved) for key in made),
+            ),
+            again,
+            cheap,
+        )
+
+    with _noting(excluded, saved, look):
+        yield kept
+
+
+def _sizes(leaves: Iterable[Any]) -> dict[int, int]:
+    """Bytes of the memories behind those that are tensors."""
+    return {storage_of(leaf): leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+@contextmanager
+def _noting(excluded: Iterable[Tensor], found: dict[int, int], look: Callable[[], None]) -> Iterator[None]:
+    """Write the bytes of what autograd keeps to ``found``, and ``look`` whenever it is something new."""
+    known = {storage_of(tensor) for tensor in excluded}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if storage_of(tensor) not in known:
+            if storage_of(tensor) not in found:
+                look()
+            found[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with stepping_aside(saved_tensors_hooks(keep, lambda tensor: tensor)):
+        yield

@@ -7,6 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from smp_strategy.accelerator import local
+
 __all__ = ["TensorSpec"]
 
 
@@ -33,8 +35,8 @@ class TensorSpec:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Hashes of dtypes differ between processes.
-        return TensorSpec, (self.size, self.stride, self.dtype, self.device, self.requires_grad)
+        # Hashes of dtypes differ between processes, and numbers of devices mean another one.
+        return _from_elsewhere, (self.size, self.stride, self.dtype, self.device, self.requires_grad)
 
     @classmethod
     def of(cls, tensor: Tensor) -> "TensorSpec":
@@ -48,3 +50,9 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}" + (" with gradient" * self.requires_grad)
+
+
+def _from_elsewhere(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> TensorSpec:
+    return TensorSpec(size, stride, dtype, local(device), requires_grad)

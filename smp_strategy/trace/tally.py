@@ -9,7 +9,7 @@ of inputs without gradient), concerns nobody but the optimizer; other gradients 
 """
 
 from collections.abc import Iterable
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp_strategy.trace.effort import Effort, Efforts
+from smp_strategy.trace.storage import storage_of
 
-__all__ = ["Tally"]
+__all__ = ["Product", "Tally"]
 
 _aten = torch.ops.aten
 
@@ -37,42 +38,74 @@ _LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.ga
 _ALLOCATIONS = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty})
 
 
+class Product(NamedTuple):
+    """A product of matrices, a convolution or an attention has run."""
+
+    results: list[Tensor]
+    versions: list[int]
+    """Of the results at that time."""
+    effort: Effort
+    is_random: bool
+    """Whether it would draw other numbers if it was not run again."""
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Whether its results are still what it would return again."""
+        return not self.is_random and [tensor._version for tensor in self.results] == self.versions
+
+
 @final
 class Tally:
     """Adds up kernels.
 
     Args:
         parameters: the weights that there are from the beginning.
+        notes_products: remember what products have made.
 
     Attributes:
         efforts: the sum.
+        cheap: what of the forward are no products.
+        products: what the others have made, in order.
     """
 
-    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(self, parameters: Iterable[Tensor] = (), *, notes_products: bool = False) -> None:
         self.efforts = Efforts()
+        self.cheap = Effort()
+        self.products: list[Product] = []
+        self._notes_products = notes_products
         # By address, and kept: another storage must not get the same one.
-        self._weights = {_key(parameter): parameter.untyped_storage() for parameter in parameters}
+        self._weights = {storage_of(parameter): parameter.untyped_storage() for parameter in parameters}
 
-    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """``func`` has run."""
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any, *, is_random: bool = False) -> None:
+        """``func`` has run.
+
+        Args:
+            func, args, kwargs, result: what was called, and what it has returned.
+            is_random: it has drawn random numbers.
+        """
         inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         needing = [tensor for tensor in inputs if tensor.requires_grad] if torch.is_grad_enabled() else []
         if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in outputs):
             needing = []
-        weights = [tensor for tensor in needing if _key(tensor) in self._weights]
+        weights = [tensor for tensor in needing if storage_of(tensor) in self._weights]
         if needing and len(weights) == len(needing):
-            self._weights.update((_key(tensor), tensor.untyped_storage()) for tensor in outputs)
+            self._weights.update((storage_of(tensor), tensor.untyped_storage()) for tensor in outputs)
         elif needing:  # a weight that was written into is none any more
             for tensor in outputs:
-                self._weights.pop(_key(tensor), None)
+                self._weights.pop(storage_of(tensor), None)
         if not _is_kernel(func, inputs, outputs):
             return
         kind = func.overloadpacket
         flops = _flops(kind, args, kwargs, result)
         if flops is None:
-            self._add(*_other_kernel(kind, inputs, outputs, needing, weights))
+            passes = _other_kernel(kind, inputs, outputs, needing, weights)
+            self.cheap = self.cheap.plus(passes[0])
         else:
-            self._add(*_product(kind, flops, inputs, outputs, (needing, weights)))
+            passes = _product(kind, flops, inputs, outputs, (needing, weights))
+            if self._notes_products:
+                versions = [tensor._version for tensor in outputs]
+                self.products.append(Product(outputs, versions, passes[0], is_random))
+        self._add(*passes)
 
     def _add(self, forward: Effort, input_gradient: Effort, weight_gradient: Effort) -> None:
         new = (forward, input_gradient, weight_gradient)
@@ -109,8 +142,8 @@ def _product(
     known = _keys(weights)
     of_weight, of_input = Effort(), Effort()
     for tensor in needing:
-        each = Effort(0, 0, _nbytes(outputs[0]), 1) if _key(tensor) in addends else forward
-        if _key(tensor) in known:
+        each = Effort(0, 0, _nbytes(outputs[0]), 1) if storage_of(tensor) in addends else forward
+        if storage_of(tensor) in known:
             of_weight = of_weight.plus(each)
         else:
             of_input = of_input.plus(each)
@@ -144,12 +177,8 @@ def _nbytes(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _keys(tensors: Iterable[Tensor]) -> set[int]:
-    return set(map(_key, tensors))
+    return set(map(storage_of, tensors))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

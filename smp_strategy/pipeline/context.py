@@ -1,0 +1,42 @@
+"""What the programs of a stage have in common: who predicts, who computes, and what is done around units."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from smp_strategy.activations.activations import Activations
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.rng import Streams
+from smp_strategy.pipeline.weights import WithWeights
+from smp_strategy.trace.exposed import Leftovers
+from smp_strategy.trace.oracle import Oracle
+
+if TYPE_CHECKING:
+    from smp_strategy.pipeline.program import Program
+
+__all__ = ["Context"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """See the module docstring."""
+
+    stage: int
+    """This rank's stage; -1 for a dry run that computes nothing."""
+    oracle: Oracle
+    """Predicts results."""
+    active: "Callable[[], Program | None]"
+    """The program that runs now, if any; tensors of programs that have ended can be used in it."""
+    share: Callable[[Sequence[PlacedTensor]], None]
+    """Gives every stage the values of tensors whose program has ended; collective."""
+    streams: Streams
+    """Random streams for calls that draw numbers."""
+    with_weights: WithWeights
+    """Called with each unit that runs on this stage, and the microbatch."""
+    reads_refused: str
+    """Why Python code must not see values; empty: it may."""
+    activations: Activations
+    """Decides what units keep for backward."""
+    leftovers: Leftovers | None
+    """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""

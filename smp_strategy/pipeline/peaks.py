@@ -1,0 +1,168 @@
+"""When is a stage fullest of what it keeps for backward, and how full is it then?
+
+What a segment keeps is there from its forward to the end of its backward. Three things make that less simple:
+
+* What is computed again comes back unit by unit, while backward passes it, beside what the units before it keep. If
+  weight gradients are left for later, what other units keep stays until they are computed.
+* What is in host memory is on the device near its use: from *horizon* actions before its backward on, and for some
+  calls after its forward, while it is copied away. A single stage counts calls of units, and not actions.
+* A plan has many moments, and only those count than which no other is fuller whatever the units keep.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
+
+from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId
+from smp_strategy.pipeline.schedule import Plan
+
+__all__ = ["DEFAULT_HORIZON", "Moment", "moments", "peak_saved_bytes", "used_bytes"]
+
+DEFAULT_HORIZON = 4
+# Calls whose copies to the host are under way, or wait for that, while the next one computes.
+LEAVING_CALLS = 3
+
+
+class Running(NamedTuple):
+    """The segment that a stage works on."""
+
+    segment: SegmentId
+    recomputes: bool
+    """Whether it goes back through its calls, and computes again what was not kept."""
+    frees: bool
+    """Whether calls that it has passed let go of what they keep."""
+    window: int
+    """Consecutive calls whose offloaded tensors are on the device."""
+
+
+@final
+@dataclass(frozen=True)
+class Moment:
+    """What is on a stage during one action, in numbers of microbatches of each of its segments."""
+
+    kept: Mapping[SegmentId, int] = field(default_factory=dict)
+    """Of which all is there that is kept on the device; without ``running``."""
+    near: Mapping[SegmentId, int] = field(default_factory=dict)
+    """Of which that is there, too, which is offloaded."""
+    running: Running | None = None
+
+    def covers(self, other: "Moment") -> bool:
+        """Whether this moment is at least as full as ``other``, whatever units keep."""
+        mine, theirs = self.running, other.running
+        is_alike = theirs is None or (mine is not None and mine.segment == theirs.segment)
+        if theirs is not None and is_alike:
+            assert mine is not None
+            is_alike = mine.recomputes >= theirs.recomputes and mine.window >= theirs.window
+            is_alike = is_alike and mine.frees <= theirs.frees
+        return is_alike and _at_least(self._with_running(), other._with_running()) and _at_least(self.near, other.near)
+
+    def _with_running(self) -> Mapping[SegmentId, int]:
+        running = self.running
+        return self.kept if running is None or not running.frees else _plus(self.kept, running.segment)
+
+
+def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tuple[Moment, ...], ...]:
+    """The moments of each stage that count.
+
+    Args:
+        plan: order of the actions.
+        flow: segments of one microbatch.
+        horizon: how far ahead of its use something comes back from host memory: actions, or calls on a single stage.
+    """
+    found = []
+    for stage in range(flow.num_stages):
+        least: list[Moment] = []
+        for moment in _moments_of(plan, flow, stage, horizon):
+            if not any(known.covers(moment) for known in least):
+                least = [known for known in least if not moment.covers(known)]
+                least.append(moment)
+        found.append(tuple(least))
+    return tuple(found)
+
+
+def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[Moment]:
+    actions = plan.stages[stage]
+    by_calls = flow.num_stages == 1
+    # Where backward passes each segment of each microbatch.
+    uses = {
+        (action.segment, action.microbatch): position
+        for position, action in enumerate(actions)
+        if action.kind in ("B", "I")
+    }
+    there: list[tuple[int, int]] = []
+    for position, action in enumerate(actions):
+        place = (action.segment, action.microbatch)
+        if place not in uses:  # without a backward nothing is kept
+            continue
+        if action.kind == "F":
+            there.append(place)
+        running = None
+        if action.kind != "W":
+            recomputes = action.kind != "F"
+            stays = action.kind == "I" or (not by_calls and uses[place] <= position + horizon)
+            window = 0 if stays else horizon + 1 if recomputes else LEAVING_CALLS
+            running = Running(SegmentId(stage, action.segment), recomputes, action.kind != "I", window)
+        last_near = position + (horizon if not by_calls else 0 if action.kind in ("I", "W") else -1)
+        yield Moment(
+            _counted(stage, [each for each in there if running is None or not running.frees or each != place]),
+            _counted(stage, [each for each in there if uses[each] <= last_near]),
+            running,
+        )
+        if action.kind in ("B", "W"):
+            there.remove(place)
+
+
+def used_bytes(moment: Moment, flow: Flow) -> int:
+    """Bytes that are kept for backward at a moment."""
+    used = sum(count * sum(call.saved for call in flow.kept[segment]) for segment, count in moment.kept.items())
+    used += sum(count * sum(call.offloaded for call in flow.kept[segment]) for segment, count in moment.near.items())
+    return used if moment.running is None else used + _passing(flow.kept[moment.running.segment], moment.running)
+
+
+def _passing(calls: Sequence[KeptBytes], running: Running) -> int:
+    """Most bytes of a segment that is being passed, forward or backward."""
+    before = most = 0
+    for number, call in enumerate(calls):
+        before += call.saved if running.frees else 0
+        first = max(0, number + 1 - running.window)
+        window = sum(each.offloaded for each in calls[first : number + 1]) if running.window else 0
+        most = max(most, before + window + (call.again if running.recomputes else 0))
+    return most
+
+
+def peak_saved_bytes(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[int, ...]:
+    """Most bytes that each stage keeps for backward at once."""
+    is_plain = not any(call.again or call.offloaded for calls in flow.kept.values() for call in calls)
+    if not is_plain:
+        found = moments(plan, flow, horizon)
+        return tuple(max((used_bytes(moment, flow) for moment in mine), default=0) for mine in found)
+    saved = {
+        # Without a backward nothing is kept.
+        segment: sum(call.saved for call in calls) if segment in flow.backward_needs else 0
+        for segment, calls in flow.kept.items()
+    }
+    peaks = []
+    for stage, actions in enumerate(plan.stages):
+        held = peak = 0
+        for action in actions:
+            if action.kind == "F":
+                held += saved[SegmentId(stage, action.segment)]
+                peak = max(peak, held)
+            elif action.kind != "I":
+                held -= saved[SegmentId(stage, action.segment)]
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _counted(stage: int, places: Iterable[tuple[int, int]]) -> Mapping[SegmentId, int]:
+    """Numbers of microbatches, by segment."""
+    return Counter(SegmentId(stage, number) for number, _ in places)
+
+
+def _plus(counts: Mapping[SegmentId, int], segment: SegmentId) -> Mapping[SegmentId, int]:
+    return {**counts, segment: counts.get(segment, 0) + 1}
+
+
+def _at_least(mine: Mapping[SegmentId, int], theirs: Mapping[SegmentId, int]) -> bool:
+    return all(mine.get(segment, 0) >= count for segment, count in theirs.items())

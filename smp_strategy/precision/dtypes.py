@@ -1,0 +1,100 @@
+"""Which number has which precision: weights as they are kept, as units see them, gradients as they are added up.
+
+=====================  =================  ==============  ==========  =============================
+options                kept, and saved    units compute   gradients   summed over replicas, shards
+=====================  =================  ==============  ==========  =============================
+none                   float32            float32         float32     float32, or ``reduce_dtype``
+``bf16``, ``fp16``     float32: masters   half            float32     float32, or ``reduce_dtype``
+``fp16_params``        float16            float16         float32     float32, or ``reduce_dtype``
+=====================  =================  ==============  ==========  =============================
+
+A half-precision number has 8 or 11 bits: of a sum, or of a weight that is updated a little at a time, later summands
+are lost. So all that is added up is so in float32, also where a model's own parameters are of half precision. A product
+takes the half-precision factors that kernels are fast with, and adds up in float32 by itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from smp_strategy.precision_options import PrecisionOptions
+
+__all__ = [
+    "FLOATS",
+    "compute_dtype",
+    "dtypes_in_use",
+    "gradient_dtype",
+    "halve",
+    "halved",
+    "kept_in_full",
+    "reduce_dtype",
+]
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+FLOATS = _HALVES | {torch.float32, torch.float64}
+"""What is cast; narrower ones have a meaning of their own."""
+
+
+def compute_dtype(options: PrecisionOptions) -> torch.dtype | None:
+    """In what units compute; ``None``: in what their parameters are."""
+    if options.bf16:
+        return torch.bfloat16
+    return torch.float16 if options.fp16 or options.fp16_params else None
+
+
+def reduce_dtype(options: PrecisionOptions) -> torch.dtype | None:
+    """In what gradients are summed over ranks; ``None``: in what they are added up on each."""
+    return None if options.reduce_dtype is None else getattr(torch, options.reduce_dtype)
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what gradients of parameters of this ``dtype`` are added up."""
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def kept_in_full(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters of ``module`` that stay as they are where its units compute in half precision.
+
+    Norms with running statistics take inputs of half precision beside weights in float32, and keep their statistics
+    over so many steps that a half-precision average would stand still.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
+            yield from part.parameters(recurse=False)
+
+
+def dtypes_in_use(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """The parameters of ``module`` that units see in another dtype than they are kept in, by name.
+
+    Args:
+        module: a unit, or what has units.
+        dtype: in what units compute, see :func:`compute_dtype`.
+    """
+    if dtype is None:
+        return {}
+    full = set(map(id, kept_in_full(module)))
+    named = [(name, each) for name, each in module.named_parameters() if id(each) not in full]
+    return {name: dtype for name, each in named if each.dtype in FLOATS and each.dtype != dtype}
+
+
+def halve(module: nn.Module, dtype: torch.dtype) -> None:
+    """Let the parameters of ``module`` themselves be of a half-precision ``dtype``; buffers stay as they are."""
+    full = set(kept_in_full(module))
+    for parameter in module.parameters():
+        if parameter.dtype == torch.float32 and parameter not in full:
+            parameter.grad = None  # would be of another dtype
+            parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def halved(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """In here the parameters of ``module`` are of a half-precision ``dtype``; gradients are dropped."""
+    before = [(parameter, parameter.data) for parameter in module.parameters()]
+    halve(module, dtype)
+    try:
+        yield
+    finally:
+        for parameter, data in before:
+            parameter.data = data
