@@ -9,8 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Where there is no accelerator.
+TINY = ["--device", "cpu", "--tiny"]
 # Small runs: a few rounds, a few architectures.
 SCRIPTS = {
+    "activation_budget.py": (
+        ["--quick"],
+        {"peak_over_predicted", "auto_over_all", "auto_over_none", "within_budget"},
+    ),
     "architectures.py": (["GPT2LMHeadModel"], {"architectures", "right", "bit_identical", "families"}),
     "partition.py": (
         ["vit", "2"],
@@ -21,6 +27,11 @@ SCRIPTS = {
         {"world1_overhead", "dp_vs_ddp", "state_vs_zero", "state_share", "state_share_zero"},
     ),
     "delayed.py": (["GPT2LMHeadModel", "LlamaForCausalLM"], {"models", "filled", "refused", "differs"}),
+    "gpu/activations.py": (TINY, {"gone", "slower", "overlap", "targets"}),
+    "gpu/correctness.py": (TINY, {"cases", "exact", "within", "worst"}),
+    "gpu/half_precision.py": (TINY, {"fp16_over_bf16", "fp16_over_fp32", "skipped"}),
+    "gpu/sharded_30b.py": (TINY, {"ours_gib", "fsdp2_gib", "ours_over_fsdp2"}),
+    "gpu/training_step.py": (TINY, {"tokens_per_second", "mfu", "worst_over_plain"}),
     "glue.py": (["2"], {"glue_ms_48_blocks", "model_code_ms", "us_per_call", "calls"}),
     "pipeline.py": (
         ["--quick"],
@@ -42,8 +53,8 @@ SCRIPTS = {
 def test_a_benchmark_ends_with_its_figures(script):
     arguments, names = SCRIPTS[script]
     command = [sys.executable, ROOT / "benchmarks" / script, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert names <= figures.keys()

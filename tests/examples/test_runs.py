@@ -27,7 +27,7 @@ def run(folder, *command):
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=110,
+        timeout=280,
     )
     assert result.returncode == 0, result.stdout[-3000:]
     return result.stdout

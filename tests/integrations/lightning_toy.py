@@ -100,7 +100,7 @@ def quiet():
         yield
 
 
-def on_ranks(body, world_size: int, *args, timeout: float = 90.0):
+def on_ranks(body, world_size: int, *args, timeout: float = 150.0):
     """``run_ranks`` with Lightning's warnings ignored."""
     return run_ranks(_quietly, world_size, body, args, timeout=timeout)
 

@@ -178,10 +178,17 @@ def test_patterns_of_split_layers_are_given_on_the_command_line(compose):
     assert SMPConfig(**options).tensor_parallel == {"*.mlp.up": "column", "*.mlp.down": "row"}
 
 
-def test_options_that_are_not_built_compose_and_are_refused_by_the_config(compose):
-    options = OmegaConf.to_container(compose("smp=pp2", "smp.fp16=true").smp)
+@pytest.mark.parametrize(("given", "meant"), [("dynamic", "dynamic"), ("1024", 1024), ("0.5", 0.5), ("null", None)])
+def test_a_loss_scale_is_a_word_or_a_number(compose, given, meant):
+    options = OmegaConf.to_container(compose("smp=pp2", f"smp.loss_scale={given}").smp)
     del options["_target_"]
-    with pytest.raises(ConfigError, match="`fp16=True` asks for fp16 training"):
+    assert SMPConfig(**options).loss_scale == meant
+
+
+def test_options_that_contradict_each_other_compose_and_are_refused_by_the_config(compose):
+    options = OmegaConf.to_container(compose("smp=pp2", "smp.fp16=true", "smp.bf16=true").smp)
+    del options["_target_"]
+    with pytest.raises(ConfigError, match="`fp16` and `bf16` contradict each other"):
         SMPConfig(**options)
 
 

@@ -43,7 +43,7 @@ def run(folder: Path, body: str, *arguments: str, launcher: tuple[str, ...] = ()
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     return done.returncode, done.stdout, time.monotonic() - begin

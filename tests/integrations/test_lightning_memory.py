@@ -1,8 +1,10 @@
 """``trainer.strategy.memory_report()``: what each rank holds, in a callback on all ranks."""
 
 import json
+import weakref
 
 import pytest
+import torch
 from lightning_toy import NEWER, OLDER, on_ranks, toy_loader, toy_module, toy_trainer
 
 from smp_strategy import SMPError
@@ -70,3 +72,55 @@ def asks_in_a_step(folder, pp):
 @pytest.mark.parametrize("pp", [1, 2])
 def test_in_a_step_it_is_refused(pp, tmp_path):
     assert on_ranks(asks_in_a_step, 2, tmp_path, pp) == [True, True]
+
+
+def old_gradients_in_steps(folder, smp, accumulated, **hooks):
+    """In each step: how many gradients of the last optimizer's step are in memory?"""
+    old, alive = [], []
+
+    def training_step(self, batch, batch_idx):
+        alive.append(sum(gradient() is not None for gradient in old))
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+
+        def note(*_):
+            old[:] = [weakref.ref(each.grad) for each in self.parameters() if each.grad is not None]
+
+        optimizer.register_step_post_hook(note)
+        return optimizer
+
+    module = toy_module(training_step=training_step, configure_optimizers=configure_optimizers, **hooks)
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, accumulate_grad_batches=accumulated)
+    trainer.fit(module, toy_loader())
+    return alive
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "smp"),
+    [
+        (2, {"pipeline_parallel_degree": 2, "microbatches": 1}),
+        (2, {"pipeline_parallel_degree": 1, **SHARDED}),
+    ],
+    ids=["stages", "shards"],
+)
+def test_gradients_are_gone_when_the_next_step_begins(ranks, smp, accumulated, tmp_path):
+    for alive in on_ranks(old_gradients_in_steps, ranks, tmp_path, smp, accumulated):
+        assert set(alive) == {0}
+
+
+def old_gradients_with_a_hook(folder):
+    seen = []
+    hooks = {"on_before_zero_grad": lambda self, optimizer: seen.append(next(self.parameters()).grad is not None)}
+    return old_gradients_in_steps(folder, {"pipeline_parallel_degree": 1}, 1, **hooks), seen
+
+
+def test_a_hook_that_may_look_at_them_still_can(tmp_path):
+    [(alive, seen)] = on_ranks(old_gradients_with_a_hook, 1, tmp_path)
+    dry, first, *later = alive
+    assert dry == first == 0
+    assert later
+    assert all(later)
+    assert seen == [False] + [True] * (len(seen) - 1)

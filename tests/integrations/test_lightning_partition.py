@@ -298,7 +298,7 @@ def deeper(pp):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (larger, "does not fit. Unit 0 of the file, `model.tokens`, has 16384 bytes of parameters there, but 32768"),
+        (larger, "does not fit. Unit 0 of the file, `model.tokens`, has 4096 parameters there, but 8192"),
         (deeper, "does not fit. Unit 6 of this model is `model.blocks.4`, which is not in the file."),
         (
             round_robin,

@@ -265,7 +265,48 @@ def functional_call(net: Any, x: Tensor) -> Tensor:
     return mean_square(d(c(h)))
 
 
+class Attention(nn.MultiheadAttention):
+    """Computes otherwise where query, key and value are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2)
+
+
+def to_itself(net: Any, x: Tensor) -> Tensor:
+    for block in net.blocks:
+        x = block(x, x, x, need_weights=False)[0]
+    return mean_square(x)
+
+
+class Energy(Block):
+    """Adds the slope of a function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        slope = torch.func.grad(lambda x: super(Energy, self).forward(x).pow(2).sum())(x)
+        return super().forward(x) + slope
+
+
+class Tables(Block):
+    """Keeps what it has seen in containers within containers, and in tensors that are no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH)
+        self.tables: dict[str, Any] = {"means": [torch.ones(WIDTH)], "calls": {"all": 0}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(super().forward(x))
+        self.tables["calls"]["all"] += 1
+        for mean in (self.mean, self.tables["means"][0]):
+            mean.mul_(0.9).add_(y.detach().mean(0))
+            y = torch.sin(y * mean.clone() * self.tables["calls"]["all"])
+        return y
+
+
 STEPS = {
+    "torch.func": Case(lambda: Blocks(in_order, Energy)),
+    "attention to itself": Case(lambda: Blocks(to_itself, Attention)),
+    "nested containers": Case(lambda: Blocks(in_order, Tables)),
     "many kinds": Case(lambda: Blocks(many_kinds, ManyKinds)),
     "shared keywords": Case(lambda: Blocks(shared_keywords, WithMask), USES),
     "growing lists": Case(lambda: Blocks(growing_lists, Lists), USES),

@@ -11,6 +11,7 @@ import torch
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.testing import run_ranks
 
 from . import (
     test_additions,
@@ -89,3 +90,10 @@ def test_two_stages_of_two_shards_have_the_numbers_of_one_process(name: str) -> 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_shards_have_the_numbers_of_one_process_under_every_schedule(schedule: str) -> None:
     check(Case(lambda: Blocks(in_order), options=SCHEDULES[schedule]), 2 * SHARDS, (4,), sharded)
+
+
+def test_transforms_inside_of_a_sharded_unit_are_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"`blocks\.0` is a unit whose weights are spread over ranks.*autograd\.grad"
+    ):
+        run_ranks(sharded, 2, test_interfaces.STEPS["torch.func"], 2, (1,), timeout=40)

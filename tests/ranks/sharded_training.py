@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
 from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.sharding.uses import Timing, UnitUses
 from tests.pieces import pieces_shown
@@ -52,7 +52,7 @@ class Sharded:
                 module.named_parameters(remove_duplicate=False),
                 self.shards,
                 CPU,
-                persistence_threshold=setting.threshold,
+                keeping=Keeping(persistence_threshold=setting.threshold),
                 owners=self.replicas if setting.deals_out else None,
             )
             for name, module in self.model.units.items()
@@ -60,7 +60,6 @@ class Sharded:
         self.uses = UnitUses(
             self.units,
             self.shards,
-            CPU,
             timing=Timing(
                 gathers_once=setting.gathers_once,
                 num_ahead=setting.prefetch,

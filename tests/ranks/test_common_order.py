@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from smp_strategy.sharding.common_order import MOST_TIMES_LONGER, CommonOrder, Operation, Step, plan_of
@@ -59,7 +58,7 @@ def follow(kind: str, ahead: int) -> Report:
         if operation.kind == "gather":
             ready.discard(operation.unit)
 
-    order = CommonOrder(collectives, torch.device("cpu"), start=start, pass_by=pass_by, digest=int, refuse=pytest.fail)
+    order = CommonOrder(collectives, start=start, pass_by=pass_by, digest=int, refuse=pytest.fail)
     report = Report([], [], [])
     for turn in range(PASSES):
         wanted = program(kind, turn, dist.get_rank())

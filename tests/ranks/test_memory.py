@@ -43,7 +43,7 @@ def reports(name: str, options: dict[str, Any], seen: bool = False) -> tuple[Mem
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-    after = memory_report(model, [optimizer], engine.mesh, engine.partition, engine.share.sharded)
+    after = engine.memory_report()
     engine.close()
     return before, after
 
@@ -120,6 +120,30 @@ def test_ranks_of_a_shard_group_hold_their_shards_and_the_fullest_what_was_predi
         assert {each.gradients for each in ranks} == {held.gradient}
         assert max(each.optimizer for each in ranks) == held.optimizer
         assert (held.gathered > 0) == (name != "weights in the glue"), "whose loss looks at every parameter"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16_params"])
+@pytest.mark.parametrize("name", ["text", "text, tied"])
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+        (2, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}),
+        (2, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 300}),
+        (4, {"pipeline_parallel_degree": 2, "microbatches": 2, "sharded_data_parallel_degree": 2}),
+        (4, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "shard_optimizer_state": True}),
+    ],
+    ids=["pp2", "sdp2", "sdp2, small stay", "pp2 sdp2", "mics, dealt out"],
+)
+def test_half_precision_takes_the_memory_that_was_predicted(world, options, name, precision):
+    (_, report), *_ = run_ranks(reports, world, name, {**options, precision: True})
+    for stage, held in enumerate(report.predicted):
+        ranks = [each for each in report.ranks if each.stage == stage]
+        assert {each.parameters for each in ranks} == {held.parameter}
+        assert {each.gathered for each in ranks} == {held.gathered}
+        if "shard_optimizer_state" not in options:
+            assert max(each.gradients for each in ranks) == held.gradient
+        assert max(each.optimizer for each in ranks) == held.optimizer
 
 
 GATHERS = [(1, 2, "step"), (2, 4, "use"), (2, 4, "step"), (1, 2, "use")]

@@ -208,8 +208,11 @@ def one_process(case: str, replicas: int, together: int, microbatches: int = 1) 
     """Each replica's batch has a backward of its own; sums are made of ``together`` of them first."""
     model, optimizer = made(case)
     trained = model.parameters
+    halves = [each for each in trained() if each.dtype == torch.bfloat16]
     for step in range(STEPS):
         model.before(step)
+        for each in halves:  # gradients are added up in float32
+            each.grad, each.grad_dtype = None, torch.float32
         totals: list[dict[nn.Parameter, Tensor]] = []
         for replica in range(replicas):
             model.zero_grad()
@@ -223,6 +226,9 @@ def one_process(case: str, replicas: int, together: int, microbatches: int = 1) 
         for each in trained():
             found = [total[each] for total in totals if each in total]
             each.grad = sum(found[1:], found[0]) / replicas if found else None
+        for each in halves:
+            gradient, each.grad, each.grad_dtype = each.grad, None, torch.bfloat16
+            each.grad = None if gradient is None else gradient.bfloat16()
         optimizer.step()
     return model.state_dict(), optimizer.state_dict()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from smp_strategy.sharding.collectives import Collectives
-from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
 from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.testing import run_ranks
 from tests.pieces import pieces_shown
@@ -82,7 +82,9 @@ class Hooks:
         self._uses = [0] * len(model.blocks)
         blocks = {id(parameter) for parameter in model.blocks.parameters()}
         named = list(model.named_parameters(remove_duplicate=False))
-        make = partial(FlatUnit, collectives=shards, device=torch.device("cpu"), persistence_threshold=threshold)
+        make = partial(
+            FlatUnit, collectives=shards, device=torch.device("cpu"), keeping=Keeping(persistence_threshold=threshold)
+        )
         self.root = make([(name, parameter) for name, parameter in named if id(parameter) not in blocks])
         self.blocks = [make(block.named_parameters()) for block in model.blocks]
         self.most_bytes = 0

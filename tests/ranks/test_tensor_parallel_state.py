@@ -151,15 +151,21 @@ def test_parts_of_matrices_are_matrices_to_an_optimizer():
 
 
 class Penalised(Text):
-    """Its loss has a term over all weights."""
+    """Its loss has a term over all weights, and may read its value."""
+
+    reads = False
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().loss(batch) + 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
+        loss = super().loss(batch)
+        if self.reads and not loss.item() > 0:
+            return loss
+        return loss + 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
-def run_penalised(pp: int, options: tuple[tuple[str, Any], ...], evaluates_first: bool) -> str:
+def run_penalised(pp: int, options: tuple[tuple[str, Any], ...], evaluates_first: bool, reads: bool = False) -> str:
     torch.manual_seed(0)
     model = Penalised()
+    model.reads = reads
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = engine_for(Setting(2, pp=pp, options=options), model, optimizer)
     if evaluates_first:
@@ -176,8 +182,9 @@ def test_a_step_that_computes_with_weights_of_split_layers_from_outside_is_refus
         assert "`blocks.0.mlp.0`, which cannot be split: code of `the step` reads the weight" in told
 
 
-def test_a_later_kind_of_step_that_does_so_is_refused_too():
-    for told in run_ranks(run_penalised, 2, 1, (), True):
+@pytest.mark.parametrize("reads", [False, True], ids=["", "reads values"])
+def test_a_later_kind_of_step_that_does_so_is_refused_too(reads):
+    for told in run_ranks(run_penalised, 2, 1, (), True, reads):
         assert "Code above the units computes with `blocks.0.mlp.0.weight` and 11 more" in told
         assert '`tensor_parallel={"blocks.0.mlp.0": "replicate"}`' in told
 

@@ -232,24 +232,6 @@ def test_two_precisions_contradict_each_other():
         SMPConfig(fp16=True, bf16=True)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"activation_checkpointing": "each"},
-        {"offload_activations": True},
-        {"fp16": True},
-    ],
-)
-def test_an_option_whose_feature_is_missing_is_refused_by_name(options):
-    [(name, value)] = options.items()
-    with pytest.raises(ConfigError, match=f"`{name}={value!r}` asks for .* not built yet"):
-        SMPConfig(**options)
-
-
-def test_an_unbuilt_option_at_its_default_is_accepted():
-    SMPConfig(fp16=False, sdp_hierarchical_allgather=True)
-
-
 # --- all mistakes together ------------------------------------------------------------------------------------------
 
 
@@ -257,7 +239,7 @@ def test_every_mistake_is_listed_at_once(monkeypatch):
     monkeypatch.setenv("SMP_MICROBATCHS", "4")
     with pytest.raises(ConfigError) as caught:
         SMPConfig.from_options(
-            pipeline="gpipe", microbatches=0, fp16_params=True, optimise="speed", load_partition=True
+            pipeline="gpipe", microbatches=0, activation_loading_horizon=0, optimise="speed", load_partition=True
         )
     text = str(caught.value)
     assert text.startswith(f"{len(caught.value.problems)} options are wrong:\n  1. ")
@@ -266,7 +248,7 @@ def test_every_mistake_is_listed_at_once(monkeypatch):
         "`optimise` is not an option. Did you mean `optimize`?",
         "`microbatches` must be at least 1, but is 0.",
         "`pipeline` must be one of",
-        "`fp16_params=True` asks for fp16 parameters",
+        "`activation_loading_horizon` must be at least 1, but is 0.",
         "`load_partition` needs `partition_file`",
     ):
         assert expected in text
@@ -476,3 +458,17 @@ def test_classes_of_units_are_given_as_a_list_or_in_the_environment(monkeypatch)
     monkeypatch.delenv("SMP_UNIT_CLASSES")
     with pytest.raises(ConfigError, match="`unit_classes` must be"):
         SMPConfig.from_options(unit_classes=[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"checkpoint_strategy": "contiguous"}, "`checkpoint_strategy='contiguous'` contradicts"),
+        ({"selective_checkpointing": True}, "`selective_checkpointing=True` contradicts"),
+        ({"skip_tracing": True}, "`skip_tracing=True` contradicts"),
+    ],
+)
+def test_what_leaves_the_choice_of_activations_no_choice_is_refused(options, problem):
+    with pytest.raises(ConfigError) as failure:
+        SMPConfig(activation_checkpointing="auto", memory_limit="1GiB", **options)
+    assert f"{problem} `activation_checkpointing=auto`" in str(failure.value)

@@ -75,7 +75,10 @@ def on_a_rank(options: dict[str, Any]) -> Any:
     return engine.partition
 
 
-@pytest.mark.parametrize("options", [{}, {"optimize": "speed"}, {"skip_tracing": True}], ids=str)
+BUDGET = {"activation_checkpointing": "auto", "memory_limit": "92KiB"}
+
+
+@pytest.mark.parametrize("options", [{}, {"optimize": "speed"}, {"skip_tracing": True}, BUDGET], ids=str)
 def test_the_plan_is_what_ranks_decide(options):
     model = OnMeta()
     position = model.position
@@ -83,6 +86,7 @@ def test_the_plan_is_what_ranks_decide(options):
     assert planned == run_ranks(on_a_rank, 2, options)[0]
     assert model.position is position
     assert position.is_meta
+    assert bool(planned.treatments) == (options is BUDGET)
 
 
 def test_a_batch_may_be_on_the_meta_device_too():

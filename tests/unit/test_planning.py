@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smp_strategy.activations.treatment import Treatment
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.partitioner.costs import Held
+from smp_strategy.partitioner.partition import Partition, UnitRelief
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.planning import (
     Program,
@@ -18,6 +20,11 @@ from smp_strategy.planning import (
     problem_under,
     simulated,
 )
+from smp_strategy.relief import Relief
+from smp_strategy.trace.effort import Effort, Efforts
+from smp_strategy.trace.events import Trace
+from smp_strategy.trace.kept import Kept, Memory
+from smp_strategy.trace.machine import HostLink, Machine
 from smp_strategy.trace.work import Link, Work
 from tests.unit.partitioner.problems import chain, programs
 
@@ -67,7 +74,7 @@ def test_under_every_policy_no_contiguous_partition_costs_less_than_the_bound(ru
     costs = []
     for starts in ((0, *cut) for cut in itertools.islice(cuts, 300)):
         stage_of = problem.stage_of(starts)
-        score = simulated(config, program, num_stages, policy, stage_of)
+        score = simulated(program, problem, policy, stage_of)
         costs.append(problem.cost(score.step_seconds, max(problem.memory(stage_of, score))))
     assert found.lower_bound <= min(costs) * (1 + EXACT)
     if found.is_optimal:
@@ -118,3 +125,73 @@ def test_a_partition_by_hand_is_priced_and_has_no_bound():
 def test_a_partition_by_hand_that_does_not_fit_is_refused():
     with pytest.raises(ConfigError, match=r"given does not fit `memory_limit`: .*stage 1 \d+ of 100"):
         as_given(config(), gpt(memory_limits=(None, 100)), 2, {f"u{i}": int(i >= 5) for i in range(10)})
+
+
+SMALL = Machine(1.0, 1.0, 0.0, Link.instant(), HostLink(1.0, is_beside=False))
+
+
+@st.composite
+def full_stages(draw: st.DrawFn) -> Program:
+    """Three to five units of different sizes, and limits that may be too small for what they keep."""
+    size = st.integers(1, 20)
+    trace, work = chain(
+        [Work(*(float(draw(st.integers(1, 4))) for _ in range(3))) for _ in range(draw(st.integers(3, 5)))]
+    )
+    events = []
+    for event in trace.events:
+        memories = (Memory(draw(size), "input"), Memory(draw(size), "product"), Memory(20 + draw(size), "other"))
+        kept = Kept(memories, Effort(flops=3, other_bytes=1), Effort(other_bytes=1))
+        effort = Efforts(Effort(flops=3, other_bytes=1))
+        events.append(event._replace(effort=effort, saved_bytes=kept.saved_bytes, kept=kept))
+    names = [event.name for event in events]
+    return Program(
+        trace=Trace(events, trace.loss),
+        work=work,
+        parameters={name: {number: Held(3, 3, 6)} for number, name in enumerate(names)},
+        link=Link.instant(),
+        memory_limits=tuple(draw(st.integers(60, 400)) for _ in range(2)),
+        relief=Relief(machine=SMALL, free=frozenset(names)),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(full_stages(), st.sampled_from([Policy("1f1b"), Policy("simple"), Policy("interleaved")]))
+def test_cuts_and_what_units_keep_are_the_best_together(program, policy):
+    options = config(microbatches=3)
+    problem = problem_under(options, program, 2, policy)
+    names = [unit.name for unit in problem.units]
+    fitting = []
+    for cut in range(1, len(names)):
+        stage_of = problem.stage_of((0, cut))
+        for picked in itertools.product(program.relief.choices, repeat=len(names)):
+            given_all = program.relief.taking(dict(zip(names, picked, strict=True)))
+            score = simulated(program, problem, policy, stage_of, given_all)
+            if problem.fits(problem.memory(stage_of, score)):
+                fitting.append(score.step_seconds)
+    if not fitting:
+        with pytest.raises(ConfigError, match="No partition fits"):
+            best_partition(options, program, 2, policies=[policy])
+        return
+    found = best_partition(options, program, 2, policies=[policy])
+    assert found.fits
+    assert found.step_seconds == pytest.approx(min(fitting))
+    assert found.lower_bound <= found.cost * (1 + EXACT)
+
+
+def test_what_fits_as_it_is_is_not_treated():
+    program = gpt(memory_limits=(10_000, 10_000), relief=Relief(machine=SMALL, free=frozenset({"u1", "u2"})))
+    found = best_partition(config(), program, 2)
+    assert found.treatments == {}
+    assert found.step_seconds == best_partition(config(), gpt(), 2).step_seconds
+
+
+def test_a_partition_tells_what_its_units_spare_and_take():
+    every = {f"u{i}": Treatment(recompute="all") for i in range(10)}
+    found = best_partition(config(), gpt(relief=Relief(machine=SMALL, fixed=every)), 2)
+    plain = best_partition(config(), gpt(), 2)
+    block = found.units[1]
+    assert block.relief == UnitRelief(treatment=every["u1"], spared_bytes=9, seconds=1.0)
+    assert (block.activation_bytes, block.work, block.seconds) == (1, Work(1, 1, 1), 4.0)
+    assert [stage.all_kept_bytes for stage in found.stages] == [stage.activation_bytes for stage in plain.stages]
+    assert found.step_seconds > plain.step_seconds
+    assert Partition.from_json(found.to_json()) == found

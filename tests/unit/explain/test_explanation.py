@@ -6,13 +6,15 @@ from textwrap import dedent
 
 import pytest
 
+from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import ConfigError
 from smp_strategy.explain.__main__ import main
 from smp_strategy.explain.explanation import Explanation
+from smp_strategy.explain.relief import name_of, relief_rows
 from smp_strategy.explain.text import sends_on, summary
 from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
 from smp_strategy.partitioner.costs import Held
-from smp_strategy.partitioner.partition import Partition, PlacedUnit, StageLoad
+from smp_strategy.partitioner.partition import Partition, PlacedUnit, StageLoad, UnitRelief
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.work import Work
@@ -177,3 +179,47 @@ def test_a_partition_file_is_explained_on_the_command_line(tmp_path, capsys):
     assert capsys.readouterr().out == f"{Explanation(partition())}\n"
     main([str(tmp_path / "partition.json"), str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").read_text() == Explanation(partition()).to_html() + "\n"
+
+
+def relieved() -> Partition:
+    """The first block is computed again, and what the second one keeps is in host memory."""
+    first = UnitRelief(treatment=Treatment(recompute="all"), spared_bytes=2 * KIB, seconds=0.003)
+    second = UnitRelief(treatment=Treatment(offload=True), spared_bytes=3 * KIB, offloaded_bytes=3 * KIB)
+    units = (UNITS[0], replace(UNITS[1], relief=first), replace(UNITS[2], relief=second), *UNITS[3:])
+    stages = partition().stages
+    return partition(units=units, stages=(replace(stages[0], all_kept_bytes=48 * KIB), stages[1]))
+
+
+def test_each_stage_says_what_it_spares_at_what_price():
+    *_, first, second = summary(relieved())
+    assert first == (
+        "Stage 0: 2 of 4 units keep less for backward, 24.0 KiB at the peak instead of 48.0 KiB, there is room for "
+        "44.0 MiB; its work takes 12.5% longer."
+    )
+    assert second == "Stage 1: units keep everything for backward, 12.0 KiB at the peak."
+
+
+def test_units_that_do_the_same_with_what_they_keep_are_one_row():
+    assert relief_rows(relieved()) == [
+        ("0", "net.embed", "kept", "3.0 KiB", "", "", ""),
+        ("0", "net.h.0", "inputs kept, the rest computed again", "3.0 KiB", "2.0 KiB", "", "+ 3 ms"),
+        ("0", "net.h.1", "in host memory", "3.0 KiB", "3.0 KiB", "3.0 KiB", ""),
+        ("0", "net.h.2", "kept", "3.0 KiB", "", "", ""),
+        ("1", "net.h.3 .. net.h.5, head<b>", "kept", "12.0 KiB", "", "", ""),
+    ]
+    assert relief_rows(partition()) == []
+
+
+def test_the_page_and_the_data_say_what_units_keep():
+    page, data = Explanation(relieved()).to_html(), json.loads(Explanation(relieved()).to_json())
+    Page(page)
+    assert "Kept for backward" in page
+    assert "in host memory" in page
+    assert "Kept for backward" not in Explanation(partition()).to_html()
+    assert data["units"][1]["relief"]["treatment"]["recompute"] == "all"
+    assert data["stages"][0]["all_kept_bytes"] == 48 * KIB
+
+
+def test_what_is_kept_of_a_unit_that_is_computed_again_may_be_on_the_host():
+    expected = "inputs in host memory, products kept, the rest computed again"
+    assert name_of(Treatment(recompute="cheap", offload=True)) == expected

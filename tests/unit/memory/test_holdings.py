@@ -13,7 +13,7 @@ from smp_strategy.memory.shares import FlatGroup, flat_groups
 from smp_strategy.partitioner.costs import Held
 from smp_strategy.partitioner.problem import Problem, Setting
 from smp_strategy.partitioner.reading import chain_of, problem_of
-from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import choose_units
 from tests.parity.models import MODELS, Text
@@ -116,7 +116,7 @@ class Ranks:
                     [(str(number), parameters[number]) for number in group.parameters],
                     member,
                     CPU,
-                    persistence_threshold=threshold,
+                    keeping=Keeping(persistence_threshold=threshold),
                 )
                 for parameters, member in zip(self.parameters, members, strict=True)
             ]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from smp_strategy.partitioner.costs import Held
 from smp_strategy.partitioner.problem import InFlight, Problem, Promise, Score, Setting
 from smp_strategy.partitioner.reading import problem_of
+from smp_strategy.pipeline.peaks import peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.schedule import peak_saved_bytes
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work

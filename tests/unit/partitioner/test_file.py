@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import ConfigError
 from smp_strategy.files import write_atomically
 from smp_strategy.partitioner.file import read_partition
@@ -13,9 +14,7 @@ SIZES = {"embed": 100, "blocks.0": 10, "blocks.1": 10, "head": 100}
 
 def saved(*, num_stages=2, **stages) -> str:
     placed = {"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1, **stages}
-    units = [
-        {"name": name, "stage": stage, "held": {"parameter": SIZES.get(name, 1)}} for name, stage in placed.items()
-    ]
+    units = [{"name": name, "stage": stage, "num_parameters": SIZES.get(name, 1)} for name, stage in placed.items()]
     return json.dumps({"format": 1, "num_stages": num_stages, "units": units, "remark": "not read"})
 
 
@@ -43,7 +42,7 @@ def test_the_order_of_the_units_does_not_count():
 
 
 def test_a_file_that_names_units_and_stages_only_is_enough():
-    text = changed(lambda data: [unit.pop("held") for unit in data["units"]])
+    text = changed(lambda data: [unit.pop("num_parameters") for unit in data["units"]])
     assert read_partition(text, "p.json").place(SIZES, 2)["head"] == 1
 
 
@@ -84,7 +83,7 @@ def test_a_unit_that_the_file_does_not_have_is_named():
 
 def test_a_unit_of_another_size_is_named_with_both_sizes():
     assert refusal(saved(), {**SIZES, "blocks.1": 40}) == (
-        NOT_FOR_THIS + "Unit 2 of the file, `blocks.1`, has 10 bytes of parameters there, but 40 in this model."
+        NOT_FOR_THIS + "Unit 2 of the file, `blocks.1`, has 10 parameters there, but 40 in this model."
     )
 
 
@@ -121,8 +120,8 @@ def test_stages_are_checked_like_those_by_hand(stages, problem):
             "`chunks_per_stage` of p.json must be a whole number, but is None.",
         ),
         (
-            changed(lambda data: data["units"][2]["held"].clear()),
-            "`parameter` of `held` of unit 2 of p.json must be a whole number, but is None.",
+            changed(lambda data: data["units"][2].update(num_parameters="10")),
+            "`num_parameters` of unit 2 of p.json must be a whole number, but is '10'.",
         ),
         (changed(lambda data: data["units"].append(3)), "Unit 4 of p.json must be an object with a name and a stage."),
         (changed(lambda data: data["units"][1].pop("name")), "`name` of unit 1 of p.json must be a text, but is None."),
@@ -149,3 +148,28 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         write_atomically(path, "second")
     assert path.read_text() == "first"
     assert [entry.name for entry in path.parent.iterdir()] == ["p.json"]
+
+
+def test_what_units_keep_is_read_where_the_file_says_it():
+    relief = {"treatment": {"recompute": "all", "offload": True}}
+    text = changed(lambda data: data["units"][0].update(relief=relief))
+    name = json.loads(text)["units"][0]["name"]
+    assert read_partition(text, "p.json").treatments == {name: Treatment(recompute="all", offload=True)}
+
+
+@pytest.mark.parametrize(
+    ("treatment", "problem"),
+    [
+        (
+            {"recompute": "some"},
+            "`recompute` in `relief` of unit 0 of p.json must be one of no, all, cheap, but is 'some'.",
+        ),
+        ({"again": True}, "`treatment` in `relief` of unit 0 of p.json has a field that is not known"),
+        (None, "`treatment` of `relief` of unit 0 of p.json must be an object, but is None."),
+    ],
+)
+def test_a_choice_that_does_not_exist_is_refused(treatment, problem):
+    text = changed(lambda data: data["units"][0].update(relief={"treatment": treatment}))
+    with pytest.raises(ConfigError) as failure:
+        read_partition(text, "p.json")
+    assert problem in str(failure.value)

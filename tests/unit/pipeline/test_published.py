@@ -9,9 +9,10 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from smp_strategy.pipeline.check import check
+from smp_strategy.pipeline.peaks import peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import Flow, route
-from smp_strategy.pipeline.schedule import Plan, peak_saved_bytes
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.tables import Pass, one_forward_one_backward, zero_bubble_v
 from smp_strategy.trace.events import Trace

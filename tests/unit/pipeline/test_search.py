@@ -10,9 +10,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
 from smp_strategy.pipeline.check import check
+from smp_strategy.pipeline.peaks import peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import Flow, route
-from smp_strategy.pipeline.schedule import peak_saved_bytes
 from smp_strategy.pipeline.search import search
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Link, Work

@@ -1,7 +1,8 @@
 """Units whose parameters are in flat buffers, of which each rank keeps a shard."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
 from smp_strategy.sharding.resting import Resting
 from tests.pieces import pieces_shown
 from tests.unit.sharding.world import World
@@ -45,6 +46,24 @@ def block(seed: int = 0) -> Block:
     return Block()
 
 
+def plain_block() -> Block:
+    """The same in one process, where gradients of half precision are added up in float32, too."""
+    module = block()
+    module.low.grad_dtype = torch.float32
+    return module
+
+
+@contextmanager
+def in_one_dtype(module: Block) -> Iterator[None]:
+    """For an optimizer: the gradient in half precision, too."""
+    gradient, module.low.grad = module.low.grad, None
+    module.low.grad_dtype = torch.bfloat16
+    module.low.grad = gradient.bfloat16()
+    yield
+    module.low.grad = None
+    module.low.grad_dtype = torch.float32
+
+
 def batch(rank: int, step: int = 0) -> Tensor:
     return torch.randn(3, 24, generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -59,7 +78,7 @@ class Ranks:
                 module.named_parameters(remove_duplicate=False),
                 member,
                 CPU,
-                persistence_threshold=persistence_threshold,
+                keeping=Keeping(persistence_threshold=persistence_threshold),
             )
             for module, member in zip(self.blocks, World(size).members, strict=True)
         ]
@@ -151,7 +170,7 @@ def test_memory_is_what_the_layout_says_and_is_freed_after_each_use(threshold):
 
 
 def plain_gradients(microbatches: int, step: int = 0) -> Block:
-    module = block()
+    module = plain_block()
     for rank in range(microbatches):
         module(batch(rank, step)).square().mean().backward()
     return module
@@ -168,7 +187,8 @@ def assert_same_gradients(ranks: Ranks, expected: nn.Module) -> None:
         if not parameter.requires_grad:
             assert pieces == [None] * len(pieces)
         else:
-            whole = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            # As optimizers see it: of the parameter's dtype.
+            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to(parameter.dtype)
             in_memory = torch.empty_strided(whole.shape, parameter.stride(), dtype=whole.dtype).copy_(whole)
             assert torch.equal(torch.cat(pieces), in_memory.as_strided((whole.numel(),), (1,))), name
 
@@ -183,7 +203,7 @@ def test_saved_tensors_survive_that_memory_is_freed_and_gradients_are_those_of_o
 
 def test_microbatches_are_added_in_the_order_in_which_they_are_reduced():
     ranks = Ranks(2)
-    module = block()
+    module = plain_block()
     for step in range(3):
         ranks.train(step)
         for rank in range(2):
@@ -201,7 +221,7 @@ def test_gradients_can_be_collected_several_times_before_they_are_reduced():
     ranks.reduce()
     per_rank = []
     for rank in range(2):
-        module = block()
+        module = plain_block()
         for step in range(2):
             module(batch(rank, step)).square().mean().backward()
         per_rank.append(module)
@@ -217,7 +237,7 @@ def test_each_rank_weighs_its_gradients():
     for rank, (module, unit) in enumerate(zip(ranks.blocks, ranks.units, strict=True)):
         module(batch(rank)).square().mean().backward()
         unit.reduce([0.25, 0.5][rank])
-    expected = block()
+    expected = plain_block()
     for rank in range(2):
         ([0.25, 0.5][rank] * expected(batch(rank)).square().mean()).backward()
     for unit in ranks.units:
@@ -282,7 +302,7 @@ def test_a_unit_that_is_used_twice_is_gathered_twice_and_reduced_once():
     for loss in losses:
         loss.backward()
     ranks.reduce()
-    expected = block()
+    expected = plain_block()
     for rank in range(2):
         expected(expected(batch(rank))).square().mean().backward()
     assert_same_gradients(ranks, expected)
@@ -306,7 +326,7 @@ def test_an_elementwise_optimizer_takes_the_same_steps_on_pieces(name, threshold
     for module, unit in zip(ranks.blocks, ranks.units, strict=True):
         with pieces_shown(unit):  # some make their state at once
             optimizers.append(OPTIMIZERS[name](module.parameters()))
-    plain = block()
+    plain = plain_block()
     optimizer = OPTIMIZERS[name](plain.parameters())
     for step in range(5):
         ranks.train(step)
@@ -316,7 +336,8 @@ def test_an_elementwise_optimizer_takes_the_same_steps_on_pieces(name, threshold
             plain(batch(rank, step)).square().mean().backward()
         plain.unused.grad = torch.zeros_like(plain.unused)  # and not None: another rank could have used it
         plain.empty.grad = torch.zeros_like(plain.empty)
-        optimizer.step()
+        with in_one_dtype(plain):
+            optimizer.step()
     ranks.gather()
     for module in ranks.blocks:
         for (key, found), (_, expected) in zip(module.named_parameters(), plain.named_parameters(), strict=True):

@@ -203,3 +203,21 @@ def test_transformers_of_pytorch_take_no_short_cut_while_they_are_watched():
     readers = watch(dict(net.named_modules()), lambda: net(torch.randn(2, 3, 4))).readers
     assert readers[id(layer.linear1.weight)] == {"0.linear1"}
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_copy_in_half_precision_is_the_weight():
+    class Half(Net):
+        def forward(self, x):
+            return self.down(self.up(x).relu()) + F.linear(x, self.gate.weight)[:, :4]
+
+    net = Half()
+
+    def step():
+        halves = {name: parameter.to(torch.bfloat16) for name, parameter in net.named_parameters()}
+        return torch.func.functional_call(net, halves, torch.randn(3, 4).bfloat16())
+
+    watched = watch(dict(net.named_modules()), step)
+    assert watched.pairs == (Pair(("up",), "down"),)
+    assert watched.readers[id(net.up.weight)] == {"up"}
+    assert watched.readers[id(net.gate.weight)] == {""}
+    assert id(net.gate.bias) not in watched.readers

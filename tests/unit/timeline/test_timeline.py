@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from smp_strategy.activations.traffic import Traffic
 from smp_strategy.errors import ConfigError
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.recording import Recording, Span
@@ -50,6 +51,17 @@ def off_plan() -> Timeline:
     """A microbatch of :func:`small` took another path: stage 1 has left its plan after its forward."""
     first, second = small().stages
     return small(stages=(first, Recording(second.spans[:1], 0.6, left_plan=True)))
+
+
+def test_what_was_offloaded_is_told_where_something_was():
+    assert "Offloaded" not in str(small())
+    first, second = small().stages
+    traffic = Traffic(bytes_out=3 << 20, bytes_in=2 << 20, most_on_host=1 << 20, num_late=7)
+    timeline = small(stages=(replace(first, traffic=traffic), second))
+    row = next(line for line in str(timeline).split("Offloaded activations")[1].splitlines() if "3.0 MiB" in line)
+    cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+    assert cells == ["0", "5", "3.0 MiB", "2.0 MiB", "1.0 MiB", "7", "0"]
+    assert "Offloaded activations" in timeline.to_html()
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
