@@ -7,13 +7,16 @@ not count.
 """
 
 import gc
-import weakref
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,13 +38,32 @@ def peak_of(run: Callable[[], object], at_rest: Iterator[Tensor]) -> int:
     """Bytes alive at most.
 
     Args:
-        run: what is watched, in this thread.
+        run: what is watched, in this thread and in those of microbatches, which take turns with it.
         at_rest: tensors that exist before, and count.
     """
     watch = _Watch(at_rest)
-    with watch:
+    with watch, _in_microbatches(watch):
         run()
     return watch.peak
+
+
+@contextmanager
+def _in_microbatches(watch: TorchDispatchMode) -> Iterator[None]:
+    """Modes are those of a thread."""
+    submit = ThreadPoolExecutor.submit
+
+    def watched(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def run() -> Any:
+            with watch if threading.current_thread().name.startswith("microbatch") else nullcontext():
+                return function(*args, **kwargs)
+
+        return submit(pool, run)
+
+    ThreadPoolExecutor.submit = watched  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
 
 class _Watch(TorchDispatchMode):
@@ -50,7 +72,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, at_rest: Iterator[Tensor]) -> None:
         super().__init__()
         self.peak = 0
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         for tensor in at_rest:
             self._see(tensor)
 
@@ -69,16 +91,17 @@ class _Watch(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         if tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = weakref.ref(storage)
+            # What autograd keeps outlives its Python object, whose weak references die with it.
+            self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def _live(self) -> int:
         total = 0
         for key, reference in list(self._storages.items()):
-            storage = reference()
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 del self._storages[key]
             else:
-                total += storage.nbytes()
+                total += storage.nbytes()  # of now: memory that was gathered is given back by a change of size
         return total
 
 

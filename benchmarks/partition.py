@@ -180,7 +180,8 @@ def compare(model: str, num_stages: int) -> Row:
     program = program_of(model, config, num_stages)
 
     def milliseconds(stage_of: Mapping[str, int]) -> float:
-        scores = [simulated(config, program, num_stages, policy, stage_of) for policy in POLICIES]
+        problems = {policy: problem_under(config, program, num_stages, policy) for policy in POLICIES}
+        scores = [simulated(program, problem, policy, stage_of) for policy, problem in problems.items()]
         return 1e3 * min(score.step_seconds for score in scores)
 
     start = time.process_time()

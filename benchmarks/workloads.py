@@ -82,13 +82,13 @@ class EngineSteps:
         self.engine.attach(model, [optimizer])
 
     def step(self) -> None:
+        self.optimizer.zero_grad()
         result = self.engine.train_step(
             lambda batch: self._loss(self.model(batch[0]), batch[1]),
             self._batch,
             loss_of=lambda loss: loss,
             reduces=True,
         )
-        self.optimizer.zero_grad()
         result.commit(torch.ones(()), reduce=True)
         self.engine.begin_update(self.optimizer)
         self.optimizer.step()
