@@ -8,7 +8,12 @@ STAMP := .venv/.installed
 # One thread per process: ranks on one machine would otherwise fight for its cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup train test lint format
+# Two processes share the tests: many of them wait for other ranks most of the time.
+SHELL := bash -o pipefail
+test-ranks := tests/parity tests/ranks
+test-rest := $(filter-out $(test-ranks),$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
+
+.PHONY: help setup train test test-ranks test-rest lint format
 
 help:
 	@sed -n 1p Makefile
@@ -24,7 +29,10 @@ train: setup
 	$(BIN)/python examples/train.py
 
 test: lint
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-rest
+
+test-ranks test-rest: setup
+	$(BIN)/python -m pytest $($@) 2>&1 | sed -u "s/^/$@: /"
 
 lint: setup
 	$(BIN)/ruff check
