@@ -1,0 +1,121 @@
+"""What the hooks of one Accelerator share: options, this rank's place, and the engine.
+
+Scripts ask for the number of processes, and prepare data loaders, before the model is known. So the degrees are
+settled here, from the options and the number of ranks alone, and the engine is made when the model comes.
+"""
+
+import dataclasses
+from datetime import timedelta
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.config import SMPConfig
+from smp_strategy.engine import Engine
+from smp_strategy.errors import SMPError
+from smp_strategy.mesh_shape import MeshShape, check_degree
+from smp_strategy.nodes import find_node_size
+
+__all__ = ["Session"]
+
+
+@final
+class Session:
+    """One Accelerator's.
+
+    The default process group must exist.
+
+    Args:
+        config: all options. Without any degree all ranks are stages of one pipeline.
+        device: where this rank computes.
+        timeout: longest wait for another rank; ``None``: that of the backend.
+
+    Attributes:
+        config: the same, with the number of stages.
+        shape: degrees and rank order.
+        rank: global rank of this process.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of ranks.
+    """
+
+    def __init__(self, config: SMPConfig, device: torch.device, *, timeout: timedelta | None = None) -> None:
+        world_size = dist.get_world_size()
+        self.config = _with_degree(config, world_size)
+        self.device = device
+        self.rank = dist.get_rank()
+        pp, dp_shard = self.config.pipeline_parallel_degree, config.sharded_data_parallel_degree
+        assert pp is not None
+        tp = config.tensor_parallel_degree
+        self.config.check(pp)
+        check_degree(pp, world_size, dp_shard=dp_shard, tp=tp)
+        self.shape = MeshShape.of_world(
+            world_size,
+            pp=pp,
+            dp_shard=dp_shard,
+            tp=tp,
+            placement=config.placement_strategy,
+            node_size=find_node_size(dp_shard),
+        )
+        self._timeout = timeout
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the model; exists once a model is prepared."""
+        if self._engine is None:
+            raise SMPError("There is no pipeline before a model is prepared: call `accelerator.prepare(model, ...)`.")
+        return self._engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether a model is prepared."""
+        return self._engine is not None
+
+    def make_engine(self) -> Engine:
+        """A new engine, for a model that is prepared now; the last one is closed."""
+        self.close()
+        self._engine = Engine(self.config, report=self._report, device=self.device, timeout=self._timeout)
+        return self._engine
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks read samples of their own; to a script these are all processes that there are."""
+        return self.shape.dp * (1 if self.config.prescaled_batch else self.shape.tp)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of them this one is, or reads the samples of."""
+        return self._data_rank_of(self.rank)
+
+    def data_ranks(self) -> list[list[int]]:
+        """The global ranks that read alike, the first of each pipeline first, for each data rank."""
+        found: list[list[int]] = [[] for _ in range(self.num_data_ranks)]
+        for rank in range(self.shape.world_size):
+            found[self._data_rank_of(rank)].append(rank)
+        return found
+
+    def _data_rank_of(self, rank: int) -> int:
+        here = self.shape.coordinates(rank)
+        dp_rank = here["dp_replicate"] * self.shape.dp_shard + here["dp_shard"]
+        return dp_rank if self.config.prescaled_batch else dp_rank * self.shape.tp + here["tp"]
+
+    def _report(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Let go of the engine, if there is one; its module stays as it is."""
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+
+def _with_degree(config: SMPConfig, world_size: int) -> SMPConfig:
+    """``config`` with the number of stages: all ranks, or one where they are wanted for something else."""
+    if config.pipeline_parallel_degree is not None:
+        return config
+    others = config.shard_optimizer_state or config.sharded_data_parallel_degree * config.tensor_parallel_degree > 1
+    degree = 1 if others else world_size
+    return dataclasses.replace(config, pipeline_parallel_degree=degree, microbatches=config.num_microbatches(degree))
