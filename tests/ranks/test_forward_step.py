@@ -79,8 +79,8 @@ class Joined(torch.autograd.Function):
         return None, None
 
 
-def plain(model: nn.Module, batch: Tensor) -> tuple[Tensor, Callable[[Tensor, bool], None]]:
-    outputs = [model(input_ids=ids).logits for ids in split(batch, MICROBATCHES)[0]]
+def plain(model: nn.Module, batch: Tensor, microbatches: int) -> tuple[Tensor, Callable[[Tensor, bool], None]]:
+    outputs = [model(input_ids=ids).logits for ids in split(batch, microbatches)[0]]
 
     def backward(gradient: Tensor, keep: bool) -> None:
         parts = gradient.split([len(output) for output in outputs])
@@ -92,29 +92,29 @@ def plain(model: nn.Module, batch: Tensor) -> tuple[Tensor, Callable[[Tensor, bo
 
 class Plainly(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, model: nn.Module, batch: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, model: nn.Module, batch: Tensor, microbatches: int) -> Tensor:
         with torch.enable_grad():
-            logits, ctx.rest = plain(model, batch)
+            logits, ctx.rest = plain(model, batch, microbatches)
         return logits
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         ctx.rest(gradient, torch._C._autograd._get_current_graph_task_keep_graph())
-        return None, None, None
+        return None, None, None, None
 
 
-def in_one_process(loop: Callable[..., None], replicas: int) -> dict[str, Tensor]:
+def in_one_process(loop: Callable[..., None], replicas: int, microbatches: int) -> dict[str, Tensor]:
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def forward(batch: Tensor) -> Tensor:
+        return Plainly.apply(torch.zeros((), requires_grad=True), model, batch, microbatches)
+
     for step in range(STEPS):
         found = []
         for replica in range(replicas):
             model.zero_grad()
-            loop(
-                lambda batch: Plainly.apply(torch.zeros((), requires_grad=True), model, batch),
-                tokens(step, replica),
-                int,
-            )
+            loop(forward, tokens(step, replica), lambda: None)
             found.append([parameter.grad for parameter in model.parameters()])
         for parameter, *gradients in zip(model.parameters(), *found, strict=True):
             parameter.grad = sum(gradients[1:], gradients[0]) / replicas
@@ -125,7 +125,7 @@ def in_one_process(loop: Callable[..., None], replicas: int) -> dict[str, Tensor
 def on_ranks(loop: Callable[..., None], options: dict[str, Any], evaluates: bool) -> dict[str, Tensor]:
     model = gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    engine = Engine(SMPConfig(microbatches=MICROBATCHES, **options))
+    engine = Engine(SMPConfig(**{"microbatches": MICROBATCHES, **options}))
     engine.attach(model, [optimizer])
     forward = Outside(engine, model)
 
@@ -151,7 +151,7 @@ LAYOUTS = {
     "pp2": (2, {"pipeline_parallel_degree": 2}),
     "pp4": (4, {"pipeline_parallel_degree": 4}),
     "pp2_dp2": (4, {"pipeline_parallel_degree": 2}),
-    "sdp2": (2, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}),
+    "sdp2": (2, {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2, "microbatches": 1}),
     "pp2_sdp2": (4, {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
     "zero1": (2, {"pipeline_parallel_degree": 1, "shard_optimizer_state": True}),
     "tp2": (2, {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}),
@@ -165,11 +165,13 @@ LAYOUTS = {
 def test_weights_are_those_of_one_process(layout, loop):
     world, options = LAYOUTS[layout]
     replicas = world // (options["pipeline_parallel_degree"] * options.get("tensor_parallel_degree", 1))
-    expected = in_one_process(loop, replicas)
+    expected = in_one_process(loop, replicas, options.get("microbatches", MICROBATCHES))
     found, *_ = run_ranks(on_ranks, world, loop, options, layout != "pp1")
+    # A shard group adds up the gradients of each backward before they are added to the last one's.
+    is_exact = layout != "tp2" and ("sdp" not in layout or loop is once)
     for name, value in expected.items():
-        if layout == "tp2":
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        if not is_exact:
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
         else:
             assert torch.equal(found[name], value), name
 
