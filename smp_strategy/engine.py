@@ -237,6 +237,18 @@ class Engine(Inspection):
             self.share.settle()
             self.layout.look(First(kind, step, microbatch), self._optimizers)
 
+    def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
+        """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns. Collective.
+
+        Before the first step this is the look that decides about the partition, if there is one.
+        """
+        first = First("train", self._in_precision(step), self._cut(batch)[0][0], loss_of)
+        if self._calls.runtime is None:
+            self._prepare(*first)
+        else:
+            self.share.settle()
+            self.layout.look(first, self._optimizers)
+
     def _spread(self, first: First) -> None:
         """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
@@ -266,6 +278,7 @@ class Engine(Inspection):
         factor: float = 1.0,
         continues: bool = False,
         reduces: bool = False,
+        sums: bool = False,
     ) -> TrainStep:
         """Forward and backward of a batch.
 
@@ -277,11 +290,13 @@ class Engine(Inspection):
             continues: the gradients will probably be added to those that are there. If both guesses are right, the
                 additions are those of one process in number and order.
             reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
+            sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
         microbatches, sizes = self._cut(batch)
         step = self._in_precision(step)
         self._prepare("train", step, microbatches[0], loss_of)
         job = self._training_job(step, sizes, loss_of)
+        job = replace(job, weights=[1.0] * len(sizes)) if sums else job
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
         with self.share.backward(continues=continues, sums=reduces and not continues) as backward:
             job = replace(job, weights=scaled, around_last=backward.around_last)
@@ -375,8 +390,9 @@ class Engine(Inspection):
 
         Steps can be told to do so themselves (:meth:`TrainStep.commit`).
         """
-        with self.views.put_aside():
-            self.share.reduction.reduce()
+        if self._share is not None:
+            with self.views.put_aside():
+                self._share.reduction.reduce()
 
     def unscale(self, optimizer: Optimizer, scale: float) -> Found:
         """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.
