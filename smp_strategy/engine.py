@@ -408,8 +408,9 @@ class Engine(Inspection):
 
         Steps can be told to do so themselves (:meth:`TrainStep.commit`).
         """
-        with self.views.put_aside():
-            self.share.reduction.reduce()
+        if self._share is not None:
+            with self.views.put_aside():
+                self._share.reduction.reduce()
 
     def unscale(self, optimizer: Optimizer, scale: float) -> Found:
         """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.
@@ -418,11 +419,6 @@ class Engine(Inspection):
         """
         with self.views.put_aside():
             return self.share.unscale(optimizer, scale)
-
-    def reduce_gradients(self) -> None:
-        """Sum up over stages and replicas what was added to gradients since the last time. Collective."""
-        if self._share is not None:
-            self._share.reduction.reduce()
 
     def begin_update(self, optimizer: Optimizer) -> None:
         """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
