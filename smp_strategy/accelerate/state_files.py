@@ -67,8 +67,8 @@ def weights(folder: Path, number: int) -> dict[str, Any]:
     else:
         raise FileNotFoundError(
             f"{folder} has no weights for model {number}: neither {safe.name} nor {pickled.name} is there. Load a "
-            "folder that `accelerator.save_state` has written with as many models, or take the model out of the list in "
-            "a hook of `register_load_state_pre_hook`."
+            "folder that `accelerator.save_state` has written with as many models, or take the model out of the list "
+            "in a hook of `register_load_state_pre_hook`."
         )
     return found
 

@@ -134,7 +134,7 @@ def _story(positions: Mapping[int, Position]) -> str:
         f"The ranks of this pipeline wait for each other for ever:\n{places}\n"
         "All of them must run the same code. A value that only some ranks read (`if trainer.is_global_zero: "
         "print(loss.item())`) is the usual reason: read it on all ranks, or use `self.log` or `self.print`. So is a "
-        "call that all ranks have to make and only some do (`if accelerator.is_main_process: accelerator.save_state()`)."
+        "call that all ranks must make and only some do (`if accelerator.is_main_process: accelerator.save_state()`)."
     )
 
 
