@@ -125,5 +125,5 @@ def check_processes(environ: Mapping[str, str], num_processes: int, num_machines
     try:
         check_degree(pp, num_processes, dp_shard=config.sharded_data_parallel_degree, tp=config.tensor_parallel_degree)
     except ConfigError as error:
-        many = f"`num_processes` is {num_processes}; it counts the processes of all machines."
-        raise ConfigError([*error.problems, many]) from None
+        many = f"`num_processes` ({num_processes}) counts the processes of all machines."
+        raise ConfigError([f"{problem} {many}" for problem in error.problems]) from None
