@@ -179,7 +179,7 @@ def write(accelerator: Accelerator, model: Any, options: Options) -> None:
         state_dict=accelerator.get_state_dict(model),
     )
     if accelerator.is_main_process:
-        trained = GPT2LMHeadModel.from_pretrained(folder).eval()
+        trained = GPT2LMHeadModel.from_pretrained(folder)  # in eval mode
         text = sample(lambda tokens: trained(tokens).logits, prompt=b"def ", length=200, context=options.context)
         print(f"\n--- sampled from {folder} ---\n{text}\n---")
 

@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from smp_strategy.errors import ConfigError
@@ -32,12 +32,23 @@ from smp_strategy.options import (
 from smp_strategy.precision_options import PrecisionOptions
 from smp_strategy.recipe import MICROBATCHES_PER_STAGE, parse_recipe
 
-__all__ = ["ENV_PREFIX", "RestoreModule", "SMPConfig", "Schedule", "canonical", "option_types", "unknown_option"]
+__all__ = [
+    "DOOR_OPTIONS",
+    "ENV_PREFIX",
+    "RestoreModule",
+    "SMPConfig",
+    "Schedule",
+    "canonical",
+    "option_types",
+    "unknown_option",
+]
 
 ENV_PREFIX = "SMP_"
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 # Environment variables with our prefix that are not options.
 NOT_OPTIONS = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME"})
+# Options of one front door only, which reads them itself.
+DOOR_OPTIONS = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 
 _CONCERNS = (
     PipelineOptions,
@@ -193,9 +204,9 @@ def canonical(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def unknown_option(name: str) -> str:
-    """What is told of ``name``, which is no option."""
-    known = option_types()
+def unknown_option(name: str, others: Collection[str] = ()) -> str:
+    """What is told of ``name``, which is no option, nor one of ``others`` that the asker has besides."""
+    known = [*option_types(), *others]
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean `{near[0]}`?" if near else f" Known options: {', '.join(sorted(known))}."
     return f"`{name}` is not an option.{hint}"
@@ -227,6 +238,6 @@ def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[s
         name = canonical(variable[len(ENV_PREFIX) :].lower())
         if name in hints:
             options[name] = parse(environ[variable], hints[name])
-        else:
+        elif name not in DOOR_OPTIONS:
             problems.append(f"The environment variable {variable} names no option of smp_strategy. Unset it.")
     return options

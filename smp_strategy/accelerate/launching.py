@@ -197,10 +197,10 @@ def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]
 
 def _selection(args: Namespace, environ: Mapping[str, str]) -> Selection | None:
     """What the file selects; an empty selection where the environment alone does; ``None`` where neither does."""
-    said, in_file = is_selected(environ), getattr(args, "smp_config", False)
-    if said is False or (in_file is False and not said):
+    said, in_file = is_selected(environ), getattr(args, "smp_config", None)
+    if said is False or (not said and not isinstance(in_file, Selection)):
         return None
-    return Selection(None) if in_file is False else in_file
+    return in_file if isinstance(in_file, Selection) else Selection(None)
 
 
 def torchrun_command(args: Namespace) -> list[str]:

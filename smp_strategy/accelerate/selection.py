@@ -9,7 +9,7 @@ the degrees fit the number of processes. What the shell sets wins over the file.
 from collections.abc import Mapping
 from typing import Any, final
 
-from smp_strategy.config import ENV_PREFIX, SMPConfig, canonical, option_types, unknown_option
+from smp_strategy.config import DOOR_OPTIONS, ENV_PREFIX, SMPConfig, canonical, option_types, unknown_option
 from smp_strategy.errors import ConfigError
 from smp_strategy.mesh_shape import check_degree
 from smp_strategy.option_types import as_dict, as_text, as_tuple, fits, parse
@@ -88,11 +88,13 @@ class Selection:
 
 def _text_of(name: str, value: Any, problems: list[str]) -> str:
     """The text that stands for ``value`` in an environment variable."""
+    text = as_text(value)
+    if name in DOOR_OPTIONS:
+        return text
     hint = option_types().get(canonical(name))
     if hint is None:
-        problems.append(unknown_option(name))
-        return ""
-    text = as_text(value)
+        problems.append(unknown_option(name, DOOR_OPTIONS))
+        return text
     value = as_dict(as_tuple(value))
     is_container = isinstance(value, tuple | Mapping)
     if is_container and fits(value, hint) and parse(text, hint) != value:
