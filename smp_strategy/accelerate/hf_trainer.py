@@ -15,7 +15,6 @@ of the Accelerator's ``__init__``, rather than replace anything in a class that 
 """
 
 import inspect
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,18 +23,18 @@ from typing import Any
 
 import torch
 import transformers
-from torch.optim import Optimizer
+from accelerate.utils import load
+from torch.nn.modules.module import _IncompatibleKeys
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from smp_strategy.accelerate.hf_arguments import count_replicas
+from smp_strategy.accelerate.saving import OWN_FILE
 from smp_strategy.errors import ConfigError, UnsupportedError
 
 __all__ = ["SMPTrainer", "adopt", "trainer_above"]
 
 TESTED = "5.23"
-# Where the engine's random streams are, beside the files of the Trainer, which passes over it.
-STREAMS_NAME = "smp_strategy.json"
 
 
 class SMPTrainer(Trainer):
@@ -63,19 +62,20 @@ class SMPTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the optimizer's state as one process has it, on the first one. Collective."""
-        state = self.accelerator.smp.engine.full_optimizer_state(_plain(self.optimizer))
+        state = self.accelerator.get_optimizer_state_dict(self.optimizer)
         if self.args.should_save:
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             scheduler: Any = self.lr_scheduler
             torch.save(scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write the random states once for each replica, whose ranks draw alike, and the engine's streams."""
+        """Write the random states once for each replica, whose ranks draw alike, and our own streams. Collective."""
         session = self.accelerator.smp
+        ours = self.accelerator.own_state()
         if session.rank == session.data_ranks()[session.data_rank][0]:
             super()._save_rng_state(output_dir)
         if self.args.should_save:
-            Path(output_dir, STREAMS_NAME).write_text(json.dumps(session.engine.state_dict()))
+            torch.save(ours, Path(output_dir, OWN_FILE))
 
     # Loading. All ranks read the files.
 
@@ -87,15 +87,15 @@ class SMPTrainer(Trainer):
         if of_optimizer.is_file() and of_scheduler.is_file():
             # Into host memory: on the device there may be room for a share only.
             state = torch.load(of_optimizer, map_location="cpu", weights_only=True)
-            self.accelerator.smp.engine.load_optimizer_state(_plain(self.optimizer), state)
+            self.accelerator.load_optimizer_state_dict(self.optimizer, state)
             scheduler: Any = self.lr_scheduler
             scheduler.load_state_dict(torch.load(of_scheduler, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Continue the random streams of the run that has saved ``checkpoint``, those of the engine, too."""
         super()._load_rng_state(checkpoint)
-        if checkpoint is not None and (streams := Path(checkpoint, STREAMS_NAME)).is_file():
-            self.accelerator.smp.engine.load_state(json.loads(streams.read_text()))
+        if checkpoint is not None and (ours := Path(checkpoint, OWN_FILE)).is_file():
+            self.accelerator.load_own_state(load(ours))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights, of which this rank may have its share only, from an earlier run of this Trainer."""
@@ -110,23 +110,22 @@ class SMPTrainer(Trainer):
     @contextmanager
     def _loads_share(self) -> Iterator[None]:
         """While this is open, ``model.load_state_dict`` takes this rank's share of a whole state dict."""
-        session = self.accelerator.smp
-        model: Any = self.model
-        if not (session.has_engine and session.engine.is_spread):
+        accelerator, model = self.accelerator, self.model
+        assert model is not None
+        if not (accelerator.smp.has_engine and accelerator.smp.engine.is_spread):
             yield
             return
 
         def load_state_dict(state: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-            session.engine.load_state_dict(state, strict=strict)
+            accelerator.load_model_state_dict(model, state, strict=strict)
             names = model.state_dict().keys()
-            missing, unexpected = [*(names - state.keys())], [*(state.keys() - names)]
-            return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+            return _IncompatibleKeys([*(names - state.keys())], [*(state.keys() - names)])
 
-        model.load_state_dict = load_state_dict
+        vars(model)["load_state_dict"] = load_state_dict
         try:
             yield
         finally:
-            del model.load_state_dict
+            del vars(model)["load_state_dict"]
 
     # What cannot be served
 
@@ -224,8 +223,3 @@ def _check_arguments(args: Any) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-def _plain(optimizer: Any) -> Optimizer:
-    """The optimizer inside of Accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -51,7 +51,7 @@ def language_model(dropout=0.0):
     torch.manual_seed(1)
     config = GPT2Config(
         **{"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 3, "n_head": 2},
-        **{name: dropout for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
     )
     return GPT2LMHeadModel(config)
 
@@ -61,7 +61,7 @@ def classifier(dropout=0.0):
     config = BertConfig(
         **{"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2},
         **{"intermediate_size": 32, "num_labels": 3},
-        **{name: dropout for name in ("hidden_dropout_prob", "attention_probs_dropout_prob")},
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout),
     )
     return BertForSequenceClassification(config)
 
