@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smp_strategy import _autoload
 
 if TYPE_CHECKING:
+    from smp_strategy.accelerate.plugin import SMPPlugin as SMPPlugin
     from smp_strategy.activations.functions import checkpoint_sequential as checkpoint_sequential
     from smp_strategy.activations.notes import set_activation_checkpointing as set_activation_checkpointing
     from smp_strategy.config import SMPConfig as SMPConfig
@@ -39,6 +40,7 @@ __all__ = [
     "PeerFailedError",
     "SMPConfig",
     "SMPError",
+    "SMPPlugin",
     "SMPStrategy",
     "UnsupportedError",
     "__version__",
@@ -62,6 +64,7 @@ _HOME = {
     "PeerFailedError": "smp_strategy.errors",
     "SMPConfig": "smp_strategy.config",
     "SMPError": "smp_strategy.errors",
+    "SMPPlugin": "smp_strategy.accelerate.plugin",
     "UnsupportedError": "smp_strategy.errors",
     "checkpoint_sequential": "smp_strategy.activations.functions",
     "partition": "smp_strategy.placement",

@@ -38,6 +38,8 @@ ENV_PREFIX = "SMP_"
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 # Environment variables with our prefix that are not options.
 NOT_OPTIONS = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME"})
+# Options of one front door only, which reads them itself.
+DOOR_OPTIONS = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 
 _CONCERNS = (
     PipelineOptions,
@@ -197,6 +199,6 @@ def _from_environment(problems: list[str]) -> dict[str, Any]:
         name = ALIASES.get(variable[len(ENV_PREFIX) :].lower(), variable[len(ENV_PREFIX) :].lower())
         if name in hints:
             options[name] = parse(os.environ[variable], hints[name])
-        else:
+        elif name not in DOOR_OPTIONS:
             problems.append(f"The environment variable {variable} names no option of smp_strategy. Unset it.")
     return options

@@ -4,20 +4,26 @@ A step computes its gradients before it is known what they are added to: Lightni
 then ``zero_grad``, then ``backward``. So they are kept aside until ``backward``. Sums of floating-point numbers depend
 on their order, though: where the gradients will be added to those of earlier batches, the step already continues with
 a copy of them, and what is handed over is the new sum.
+
+[Note: commit] The returned loss has one node in its graph, and the backward of that node adds ``incoming gradient *
+gradient of the mean loss`` to ``.grad``. So whatever is done to the loss before ``backward()`` (division by the
+accumulated batches, a weight, a user's own backward) acts on the gradients as in a single process.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.sums import Sums
 
-__all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating"]
+__all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating", "loss_that_commits"]
 
 
 @final
@@ -124,3 +130,23 @@ class TrainStep:
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
+
+
+def loss_that_commits(loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
+    """``loss``, whose ``backward()`` calls ``commit`` with the incoming gradient. See [Note: commit]."""
+    anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
+    committed: Tensor = _Commit.apply(anchor, loss, commit)  # type: ignore[no-untyped-call]
+    return committed
+
+
+class _Commit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
+        ctx.commit = commit  # type: ignore[attr-defined]
+        return loss.detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[None, None, None]:
+        ctx.commit(grad_output)  # type: ignore[attr-defined]
+        return None, None, None

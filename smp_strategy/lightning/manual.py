@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.lightning.gradients import loss_that_commits
 from smp_strategy.lightning.steps import Context
 from smp_strategy.manual import ManualSteps
 from smp_strategy.precision.gradient_scaler import GradientScaler
+from smp_strategy.step_results import loss_that_commits
 
 __all__ = ["ManualOptimization"]
 

@@ -52,23 +52,12 @@ def _rules(plugin: Any, config: SMPConfig, given: Any) -> ScalingRules | None:
             return None
         if is_asked_for:
             return ScalingRules.of(config)
-        return given.rules if isinstance(given, GradientScaler) else _rules_of_torch(given)
+        return given.rules if isinstance(given, GradientScaler) else ScalingRules.like(given)
     if config.fp16 or config.fp16_params:
         return ScalingRules.of(config)
     if getattr(plugin, "precision", None) == "16-true" and config.loss_scale is not None:
         return ScalingRules.of(config)
     return None
-
-
-def _rules_of_torch(scaler: Any) -> ScalingRules:
-    """Those of a scaler that Lightning, or the user, has made."""
-    return ScalingRules(
-        init_scale=scaler.get_scale(),
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        window=scaler.get_growth_interval(),
-        min_scale=0.0,
-    )
 
 
 def problems_of_scaling(plugin: Any, config: SMPConfig) -> list[str]:
@@ -89,7 +78,7 @@ def problems_of_scaling(plugin: Any, config: SMPConfig) -> list[str]:
             f"The precision plugin has a scaler of the class {type(given).__name__}, whose decisions cannot be agreed "
             "over ranks. Use `torch.amp.GradScaler`, or the options of strategy 'smp' (`loss_scale` ...)."
         )
-    elif given is not None and asked and _rules_of_torch(given) != _rules_of_torch(torch.amp.GradScaler("cpu")):
+    elif given is not None and asked and ScalingRules.like(given) != ScalingRules.like(torch.amp.GradScaler("cpu")):
         found.append(
             f"{' and '.join(asked)} contradict the scaler of the precision plugin, which has rules of its own. Leave "
             "one of them out."

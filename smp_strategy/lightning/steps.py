@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.lightning.gradients import loss_that_commits
 from smp_strategy.lightning.logs import LogRecorder
 from smp_strategy.pipeline.microbatch import merge
+from smp_strategy.step_results import loss_that_commits
 
 if TYPE_CHECKING:
     from smp_strategy.engine import Engine

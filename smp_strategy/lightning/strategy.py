@@ -38,7 +38,7 @@ from smp_strategy.failure import publish
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import backend_for, devices_of_launcher, submitit_environment
-from smp_strategy.lightning.gradients import evaluated_once, for_all_ranks, forget_gradients
+from smp_strategy.lightning.gradients import for_all_ranks, forget_gradients
 from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.leaving import call_at_exit
@@ -50,6 +50,7 @@ from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.precision.gradient_scaler import GradientScaler
 from smp_strategy.timeline.timeline import Timeline
 

@@ -68,6 +68,17 @@ class ScalingRules:
         )
 
     @classmethod
+    def like(cls, scaler: Any) -> Self:
+        """Those of a ``torch.amp.GradScaler``."""
+        return cls(
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            window=scaler.get_growth_interval(),
+            min_scale=0.0,
+        )
+
+    @classmethod
     def static(cls, scale: float) -> Self:
         """A factor that stays as it is."""
         return cls(init_scale=scale, growth_factor=1.0, backoff_factor=1.0, min_scale=scale)

@@ -1,0 +1,254 @@
+"""Calls of the model: what the script does with a whole batch, the engine does with microbatches.
+
+``forward`` is replaced on the instance, so the model keeps its class, its attributes and its hooks, which see whole
+batches. What a call becomes depends on what the script can do with its result:
+
+- without gradients: a forward of all microbatches;
+- with a loss in the result: forward and backward of the microbatches in the order of the schedule, and the loss hands
+  the gradients over when the script calls backward;
+- with gradients otherwise: a forward of all microbatches that keeps what backward needs, which runs when the script
+  calls backward with whatever it has made of the result.
+
+Which of these it is can be seen in what the model returns for one microbatch in a dry run, once for each way in which
+the script calls it.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.accelerate.guesses import Guesses
+from smp_strategy.accelerate.outputs import (
+    Packed,
+    gradients_come_later,
+    is_differentiable,
+    loss_in,
+    pack,
+    with_loss,
+)
+from smp_strategy.engine import Engine
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.pipeline.microbatch import merge
+
+__all__ = ["CallOptions", "ModelCalls"]
+
+# Methods of models that call the model again and again, and what it has kept from call to call stays inside.
+_WHOLE = ("generate",)
+_OUTSIDE = (
+    "Set `loss_in_model=False` in SMPPlugin: then backward runs when the script calls it, for any function of what the "
+    "model returns."
+)
+
+
+class CallOptions(NamedTuple):
+    """See :class:`~smp_strategy.accelerate.plugin.SMPPlugin`."""
+
+    loss_in_model: str | bool = "auto"
+    loss_reduction: str = "mean"
+    training_outputs: str = "all"
+
+
+class _Look(NamedTuple):
+    """What the model returns when it is called in one way."""
+
+    has_loss: bool
+    """And gradients flow through it."""
+    is_differentiable: bool
+
+
+@final
+class ModelCalls:
+    """See the module docstring.
+
+    Args:
+        model: is called.
+        engine: runs it.
+        options: of the user.
+        guesses: about the backward that follows a call.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, options: CallOptions, guesses: Guesses) -> None:
+        self.model = model
+        self._engine = engine
+        self._options = options
+        self._guesses = guesses
+        self._inner: Callable[..., Any] = model.forward
+        self._before = {name: vars(model)[name] for name in ("forward", *_WHOLE) if name in vars(model)}
+        self._replaced: list[str] = []
+        self._is_inside = False
+        # Ways to call the model, each with its number and what it returns.
+        self._kinds: dict[Any, int] = {}
+        self._looks: dict[Any, _Look] = {}
+
+    # On the instance
+
+    def install(self) -> None:
+        """Let calls of the model come here."""
+        self._replace("forward", self._call)
+        for name in _WHOLE:
+            if callable(getattr(self.model, name, None)):
+                self._replace(name, functools.partial(self._run_whole, getattr(self.model, name)))
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        original = getattr(self.model, name)
+
+        @functools.wraps(original)
+        def instead(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is not self.model:
+                # A copy of the model (an average of weights, say) took this method along.
+                own = getattr(original, "__func__", getattr(type(module), name))
+                return types.MethodType(own, module)(*args, **kwargs)
+            return method(*args, **kwargs)
+
+        vars(self.model)[name] = types.MethodType(instead, self.model)
+        self._replaced.append(name)
+
+    def remove(self) -> None:
+        """Let calls reach the model directly again."""
+        for name in self._replaced:
+            vars(self.model).pop(name, None)
+            if name in self._before:
+                vars(self.model)[name] = self._before[name]
+        self._replaced.clear()
+
+    # Calls
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return self._inner(*args, **kwargs)
+        call = (args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._evaluate(call)
+        way = _way_of(call)
+        look = self._look(call, way)
+        if look.has_loss and self.model.training and self._options.loss_in_model is not False:
+            return self._train(call)
+        return self._forward(call) if look.is_differentiable else self._evaluate(call)
+
+    def _evaluate(self, call: Any) -> Any:
+        number = self._kinds.setdefault(_way_of(call), len(self._kinds))
+        with self._inside() as around:
+            result = self._engine.eval_step(self._step(around), call, kind=f"evaluation {number}")
+        return merge([packed.result for packed in result.outputs], result.sizes)
+
+    def _train(self, call: Any) -> Any:
+        guesses, parameters = self._guesses, self._engine.share.parameters
+        factor = guesses.factor()
+        had = any(parameter.grad is not None for parameter in parameters)
+        with self._inside() as around:
+            result = self._engine.train_step(
+                self._step(around, only_loss=self._options.training_outputs == "loss"),
+                call,
+                loss_of=_loss_of,
+                factor=factor,
+                continues=guesses.continues(parameters),
+                reduces=guesses.reduces(),
+                sums=self._sums(call),
+            )
+        if result.loss is None:
+            raise UnsupportedError(
+                f"The model has returned no loss, but did so when it was called like this before. {_OUTSIDE}"
+            )
+
+        def commit(grad_output: Tensor) -> None:
+            guesses.learn(grad_output, factor, parameters, had=had)
+            result.commit(grad_output, reduce=False)
+
+        return with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE)
+
+    def _forward(self, call: Any) -> Any:
+        with self._inside() as around:
+            step = self._engine.forward_step(self._step(around), call)
+        return gradients_come_later(step.outputs, step.sizes, step.backward)
+
+    def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method that calls the model many times, as one step with one microbatch."""
+        if self._is_inside:
+            return method(*args, **kwargs)
+        name = getattr(method, "__name__", "method")
+        number = self._kinds.setdefault((name, *_way_of((args, kwargs))), len(self._kinds))
+        with self._inside() as around:
+            result = self._engine.eval_step(
+                lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
+            )
+        return result.outputs[0]
+
+    def _sums(self, call: Any) -> bool:
+        return self._options.loss_reduction == "sum" or call[1].get("num_items_in_batch") is not None
+
+    def _look(self, call: Any, way: Any) -> _Look:
+        """What the model returns for ``call``; all ranks come here for the same calls."""
+        if way in self._looks:
+            return self._looks[way]
+        found: list[_Look] = []
+
+        def step_with(around: Callable[..., Any]) -> Callable[[Any], Any]:
+            step = self._step(around)
+
+            def looked_at(microbatch: Any) -> Any:
+                packed = step(microbatch)
+                loss = loss_in(packed.result)
+                found.append(_Look(loss is not None and loss.requires_grad, is_differentiable(packed)))
+                return packed
+
+            return looked_at
+
+        with self._inside() as around:
+            self._engine.look(step_with(around), call, loss_of=_loss_of)
+        if not found:
+            # It looks at values, which a dry run does not have.
+            trains = any(parameter.requires_grad for parameter in self.model.parameters())
+            return _Look(has_loss=trains, is_differentiable=trains)
+        self._looks[way] = found[-1]
+        return found[-1]
+
+    # Inside of steps
+
+    def _step(self, around: Callable[..., Any], *, only_loss: bool = False) -> Callable[[Any], Packed]:
+        def step(microbatch: Any) -> Packed:
+            args, kwargs = microbatch
+            return pack(around(lambda: self._inner(*args, **kwargs)), only_loss=only_loss)
+
+        return step
+
+    @contextmanager
+    def _inside(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """A step runs in here; gives what is put around the model in it.
+
+        Autocast of the script is for forward: around the whole step it would reach the backward passes.
+        """
+        kind = next(self.model.parameters()).device.type
+        is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        cache = torch.is_autocast_cache_enabled()
+
+        def around(function: Callable[[], Any]) -> Any:
+            if not is_on:
+                return function()
+            with torch.autocast(kind, dtype, cache_enabled=cache):
+                return function()
+
+        self._is_inside = True
+        try:
+            with torch.autocast(kind, enabled=False):
+                yield around
+        finally:
+            self._is_inside = False
+
+
+def _loss_of(packed: Packed) -> Tensor | None:
+    return loss_in(packed.result)
+
+
+def _way_of(call: Any) -> Any:
+    """What calls have in common that take the same path, and return the same kind of result."""
+    args, kwargs = call
+    return tuple(map(_described, args)), tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
+
+
+def _described(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, str)) else type(value).__qualname__

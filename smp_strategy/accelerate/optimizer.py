@@ -1,0 +1,72 @@
+"""The optimizer wrapper: gradients are made final before a step, and new values travel after it."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+
+from smp_strategy.accelerate.session import Session
+from smp_strategy.optim.closures import evaluated_once
+from smp_strategy.precision.gradient_scaler import GradientScaler
+
+__all__ = ["SMPOptimizer", "unwrapped"]
+
+
+class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published without type information
+    """What Accelerate wraps optimizers in, for ranks that have a part of the parameters.
+
+    Args:
+        optimizer: the user's.
+        session: of the Accelerator.
+        device_placement: whether to move what the optimizer has saved to the device.
+        scaler: scales losses, where anything computes in float16.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, session: Session, *, device_placement: bool, scaler: GradientScaler | None
+    ) -> None:
+        super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
+        self.smp = session
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, if this call ends an accumulation window."""
+        if not (self.gradient_state.sync_gradients and self.smp.has_engine):
+            return super().step(closure)
+        if closure is not None:
+            once = evaluated_once(closure, self.optimizer)
+            # What it computes must be final before the optimizer looks at it.
+            result = once()
+            closure = evaluated_once(lambda: result, self.optimizer)
+        engine = self.smp.engine
+        with engine.views.put_aside():
+            engine.reduce_gradients()
+            if self.scaler is not None and not self.scaler.has_unscaled(self.optimizer):
+                self.scaler.unscale_(self.optimizer)
+            engine.begin_update(self.optimizer)
+            returned = super().step(closure)
+            engine.end_update(self.optimizer)
+        return returned
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the optimizer's state as one process has it, on global rank 0, and ``{}`` elsewhere. Collective."""
+        if not self.smp.has_engine:
+            return super().state_dict()
+        return self.smp.engine.full_optimizer_state(self.optimizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's share of the state of one process."""
+        if not self.smp.has_engine:
+            super().load_state_dict(state_dict)
+        else:
+            self.smp.engine.load_optimizer_state(self.optimizer, state_dict)
+
+
+def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
+    """The user's optimizers inside of Accelerate's wrappers."""
+    found = []
+    for optimizer in optimizers:
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        found.append(optimizer)
+    return found

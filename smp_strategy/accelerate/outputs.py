@@ -1,0 +1,211 @@
+"""What a call of the model returns: one result of those of the microbatches, with the history that it would have.
+
+The microbatches' results are real on every rank, but detached. Here they are hung on the graph of the script again,
+each by one node: the node of a loss hands gradients over that exist already; the nodes of other results that came with
+it refuse, because their backward is over; and where backward is still to come, one node takes the gradients of all
+results of all microbatches. Results are merged by ordinary operations on top of that.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils import _pytree as pytree
+
+from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.pipeline.microbatch import merge
+from smp_strategy.step_results import loss_that_commits
+from smp_strategy.trace.tree import flatten
+
+__all__ = ["LeftBehind", "Packed", "gradients_come_later", "is_differentiable", "loss_in", "pack", "with_loss"]
+
+Backward = Callable[[list[list[Tensor | None]]], None]
+"""Gets, for each microbatch, the gradient of each of its differentiable results, or ``None``."""
+
+
+class Packed(NamedTuple):
+    """What the model has returned for a microbatch, as it travels to all ranks."""
+
+    result: Any
+    """Without objects that cannot travel."""
+    needs_grad: tuple[bool, ...]
+    """Of the leaves of ``result``: which are tensors that gradients flow through."""
+
+
+@final
+class LeftBehind:
+    """In the place of a result that stays with the stages.
+
+    Args:
+        what: it is.
+        remedy: how to get it.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self._what = what
+        self._remedy = remedy
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LeftBehind) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{self._what}, left behind>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by code that only wants to know what this is
+            raise AttributeError(name)
+        raise UnsupportedError(f"{self._what} stays with the stages that have made it. {self._remedy}")
+
+
+def loss_in(result: Any) -> Tensor | None:
+    """The loss that a model has returned: under the name ``loss``, as the first item of a tuple, or by itself."""
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
+        found = result[0] if result else None
+    else:
+        found = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+    return found if isinstance(found, Tensor) and found.is_floating_point() and found.ndim == 0 else None
+
+
+def pack(result: Any, *, only_loss: bool = False) -> Packed:
+    """``result`` of a microbatch, ready to travel; its tensors may be placed on other stages."""
+    leaves, structure = flatten(result)
+    loss = loss_in(result)
+    carried = [_carried(leaf, only_loss=only_loss and leaf is not loss) for leaf in leaves]
+    needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in carried)
+    return Packed(pytree.tree_unflatten(carried, structure), needs_grad)
+
+
+def _carried(leaf: Any, *, only_loss: bool) -> Any:
+    if isinstance(leaf, Tensor):
+        if not only_loss:
+            return leaf
+        remedy = "Set `training_outputs=all` in SMPPlugin to get it on every rank."
+        return LeftBehind("With `training_outputs=loss` all that the model returns beside its loss", remedy)
+    if _holds_tensors(leaf, depth=5):
+        name = type(leaf).__name__
+        remedy = "Call `model.generate`, which uses it, or keep the model from making it (`use_cache=False`)."
+        return LeftBehind(f"The {name} that the model returns", remedy)
+    return leaf
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, (str, bytes, int, float, type(None), type)):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item, depth - 1) for item in value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds_tensors(item, depth - 1) for item in value)
+    return any(_holds_tensors(item, depth - 1) for item in getattr(value, "__dict__", {}).values())
+
+
+def is_differentiable(packed: Packed) -> bool:
+    """Whether gradients flow through anything that the model has returned."""
+    return any(packed.needs_grad)
+
+
+def with_loss(
+    outputs: Sequence[Packed], sizes: Sequence[int], loss: Tensor, commit: Callable[[Tensor], None], *, remedy: str
+) -> Any:
+    """The merged result of a step whose backward has run; the loss in it hands the gradients over.
+
+    Args:
+        outputs: of each microbatch.
+        sizes: samples in each.
+        loss: over all of them.
+        commit: adds gradients times the given number to ``.grad``.
+        remedy: for those who want gradients of other results.
+    """
+    ended = [_on_graph(packed, lambda leaves: _Ended.apply(_anchor(leaves), remedy, *leaves)) for packed in outputs]
+    merged = merge(ended, sizes)
+    leaves, structure = flatten(merged)
+    place = loss_in(merged)
+    handed = loss_that_commits(loss, _once(commit))
+    return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
+
+
+def gradients_come_later(outputs: Sequence[Packed], sizes: Sequence[int], backward: Backward) -> Any:
+    """The merged result of a step whose backward runs when gradients come, once.
+
+    Args:
+        outputs: of each microbatch.
+        sizes: samples in each.
+        backward: runs it.
+    """
+    found: list[Tensor] = []
+    for packed in outputs:
+        leaves, _ = flatten(packed.result)
+        found += [leaf for leaf, needs in zip(leaves, packed.needs_grad, strict=True) if needs]
+    counts = [sum(packed.needs_grad) for packed in outputs]
+
+    def run(gradients: Sequence[Tensor | None]) -> None:
+        given = iter(gradients)
+        backward([[next(given) for _ in range(count)] for count in counts])
+
+    later = iter(_Later.apply(_anchor(found), _once(run), *found))
+    return merge([_on_graph(packed, lambda leaves: [next(later) for _ in leaves]) for packed in outputs], sizes)
+
+
+def _on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
+    leaves, structure = flatten(packed.result)
+    places = [place for place, needs in enumerate(packed.needs_grad) if needs]
+    if places:
+        for place, tensor in zip(places, hang([leaves[place] for place in places]), strict=True):
+            leaves[place] = tensor
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _anchor(like: Sequence[Tensor]) -> Tensor:
+    return torch.zeros((), device=like[0].device, requires_grad=True)
+
+
+def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``act``, which refuses to be called again: gradients exist once."""
+    calls = 0
+
+    def once(given: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise SMPError(
+                "Backward reaches the same call of the model a second time, but its gradients are handed over once. "
+                "Add the losses up and call backward once, or call the model again."
+            )
+        act(given)
+
+    return once
+
+
+class _Ended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, remedy: str, *leaves: Tensor) -> Any:
+        ctx.remedy = remedy
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(
+            "Backward reaches something that the model has returned beside its loss, but backward of this call has run "
+            f"already, together with forward, for the loss alone. {ctx.remedy}"
+        )
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, run: Any, *leaves: Tensor) -> Any:
+        ctx.run = run  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
+        ctx.run(gradients)  # type: ignore[attr-defined]
+        return None, None, *(None for _ in gradients)

@@ -1,0 +1,39 @@
+"""The process group: Accelerate's own, unless it cannot carry what ranks tell each other."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ensure_group"]
+
+
+def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
+    """Make a default process group if there is none, or one in the place of the default one that lacks the host.
+
+    Accelerate makes groups for the accelerator alone (``nccl``), but ranks send tensors of the host as well. A script
+    that has one process has none.
+
+    Args:
+        device: where this rank computes.
+        timeout: of the group; ``None``: the backend's.
+    """
+    options = {} if timeout is None else {"timeout": timeout}
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+        return
+    group = dist.distributed_c10d._get_default_group()
+    carried = {each.type for each in group._device_types}
+    if "cpu" in carried or device.type == "cpu":
+        return
+    backend = dist.get_backend(group)
+    # The store lives on: in it the ranks find each other again, wherever it is served.
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        f"cpu:gloo,{device.type}:{backend}",
+        store=dist.PrefixStore("smp_strategy", store),
+        rank=rank,
+        world_size=world_size,
+        **options,
+    )

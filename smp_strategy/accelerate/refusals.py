@@ -1,0 +1,82 @@
+"""What cannot be served, said when the Accelerator is made or an object is prepared, and not later."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.utils import DistributedType, DynamoBackend
+
+from smp_strategy.config import SMPConfig
+
+__all__ = ["problems_of_accelerator", "problems_of_base"]
+
+_INSTEAD = {
+    "dp_replicate_size": "leave it out: processes that are left over by the other degrees are replicas",
+    "dp_shard_size": "set `sharded_data_parallel_degree`",
+    "tp_size": "set `tensor_parallel_degree`",
+    "tp_handler": "set `tensor_parallel_degree`",
+}
+_OTHERS = {
+    "FSDP": ("FSDP", "`sharded_data_parallel_degree` of SMPPlugin shards parameters"),
+    "DEEPSPEED": ("DeepSpeed", "`sharded_data_parallel_degree` and `shard_optimizer_state` of SMPPlugin do its part"),
+    "MEGATRON_LM": (
+        "Megatron-LM",
+        "`pipeline_parallel_degree` and `tensor_parallel_degree` of SMPPlugin do its part",
+    ),
+}
+
+
+def problems_of_base(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with ``given`` values for the fields of Accelerate's own ``ParallelismConfig``."""
+    found = []
+    for name, value in sorted(given.items()):
+        if value is None or (name.endswith("_size") and value == 1):
+            continue
+        instead = _INSTEAD.get(name, "leave it out: context and sequence parallelism are not offered")
+        found.append(f"`{name}={value!r}` asks Accelerate itself for parallelism, not SMPPlugin. Instead, {instead}.")
+    return found
+
+
+def problems_of_accelerator(accelerator: Any, config: SMPConfig) -> list[str]:
+    """What else the Accelerator was asked for that contradicts the plugin."""
+    found = []
+    state = accelerator.state
+    kind = state.distributed_type
+    for name, (title, instead) in _OTHERS.items():
+        # On CPUs Accelerate passes over such a plugin, and only the environment tells that one was given.
+        if kind == DistributedType[name] or os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            found.append(
+                f"SMPPlugin and {title} both distribute the model. Leave the {title} plugin out, and ACCELERATE_USE_"
+                f"{name} out of the environment; {instead}."
+            )
+    if kind == DistributedType.XLA:
+        found.append(f"SMPPlugin runs on CPUs and GPUs, but Accelerate has chosen {kind.value}. Choose other devices.")
+    if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
+        found.append(
+            f"`dynamo_backend={state.dynamo_plugin.backend.value.lower()}` compiles the model as a whole, of which every "
+            "rank has a part. Leave it out and set `compile=True` in SMPPlugin, which compiles each unit."
+        )
+    found += _problems_of_precision(state.mixed_precision, accelerator.device.type, config)
+    return found
+
+
+def _problems_of_precision(mixed_precision: str, device_type: str, config: SMPConfig) -> list[str]:
+    if mixed_precision == "fp8":
+        return ["`mixed_precision=fp8` is not offered by SMPPlugin. Use 'bf16'."]
+    own = [name for name in ("fp16", "bf16", "fp16_params") if getattr(config, name)]
+    if mixed_precision != "no" and own:
+        return [
+            f"`mixed_precision={mixed_precision}` of Accelerate and `{own[0]}=True` of SMPPlugin both choose in what the "
+            "model computes. Leave one of them out."
+        ]
+    if mixed_precision == "fp16" and device_type == "cpu":
+        return ["`mixed_precision=fp16` does nothing on a CPU in Accelerate. Use 'bf16', or `fp16=True` in SMPPlugin."]
+    if (
+        (config.loss_scale is not None or config.rules_given)
+        and mixed_precision != "fp16"
+        and not (config.fp16 or config.fp16_params)
+    ):
+        asked = [] if config.loss_scale is None else [f"`loss_scale={config.loss_scale}`"]
+        asked += config.rules_given
+        return [f"{' and '.join(asked)} has no effect: nothing computes in float16. Set `fp16=True`, or leave it out."]
+    return []
