@@ -69,7 +69,7 @@ def classifier(dropout=0.0):
 def arguments(folder, smp=None, **options):
     """Training arguments; with ``smp`` the model is spread as they say."""
     if smp is not None:
-        from smp_strategy.accelerate import SMPPlugin
+        from smp_strategy.accelerate.plugin import SMPPlugin
 
         options["parallelism_config"] = SMPPlugin(**smp)
     defaults = {
