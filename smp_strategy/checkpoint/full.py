@@ -26,7 +26,7 @@ from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.tensor_parallel.parts import Parts
 
-__all__ = ["keep_share", "load_state_dict", "optimizer_state", "state_dict", "tied_names"]
+__all__ = ["keep_share", "load_state_dict", "optimizer_state", "state_dict"]
 
 
 def state_dict(
@@ -54,7 +54,7 @@ def state_dict(
                 items[name] = joined if mesh.tp_rank == 0 else None
     known = _gathered(list(items), mesh)
     savers = {name: ownership.saver(name) for name in _merged(known)}
-    same = tied_names(found)
+    same = _tied_names(found)
     sent = {name: saver for name, saver in savers.items() if name in known[saver] and name not in same}
     collected = _collect(items, sent, mesh)
     if mesh.rank != 0:
@@ -64,7 +64,7 @@ def state_dict(
     return state
 
 
-def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
     """The names in a state dict, made with ``keep_vars``, of parameters that stand there before, and those first names.
 
     Every rank knows every parameter, so they are the same on all of them. Buffers may have been replaced.
