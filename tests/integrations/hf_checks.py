@@ -47,9 +47,11 @@ class Sentences(Texts):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": int(tokens.sum()) % 3}
 
 
-def language_model(dropout=0.0):
+def language_model(dropout=0.0, *, tied=False):
+    """A GPT-2; tied, the gradients at its two ends are added up in another order than by one process."""
     torch.manual_seed(1)
     config = GPT2Config(
+        tie_word_embeddings=tied,
         **{"vocab_size": VOCABULARY, "n_positions": LENGTH, "n_embd": 16, "n_layer": 3, "n_head": 2},
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),
     )
