@@ -27,6 +27,7 @@ from accelerate.utils import load
 from torch.nn.modules.module import _IncompatibleKeys
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_utils import TrainOutput
 
 from smp_strategy.accelerate.hf_arguments import count_replicas
 from smp_strategy.accelerate.saving import OWN_FILE
@@ -52,6 +53,13 @@ class SMPTrainer(Trainer):
         self.current_flos *= session.num_data_ranks / session.shape.world_size
         super().store_flos()
 
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train. The Trainer first lets go of what is prepared, and so meets a whole model. Collective."""
+        session = self.accelerator.smp
+        if session.has_engine:
+            session.engine.restore_everywhere()
+        return super()._inner_training_loop(*args, **kwargs)
+
     # Saving. The Trainer comes to these methods on all ranks.
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -71,7 +79,7 @@ class SMPTrainer(Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """Write the random states once for each replica, whose ranks draw alike, and our own streams. Collective."""
         session = self.accelerator.smp
-        ours = self.accelerator.own_state()
+        ours = self.accelerator.get_own_state()
         if session.rank == session.data_ranks()[session.data_rank][0]:
             super()._save_rng_state(output_dir)
         if self.args.should_save:
@@ -216,9 +224,9 @@ def _check_arguments(args: Any) -> None:
                 f"`{name}=True` converts the whole model in place, of which a rank has a share. Use "
                 f"`{name.split('_')[0]}=True`, which computes in that type in training and evaluation."
             )
-    if args.optim in ("lomo", "adalomo"):
+    if (optim := getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
         problems.append(
-            f"`optim={args.optim}` updates each parameter while backward runs, before all microbatches have added to "
+            f"`optim={optim}` updates each parameter while backward runs, before all microbatches have added to "
             "its gradient. Use another optimizer; `shard_optimizer_state` saves memory, too."
         )
     if problems:

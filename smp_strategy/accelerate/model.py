@@ -165,7 +165,7 @@ class ModelCalls:
     def _forward(self, call: Any) -> Any:
         with self._inside() as around:
             step = self._engine.forward_step(self._step(around, call), call)
-        return gradients_come_later(step.outputs, step.sizes, step.backward)
+        return gradients_come_later(step)
 
     def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method that calls the model many times, as one step with one microbatch."""

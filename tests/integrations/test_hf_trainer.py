@@ -118,8 +118,8 @@ def test_a_model_that_averages_over_its_batch_is_trained_and_evaluated_the_same(
         assert np.array_equal(found[3].label_ids, expected.label_ids)
 
 
-def test_replicas_evaluate_their_share_and_all_get_the_scores_of_one(tmp_path):
-    _, _, scores, _ = alone(train_classifier, tmp_path, num_train_epochs=0.01, learning_rate=0.0)
+def test_replicas_evaluate_their_share_as_the_processes_of_a_plain_trainer(tmp_path):
+    _, _, scores, _ = on_ranks(train_classifier, 2, tmp_path, num_train_epochs=0.01, learning_rate=0.0)[0]
     smp = LAYOUTS["pp2 x dp2"][1]
     for found in on_ranks(train_classifier, 4, tmp_path, smp, num_train_epochs=0.01, learning_rate=0.0):
         for name in ("eval_accuracy", "eval_samples", "eval_sum", "eval_loss"):
@@ -204,6 +204,7 @@ def test_checkpoints_have_the_files_of_a_plain_trainer(tmp_path):
 
 def best_of(folder, smp=None):
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps"}
+    options |= {"save_strategy": "steps"}
     options |= {"save_total_limit": 1, "eval_steps": 1, "save_steps": 1, "num_train_epochs": 1}
     trainer = text_trainer(folder, smp, **{**EXACT, "optim": "sgd", "learning_rate": 4.0, **options})
     trainer.train()
