@@ -15,6 +15,7 @@ All ranks must make these calls together, and are told so if they do not (:mod:`
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -26,6 +27,8 @@ from torch import nn
 from smp_strategy.accelerate import folders, random_states, state_files, whole_states
 from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.meeting import alike, meet
+from smp_strategy.accelerate.model import ModelCalls
+from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError
 
@@ -49,6 +52,8 @@ class _Place(NamedTuple):
 class SavingHooks(Host):
     """See the module docstring."""
 
+    _smp_calls: ModelCalls | None
+
     # What other code, a trainer that writes files of its own, may ask for as well
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -60,12 +65,12 @@ class SavingHooks(Host):
             model: prepared, or a module in one that is.
             unwrap: as in Accelerate.
         """
-        meet("accelerator.get_state_dict", self._replica)
-        place = self._place(model)
+        meet("accelerator.get_state_dict", self.smp.stage_ranks)
+        place = self._smp_place(model)
         if place is None:
             whole: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return whole
-        return self._for_writers(whole_states.model_state(place.engine, place.path))
+        return self._smp_for_writers(whole_states.model_state(place.engine, place.path))
 
     def get_optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process has it, where files are written; empty elsewhere. Collective.
@@ -73,12 +78,9 @@ class SavingHooks(Host):
         Args:
             optimizer: prepared.
         """
-        meet("accelerator.get_optimizer_state_dict", self._replica)
-        place = self._place_of_trained(optimizer)
-        if place is None:
-            whole: dict[str, Any] = whole_states.bare(optimizer).state_dict()
-            return whole
-        return self._for_writers(place.engine.full_optimizer_state(whole_states.bare(optimizer)))
+        meet("accelerator.get_optimizer_state_dict", self.smp.stage_ranks)
+        engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
+        return bare.state_dict() if engine is None else self._smp_for_writers(engine.full_optimizer_state(bare))
 
     def load_model_state_dict(
         self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True
@@ -93,7 +95,7 @@ class SavingHooks(Host):
         Returns:
             Names that the state lacks, and names that the model lacks.
         """
-        place = self._place(model)
+        place = self._smp_place(model)
         if place is not None and place.path:
             raise ConfigError(
                 f"`{place.path}` is a part of the model that was prepared, and is loaded together with all of it. Give "
@@ -109,11 +111,11 @@ class SavingHooks(Host):
             optimizer: prepared.
             state: as one process has it, on every rank.
         """
-        place, bare = self._place_of_trained(optimizer), whole_states.bare(optimizer)
-        if place is None:
+        engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
+        if engine is None:
             bare.load_state_dict(state)
         else:
-            place.engine.load_optimizer_state(bare, state)
+            engine.load_optimizer_state(bare, state)
 
     def get_own_state(self) -> dict[str, Any]:
         """What a file of ours has: where random streams are. Collective."""
@@ -135,7 +137,7 @@ class SavingHooks(Host):
 
     def wait_for_everyone(self) -> None:
         """Wait for all ranks, and notice if some are in a call like those here instead. Collective."""
-        meet("accelerator.wait_for_everyone", self._replica)
+        meet("accelerator.wait_for_everyone", self.smp.stage_ranks)
         super().wait_for_everyone()
 
     def save_model(
@@ -153,11 +155,11 @@ class SavingHooks(Host):
             max_shard_size: of a file.
             safe_serialization: whether to write safetensors.
         """
-        meet("accelerator.save_model", self._replica)
+        meet("accelerator.save_model", self.smp.stage_ranks)
         target = Path(save_directory)
         with (
-            self._written(target, replaces=folders.WEIGHTS) as staging,
-            alike(f"saving to {target}", self._replica),
+            self._smp_written(target, replaces=folders.WEIGHTS) as staging,
+            alike(f"saving to {target}", self.smp.stage_ranks),
         ):
             super().save_model(model, staging, max_shard_size, safe_serialization)
 
@@ -174,37 +176,37 @@ class SavingHooks(Host):
         Returns:
             The folder.
         """
-        meet("accelerator.save_state", self._replica)
+        meet("accelerator.save_state", self.smp.stage_ranks)
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
-        target = self._told(lambda: self._folder_to_write(output_dir))
+        target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
         logger.info(f"Saving current state to {target}")
-        with self._written(target, replaces=folders.STATES) as staging:
+        with self._smp_written(target, replaces=folders.STATES) as staging:
             for number, optimizer in enumerate(self._optimizers):
                 state = self.get_optimizer_state_dict(optimizer)
-                with alike(f"saving to {target}", self._replica):
-                    self._save(state, staging / state_files.name(f"{OPTIMIZER_NAME}.bin", number))
+                with alike(f"saving to {target}", self.smp.stage_ranks):
+                    self._smp_save(state, staging / state_files.name(f"{OPTIMIZER_NAME}.bin", number))
                 del state  # before the next is collected
             weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
-            with self._in_hooks(weights), alike("running hooks of save_state", self._replica):
+            with self._smp_in_hooks(weights), alike("running hooks of save_state", self.smp.stage_ranks):
                 for hook in self._save_model_state_pre_hook.values():
                     hook(self._models, weights, str(staging))
-            self._save_rest(staging, weights, safe_serialization=safe_serialization)
-        self._delete_oldest(target)
+            self._smp_save_rest(staging, weights, safe_serialization=safe_serialization)
+        self._smp_delete_oldest(target)
         self.project_configuration.iteration += 1
         return target
 
-    def _save_rest(self, staging: Path, weights: list[dict[str, Any]], *, safe_serialization: bool) -> None:
+    def _smp_save_rest(self, staging: Path, weights: list[dict[str, Any]], *, safe_serialization: bool) -> None:
         """All but the optimizers. Collective."""
-        custom = [self._state_of(each) for each in self._custom_objects]
+        custom = [self._smp_state_of(each) for each in self._custom_objects]
         states, _ = random_states.gathered(self.smp, self.step)
         own = self.get_own_state()
-        with alike(f"saving to {staging}", self._replica):
-            if self._writes:
+        with alike(f"saving to {staging}", self.smp.stage_ranks):
+            if self._smp_writes:
                 state_files.write(self, staging, weights, custom, safe_serialization=safe_serialization)
             for rank, state in enumerate(states):
-                self._save(state, staging / random_states.FILE.format(rank))
-            self._save(own, staging / OWN_FILE)
+                self._smp_save(state, staging / random_states.FILE.format(rank))
+            self._smp_save(own, staging / OWN_FILE)
 
     def load_state(
         self,
@@ -221,25 +223,25 @@ class SavingHooks(Host):
             load_kwargs: of ``torch.load``, for optimizers, schedulers and data loaders.
             options: ``strict``, for the names of weights; ``map_location``, which makes no difference here.
         """
-        meet("accelerator.load_state", self._replica)
+        meet("accelerator.load_state", self.smp.stage_ranks)
         unknown = sorted(options.keys() - {"strict", "map_location"})
         if unknown:
             raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
-        folder = self._told(lambda: self._folder_to_read(input_dir))
+        folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
-        with alike(f"loading from {folder}", self._replica):
+        with alike(f"loading from {folder}", self.smp.stage_ranks):
             if not folder.is_dir():
                 raise ValueError(
                     f"{folder} exists on rank 0, but not on rank {self.smp.rank}. Use a folder that all nodes share, "
                     "or save with `ProjectConfiguration(save_on_each_node=True)`."
                 )
             models = list(self._models)
-            with self._in_hooks():
+            with self._smp_in_hooks():
                 for hook in self._load_model_state_pre_hook.values():
                     hook(models, str(folder))
-            self._load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
+            self._smp_load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
 
-    def _load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
+    def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
         """This rank's share of what is in ``folder``; hooks may have loaded some models."""
         for number, model in enumerate(models):
             self.load_model_state_dict(model, state_files.weights(folder, number), strict=strict)
@@ -248,7 +250,7 @@ class SavingHooks(Host):
             self.load_optimizer_state_dict(optimizer, load(path, map_location="cpu", **load_kwargs))
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
-            state_files.read_custom(folder, number, lambda state, each=each: self._load_into(each, state))
+            state_files.read_custom(folder, number, partial(self._smp_load_into, each))
         step = random_states.step_in(folder)
         if step is not None:
             self.step = step
@@ -257,31 +259,29 @@ class SavingHooks(Host):
 
     # Which module, which optimizer
 
-    def _place(self, module: nn.Module) -> _Place | None:
+    def _smp_place(self, module: nn.Module) -> _Place | None:
         """Where ``module`` is in what the engine runs; ``None``: it is not in there, and whole on every rank."""
-        if not self.smp.has_engine:
+        if self._smp_calls is None:
             return None
-        bare, engine = self.unwrap_model(module), self.smp.engine
-        for root in map(self.unwrap_model, self._models):
-            if engine.serves(root):
-                path = whole_states.path_in(root, bare)
-                return None if path is None else _Place(engine, root, path)
-        return None
+        root = self._smp_calls.model
+        path = whole_states.path_in(root, self.unwrap_model(module))
+        return None if path is None else _Place(self.smp.engine, root, path)
 
-    def _place_of_trained(self, optimizer: Any) -> _Place | None:
-        """That of the module which ``optimizer`` trains."""
-        places = filter(None, map(self._place, self._models))
-        return next((place for place in places if whole_states.is_trained_by(place.root, optimizer)), None)
+    def _smp_engine_of(self, optimizer: Any) -> Engine | None:
+        """What runs the module that ``optimizer`` trains, if it is spread."""
+        if self._smp_calls is None or not whole_states.is_trained_by(self._smp_calls.model, optimizer):
+            return None
+        return self.smp.engine
 
-    def _state_of(self, custom: Any) -> Any:
+    def _smp_state_of(self, custom: Any) -> Any:
         """That of an object which was registered for checkpointing. Collective if it is one that is spread."""
         if isinstance(custom, nn.Module):
-            return self.get_state_dict(custom) if self._place(custom) is not None else custom.state_dict()
+            return self.get_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
         if whole_states.is_optimizer(custom):
             return self.get_optimizer_state_dict(custom)
         return custom.state_dict()
 
-    def _load_into(self, custom: Any, state: Any) -> None:
+    def _smp_load_into(self, custom: Any, state: Any) -> None:
         if isinstance(custom, nn.Module):
             self.load_model_state_dict(custom, state)
         elif whole_states.is_optimizer(custom):
@@ -290,14 +290,14 @@ class SavingHooks(Host):
             custom.load_state_dict(state)
 
     @contextmanager
-    def _in_hooks(self, weights: list[dict[str, Any]] | None = None) -> Iterator[None]:
+    def _smp_in_hooks(self, weights: list[dict[str, Any]] | None = None) -> Iterator[None]:
         """In here ``state_dict`` of spread models gives what was collected, and ``load_state_dict`` takes the whole.
 
         So hooks of users, which save or load models their own way, need not know that anything is spread.
         """
         changed: list[tuple[nn.Module, str, Any]] = []
         for number, model in enumerate(self._models):
-            place = self._place(model)
+            place = self._smp_place(model)
             if place is None:
                 continue
             own = vars(place.root)
@@ -319,24 +319,20 @@ class SavingHooks(Host):
     # Who writes, and where
 
     @property
-    def _replica(self) -> list[int]:
-        return list(self.smp.shape.group(self.smp.rank, "pp"))
-
-    @property
-    def _writes(self) -> bool:
+    def _smp_writes(self) -> bool:
         each_node = self.project_configuration.save_on_each_node
         return bool(self.is_local_main_process if each_node else self.is_main_process)
 
-    def _save(self, state: Any, path: Path) -> None:
+    def _smp_save(self, state: Any, path: Path) -> None:
         save(state, path, save_on_each_node=self.project_configuration.save_on_each_node)
 
-    def _for_writers(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _smp_for_writers(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state``, which global rank 0 has, on all ranks that write. Collective."""
         if not self.project_configuration.save_on_each_node:
             return state
-        return state_files.sent_to_writers(state, writes=self._writes)
+        return state_files.sent_to_writers(state, writes=self._smp_writes)
 
-    def _told(self, decide: Callable[[], T]) -> T:
+    def _smp_told(self, decide: Callable[[], T]) -> T:
         """What global rank 0 decides, or why it cannot. Collective."""
         box: list[Any] = [None, None]
         if self.is_main_process:
@@ -350,7 +346,7 @@ class SavingHooks(Host):
         decision: T = box[0]
         return decision
 
-    def _folder_to_write(self, given: str | os.PathLike[str] | None) -> Path:
+    def _smp_folder_to_write(self, given: str | os.PathLike[str] | None) -> Path:
         if self.project_configuration.automatic_checkpoint_naming:
             if self.project_dir is None:
                 raise ConfigError(
@@ -370,7 +366,7 @@ class SavingHooks(Host):
             )
         return Path(given)
 
-    def _folder_to_read(self, given: str | os.PathLike[str] | None) -> Path:
+    def _smp_folder_to_read(self, given: str | os.PathLike[str] | None) -> Path:
         if given is not None:
             folder = Path(given).expanduser()
             if not folder.is_dir():
@@ -381,10 +377,10 @@ class SavingHooks(Host):
         return folders.newest(Path(self.project_dir) / "checkpoints")
 
     @contextmanager
-    def _written(self, target: Path, *, replaces: str) -> Iterator[Path]:
+    def _smp_written(self, target: Path, *, replaces: str) -> Iterator[Path]:
         """A folder whose content goes to ``target`` at the end, unless something fails. Collective."""
-        staging = self._told(lambda: folders.begin(target))
-        with alike(f"making {staging}", self._replica):
+        staging = self._smp_told(lambda: folders.begin(target))
+        with alike(f"making {staging}", self.smp.stage_ranks):
             if self.is_local_main_process:  # hooks may write on every node
                 staging.mkdir(parents=True, exist_ok=True)
         try:
@@ -394,14 +390,14 @@ class SavingHooks(Host):
                 folders.remove(staging)
             raise
         for turn in (self.is_main_process, self.is_local_main_process):
-            with alike(f"moving files to {target}", self._replica):
+            with alike(f"moving files to {target}", self.smp.stage_ranks):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)
 
-    def _delete_oldest(self, target: Path) -> None:
+    def _smp_delete_oldest(self, target: Path) -> None:
         """Keep as many checkpoints as the user wants. Collective."""
         naming = self.project_configuration
-        with alike("deleting old checkpoints", self._replica):
-            if naming.automatic_checkpoint_naming and naming.total_limit is not None and self._writes:
+        with alike("deleting old checkpoints", self.smp.stage_ranks):
+            if naming.automatic_checkpoint_naming and naming.total_limit is not None and self._smp_writes:
                 for old in folders.delete_oldest(target.parent, naming.total_limit):
                     logger.warning(f"Deleted {old} to make room for the new checkpoint.")

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["bare", "is_optimizer", "is_trained_by", "load_model", "loader", "model_state", "path_in", "reader"]
+__all__ = ["is_optimizer", "is_trained_by", "load_model", "loader", "model_state", "path_in", "reader"]
 
 
 def path_in(root: nn.Module, module: nn.Module) -> str | None:
@@ -24,21 +25,15 @@ def path_in(root: nn.Module, module: nn.Module) -> str | None:
     return next((name for name, each in root.named_modules(remove_duplicate=False) if each is module), None)
 
 
-def bare(optimizer: Any) -> Optimizer:
-    """The user's optimizer inside of Accelerate's."""
-    found: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
-
-
 def is_optimizer(candidate: Any) -> bool:
     """Whether it is an optimizer, the user's or Accelerate's around one."""
-    return isinstance(bare(candidate), Optimizer)
+    return isinstance(unwrapped([candidate])[0], Optimizer)
 
 
 def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
     """Whether ``optimizer`` has parameters of ``root``."""
     members = {id(parameter) for parameter in root.parameters()}
-    return any(id(each) in members for group in bare(optimizer).param_groups for each in group["params"])
+    return any(id(each) in members for group in optimizer.param_groups for each in group["params"])
 
 
 def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
@@ -102,15 +97,13 @@ def loader(engine: Engine, module: nn.Module) -> Callable[..., Any]:
 
 def reader(state: Mapping[str, Any]) -> Callable[..., Any]:
     """What ``state_dict`` of a spread module is, where its whole ``state`` was collected before."""
-    kept = OrderedDict(state)
-    if hasattr(state, "_metadata"):
-        kept._metadata = state._metadata  # type: ignore[attr-defined]
+    kept = OrderedDict(state)  # hooks take weights out of their list
 
     def state_dict(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        found = OrderedDict() if destination is None else destination
+        found: Any = OrderedDict() if destination is None else destination
         found.update({prefix + name: value for name, value in kept.items()})
-        if destination is None and hasattr(kept, "_metadata"):
-            found._metadata = kept._metadata
+        if destination is None:
+            found._metadata = getattr(state, "_metadata", OrderedDict())
         return found
 
     return state_dict
@@ -126,9 +119,9 @@ def _with_all_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[st
         if isinstance(tensor, Tensor):
             names.setdefault(_storage(tensor), []).append(name)
     for group in names.values():
-        there = next((name for name in group if name in full), None)
-        for name in group if there is not None else ():
-            full.setdefault(name, full[there])
+        for there in [name for name in group if name in full][:1]:
+            for name in group:
+                full.setdefault(name, full[there])
     return full
 
 
