@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.state import PartialState
@@ -19,22 +19,15 @@ from accelerate.utils import reduce as reduce_over_world
 from accelerate.utils.operations import verify_operation
 
 from smp_strategy.accelerate.data import shard_of
+from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.session import Session
 from smp_strategy.errors import ConfigError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator as Host
-else:
-    Host = object  # the class is put in front of an Accelerator's
 
 __all__ = ["CollectiveHooks"]
 
 
 class CollectiveHooks(Host):
     """The Accelerator's methods that exchange values, and what it says about processes."""
-
-    smp: Session
-    """What the hooks share."""
 
     @property
     def num_processes(self) -> int:

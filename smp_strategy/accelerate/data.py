@@ -17,7 +17,7 @@ With ``dispatch_batches`` the main process alone reads and sends, and each rank 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -31,15 +31,11 @@ from accelerate.data_loader import (
 from accelerate.state import GradientState
 from torch.utils.data import BatchSampler, DataLoader
 
+from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.session import Session
 from smp_strategy.accelerator import generator_of, is_host
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.readers import Readers, follow, generators_of
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator as Host
-else:
-    Host = object  # the class is put in front of an Accelerator's
 
 __all__ = ["LoaderHooks", "shard_of"]
 
@@ -51,9 +47,6 @@ _ADVICE = (
 
 class LoaderHooks(Host):
     """The Accelerator's methods for data loaders."""
-
-    smp: Session
-    """What the hooks share."""
 
     def prepare_data_loader(
         self,
@@ -88,8 +81,8 @@ class LoaderHooks(Host):
             self._deal_out(rest)
         return rest
 
-    def check_even(self, *, training: bool) -> None:
-        """To be asked before each step: do replicas that wait for each other have the same number of batches?
+    def check_even(self, training: bool) -> None:
+        """Called before each step: do replicas that wait for each other have the same number of batches?
 
         Raises:
             UnsupportedError: some have one more; they would wait for ever.
