@@ -5,7 +5,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import transformers
 from hf_checks import (
     EXACT,
     Sentences,
@@ -20,6 +19,7 @@ from hf_checks import (
 )
 from transformers import Trainer
 
+from smp_strategy.accelerate import hf_trainer
 from smp_strategy.errors import ConfigError
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 4}
@@ -305,7 +305,7 @@ def test_arguments_that_cannot_be_served_are_named_all_at_once(tmp_path):
 
 
 def another_version(folder, *, version, without=None):
-    transformers.__version__ = version
+    hf_trainer.transformers.__version__ = version
     if without is not None:
         delattr(Trainer, without)
     with warnings.catch_warnings(record=True) as caught:
