@@ -477,11 +477,12 @@ class Engine(Inspection):
 
     def state_dict(self) -> dict[str, int]:
         """The engine's own state: where its random streams are."""
-        return {"seed": self._seed, "num_steps": self._num_steps}
+        return {"seed": self._seed, "num_steps": self._num_steps, "num_evaluations": self._num_evaluations}
 
     def load_state(self, state: dict[str, int]) -> None:
         """Continue the random streams of another run."""
         self._seed, self._num_steps = state["seed"], state["num_steps"]
+        self._num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none
 
     def close(self) -> None:
         """End the engine's threads and let go of its process groups; the module stays as it is."""
