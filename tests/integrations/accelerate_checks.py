@@ -185,6 +185,6 @@ def assert_same(found, expected, *, rtol=0.0, atol=0.0):
     assert list(found) == list(expected)
     for name, value in expected.items():
         if rtol or atol:
-            torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
+            torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=f"{name}: {{}}".format)
         else:
             assert torch.equal(found[name], value), name
