@@ -72,6 +72,7 @@ class ModelCalls:
         options: of the user.
         guesses: about the backward that follows a call.
         check: is called before each call of the model; whether it is one of training.
+        own_forward: that ``model`` had on the instance before it was prepared, if any.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class ModelCalls:
         options: CallOptions,
         guesses: Guesses,
         check: Callable[[bool], None],
+        own_forward: Callable[..., Any] | None,
     ) -> None:
         self.model = model
         self._engine = engine
@@ -88,7 +90,9 @@ class ModelCalls:
         self._guesses = guesses
         self._check = check
         self._inner: Callable[..., Any] = model.forward
-        self._before = {name: vars(model)[name] for name in ("forward", *_WHOLE) if name in vars(model)}
+        self._before = {name: vars(model)[name] for name in _WHOLE if name in vars(model)}
+        if own_forward is not None:
+            self._before["forward"] = own_forward
         self._replaced: list[str] = []
         self._is_inside = False
         # Ways to call the model, each with its number and what it returns.
