@@ -114,8 +114,8 @@ class Home:
         return UnsupportedError(
             f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
             f"{self.stage}, that of this rank. Compute with it in a step or in a hook of Lightning; to save the model, "
-            "call `trainer.save_checkpoint` on all ranks; to have the whole model after a run, leave `restore_module` "
-            'at "all".'
+            "call `trainer.save_checkpoint` or `accelerator.get_state_dict(model)` on all ranks; to have the whole "
+            'model after a run, leave `restore_module` at "all".'
         )
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.accelerate.guesses import Guesses
+from smp_strategy.accelerate.items import with_share_of_items
 from smp_strategy.accelerate.outputs import (
     Packed,
     gradients_come_later,
@@ -143,7 +144,7 @@ class ModelCalls:
     def _evaluate(self, call: Any) -> Any:
         number = self._kinds.setdefault(_way_of(call), len(self._kinds))
         with self._inside() as around:
-            result = self._engine.eval_step(self._step(around), call, kind=f"evaluation {number}")
+            result = self._engine.eval_step(self._step(around, call), call, kind=f"evaluation {number}")
         return merge([packed.result for packed in result.outputs], result.sizes)
 
     def _train(self, call: Any) -> Any:
@@ -152,13 +153,13 @@ class ModelCalls:
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
             result = self._engine.train_step(
-                self._step(around, only_loss=self._options.training_outputs == "loss"),
+                self._step(around, call, only_loss=self._options.training_outputs == "loss"),
                 call,
                 loss_of=_loss_of,
                 factor=factor,
                 continues=guesses.continues(parameters),
                 reduces=guesses.reduces(),
-                sums=self._sums(call),
+                sums=self._options.loss_reduction == "sum",
             )
         if result.loss is None:
             raise UnsupportedError(
@@ -173,7 +174,7 @@ class ModelCalls:
 
     def _forward(self, call: Any) -> Any:
         with self._inside() as around:
-            step = self._engine.forward_step(self._step(around), call)
+            step = self._engine.forward_step(self._step(around, call), call)
         return gradients_come_later(step)
 
     def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,14 +183,15 @@ class ModelCalls:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
         number = self._kinds.setdefault((name, *_way_of((args, kwargs))), len(self._kinds))
-        with self._inside() as around:
-            result = self._engine.eval_step(
-                lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
-            )
+        try:
+            with self._inside() as around:
+                result = self._engine.eval_step(
+                    lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
+                )
+        except UnsupportedError as error:
+            error.add_note(f"This happened in `{name}`. If it works with a cache, try `use_cache=False`.")
+            raise
         return result.outputs[0]
-
-    def _sums(self, call: Any) -> bool:
-        return self._options.loss_reduction == "sum" or call[1].get("num_items_in_batch") is not None
 
     def _look(self, call: Any, way: Any) -> _Look:
         """What the model returns for ``call``; all ranks come here for the same calls."""
@@ -198,7 +200,7 @@ class ModelCalls:
         found: list[_Look] = []
 
         def step_with(around: Callable[..., Any]) -> Callable[[Any], Any]:
-            step = self._step(around)
+            step = self._step(around, call)
 
             def looked_at(microbatch: Any) -> Any:
                 packed = step(microbatch)
@@ -209,7 +211,9 @@ class ModelCalls:
             return looked_at
 
         with self._inside() as around:
-            self._engine.look(step_with(around), call, loss_of=_loss_of)
+            for _ in range(2):  # the first one may be without a look: where the partition is known, say
+                if not found:
+                    self._engine.look(step_with(around), call, loss_of=_loss_of)
         if not found:
             # It looks at values, which a dry run does not have.
             trains = any(parameter.requires_grad for parameter in self.model.parameters())
@@ -219,9 +223,13 @@ class ModelCalls:
 
     # Inside of steps
 
-    def _step(self, around: Callable[..., Any], *, only_loss: bool = False) -> Callable[[Any], Packed]:
+    def _step(self, around: Callable[..., Any], call: Any, *, only_loss: bool = False) -> Callable[[Any], Packed]:
+        adds_up = self._options.loss_reduction == "sum"
+
         def step(microbatch: Any) -> Packed:
             args, kwargs = microbatch
+            if not adds_up:
+                kwargs = with_share_of_items(kwargs, microbatch, call)
             return pack(around(lambda: self._inner(*args, **kwargs)), only_loss=only_loss)
 
         return step

@@ -6,6 +6,7 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
+from smp_strategy.accelerate.meeting import meet
 from smp_strategy.accelerate.session import Session
 from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.precision.gradient_scaler import GradientScaler
@@ -52,6 +53,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """All of the optimizer's state as one process has it, on global rank 0, and ``{}`` elsewhere. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
+        meet("optimizer.state_dict", self.smp.stage_ranks)
         return self.smp.engine.full_optimizer_state(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

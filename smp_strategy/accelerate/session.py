@@ -98,6 +98,11 @@ class Session:
         """Which of them this one is, or reads the samples of."""
         return self._data_rank_of(self.rank)
 
+    @property
+    def stage_ranks(self) -> list[int]:
+        """The ranks of this one's pipeline."""
+        return list(self.shape.group(self.rank, "pp"))
+
     def data_ranks(self) -> list[list[int]]:
         """The global ranks that read alike, the first of each pipeline first, for each data rank."""
         found: list[list[int]] = [[] for _ in range(self.num_data_ranks)]

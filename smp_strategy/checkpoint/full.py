@@ -36,7 +36,7 @@ def state_dict(
     sharded: ShardedUnits | None = None,
     parts: Parts | None = None,
 ) -> dict[str, Any]:
-    """The whole state dict on global rank 0, ``{}`` elsewhere; collective."""
+    """The whole state dict on global rank 0, ``{}`` elsewhere; collective. Tied parameters are one tensor in it."""
     if ownership is None:
         return module.state_dict() if mesh.rank == 0 else {}
     whole: dict[Any, Tensor] = {}
@@ -54,7 +54,27 @@ def state_dict(
                 items[name] = joined if mesh.tp_rank == 0 else None
     known = _gathered(list(items), mesh)
     savers = {name: ownership.saver(name) for name in _merged(known)}
-    return _collect(items, {name: saver for name, saver in savers.items() if name in known[saver]}, mesh)
+    same = _tied_names(found)
+    sent = {name: saver for name, saver in savers.items() if name in known[saver] and name not in same}
+    collected = _collect(items, sent, mesh)
+    if mesh.rank != 0:
+        return {}
+    state = OrderedDict((name, collected[same.get(name, name)]) for name in savers if same.get(name, name) in collected)
+    state._metadata = found._metadata  # type: ignore[attr-defined]
+    return state
+
+
+def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """The names in a state dict, made with ``keep_vars``, of parameters that stand there before, and those first names.
+
+    Every rank knows every parameter, so they are the same on all of them. Buffers may have been replaced.
+    """
+    first: dict[nn.Parameter, str] = {}
+    same = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, nn.Parameter) and first.setdefault(tensor, name) != name:
+            same[name] = first[tensor]
+    return same
 
 
 def optimizer_state(

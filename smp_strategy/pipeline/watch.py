@@ -18,13 +18,16 @@ import torch.distributed as dist
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.arrivals import Arrival
 
-__all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "is_deadlock"]
+__all__ = ["PATIENCE_SECONDS", "PAUSE_SECONDS", "Position", "Watch", "is_deadlock", "user_code"]
 
 PATIENCE_SECONDS = 5.0
 # Between two looks that must show the same.
 PAUSE_SECONDS = 1.0
 _KEY = "smp_strategy/waiting"
-_OURS = ("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "lightning", "pytorch_lightning")
+_OURS = (
+    *("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib"),
+    *("accelerate", "lightning", "pytorch_lightning", "transformers"),
+)
 
 T = TypeVar("T")
 
@@ -82,7 +85,7 @@ class Watch:
             UnsupportedError: none of them can come.
         """
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{_KEY}/{self._rank}", json.dumps(Position(self._turn, needs, sorted(sent), _place())))
+        store.set(f"{_KEY}/{self._rank}", json.dumps(Position(self._turn, needs, sorted(sent), user_code())))
         before, self._seen = self._seen, _positions(store, self._ranks)
         if self._seen == before and is_deadlock(self._rank, self._seen):
             raise UnsupportedError(_story(self._seen))
@@ -130,11 +133,12 @@ def _story(positions: Mapping[int, Position]) -> str:
     return (
         f"The ranks of this pipeline wait for each other for ever:\n{places}\n"
         "All of them must run the same code. A value that only some ranks read (`if trainer.is_global_zero: "
-        "print(loss.item())`) is the usual reason: read it on all ranks, or use `self.log` or `self.print`."
+        "print(loss.item())`) is the usual reason: read it on all ranks, or use `self.log` or `self.print`. So is a "
+        "call that all ranks must make and only some do (`if accelerator.is_main_process: accelerator.save_state()`)."
     )
 
 
-def _place() -> str:
+def user_code() -> str:
     """The innermost lines of the user's code in each thread that runs some."""
     lines = []
     for frame in sys._current_frames().values():

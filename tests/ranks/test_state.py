@@ -122,6 +122,19 @@ def test_the_whole_state_is_that_of_one_process_bit_for_bit(pp, steps):
     assert all(other == ({}, {}) for other in others)
 
 
+def tied(pp: int) -> Any:
+    model, optimizer, engine = build(pp)
+    train(model, optimizer, engine, range(1))
+    state: Any = engine.full_state_dict()
+    if not state:
+        return None
+    return state["head.weight"] is state["embed.weight"], state._metadata == Model().state_dict()._metadata
+
+
+def test_tied_weights_are_one_tensor_in_the_whole_state_and_versions_are_kept():
+    assert run_ranks(tied, 2, 2) == [(True, True), None]
+
+
 def resumed(pp: int, weights: Any, moments: Any, *, after_first_step: bool) -> Any:
     model, optimizer, engine = build(pp)
     if after_first_step:

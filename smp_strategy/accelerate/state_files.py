@@ -1,0 +1,148 @@
+"""The files of a checkpoint as Accelerate names and fills them, for states that are whole already."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.checkpointing import (
+    load_accelerator_state,
+    load_custom_state,
+    save_accelerator_state,
+    save_custom_state,
+)
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load
+from safetensors.torch import load_file
+
+__all__ = ["name", "read", "read_custom", "sent_to_writers", "weights", "write"]
+
+
+def name(first: str, number: int) -> str:
+    """How the file of object ``number`` is called: ``optimizer.bin``, ``optimizer_1.bin``."""
+    return first if number == 0 else first.replace(".", f"_{number}.")
+
+
+def write(
+    accelerator: Any, folder: Path, models: list[dict[str, Any]], custom: list[Any], *, safe_serialization: bool
+) -> None:
+    """Write everything but optimizers.
+
+    Args:
+        accelerator: has the schedulers, data loaders and the scaler.
+        folder: is there.
+        models, custom: their states.
+        safe_serialization: whether to write weights as safetensors.
+    """
+    each_node = accelerator.project_configuration.save_on_each_node
+    save_accelerator_state(
+        str(folder),
+        models,
+        [],
+        accelerator._schedulers,
+        accelerator._dataloaders,
+        0,
+        accelerator.step,
+        accelerator.scaler,
+        save_on_each_node=each_node,
+        safe_serialization=safe_serialization,
+    )
+    for number, state in enumerate(custom):
+        save_custom_state(_Known(state), str(folder), number, save_on_each_node=each_node)
+
+
+def weights(folder: Path, number: int) -> dict[str, Any]:
+    """Those of model ``number``, on the host. Tensors of safetensors are read from the file when they are used.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    safe, pickled = (folder / name(each, number) for each in (f"{SAFE_MODEL_NAME}.safetensors", f"{MODEL_NAME}.bin"))
+    found: dict[str, Any]
+    if safe.exists():
+        found = load_file(safe, device="cpu")
+    elif pickled.exists():
+        found = load(pickled, map_location="cpu")
+    else:
+        raise FileNotFoundError(
+            f"{folder} has no weights for model {number}: neither {safe.name} nor {pickled.name} is there. Load a "
+            "folder that `accelerator.save_state` has written with as many models, or take the model out of the list "
+            "in a hook of `register_load_state_pre_hook`."
+        )
+    return found
+
+
+def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, Any]) -> None:
+    """Read what is the same for all ranks of a pipeline: all but models, optimizers and objects of the user.
+
+    Args:
+        accelerator: has the schedulers, data loaders and the scaler.
+        folder: is there.
+        data_rank: whose random generators this rank goes on with.
+        load_kwargs: of ``torch.load``.
+
+    Raises:
+        RuntimeError: not as many objects are registered for checkpointing as were saved.
+    """
+    load_accelerator_state(
+        str(folder),
+        [],
+        [],
+        accelerator._schedulers,
+        accelerator._dataloaders,
+        data_rank,
+        accelerator.scaler,
+        "cpu",
+        load_kwargs,
+    )
+    saved = sum(1 for each in folder.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", each.name))
+    registered = len(accelerator._custom_objects)
+    if saved != registered:
+        raise RuntimeError(
+            f"Number of custom checkpoints in folder {folder} does not match the number of registered objects: found "
+            f"{saved} checkpoints, but {registered} objects are registered. Register the same objects, in the same "
+            "order, as the run that has saved: `accelerator.register_for_checkpointing`."
+        )
+
+
+def read_custom(folder: Path, number: int, take: Callable[[Any], None]) -> None:
+    """Hand the state of an object of the user to ``take``. It may be anything: like Accelerate, unpickle all of it."""
+    load_custom_state(_Taking(take), str(folder), number)
+
+
+def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
+    """``state``, which global rank 0 has, on all ranks that write; what it is elsewhere. Collective."""
+    flags: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(flags, writes)
+    rank, device = dist.get_rank(), torch.device("cpu")
+    for writer in (each for each, flag in enumerate(flags) if flag and each != 0):
+        if rank == 0:
+            dist.send_object_list([state], dst=writer, device=device)
+        elif rank == writer:
+            box: list[Any] = [None]
+            dist.recv_object_list(box, src=0, device=device)
+            state = box[0]
+    return state
+
+
+class _Known:
+    """What is saved in the place of an object whose state is known already."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        """The state."""
+        return self._state
+
+
+class _Taking:
+    """What is loaded in the place of an object that something else takes the state for."""
+
+    def __init__(self, take: Callable[[Any], None]) -> None:
+        self._take = take
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hand it on."""
+        self._take(state)

@@ -1,0 +1,132 @@
+"""State as one process would have it, for what is spread and for what is not.
+
+An Accelerator may have prepared one model that the engine runs, and others that every rank has whole. The same goes for
+optimizers. Part of the model may be asked for, too: ``accelerator.get_state_dict(model.encoder)``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
+
+from smp_strategy.accelerate.optimizer import unwrapped
+from smp_strategy.engine import Engine
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.stage_tensors import in_plain_sight
+
+__all__ = ["is_optimizer", "is_trained_by", "load_model", "loader", "model_state", "path_in", "reader"]
+
+
+def path_in(root: nn.Module, module: nn.Module) -> str | None:
+    """The name of ``module`` in ``root``, empty for that itself; ``None``: it is not in there."""
+    return next((name for name, each in root.named_modules(remove_duplicate=False) if each is module), None)
+
+
+def is_optimizer(candidate: Any) -> bool:
+    """Whether it is an optimizer, the user's or Accelerate's around one."""
+    return isinstance(unwrapped([candidate])[0], Optimizer)
+
+
+def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
+    """Whether ``optimizer`` has parameters of ``root``."""
+    members = {id(parameter) for parameter in root.parameters()}
+    return any(id(each) in members for group in optimizer.param_groups for each in group["params"])
+
+
+def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
+    """The state dict of the engine's module, or of that at ``path`` in it, on global rank 0; empty elsewhere.
+
+    Collective.
+    """
+    state = engine.full_state_dict()
+    if not path:
+        return state if isinstance(state, OrderedDict) else OrderedDict(state)
+    start = f"{path}."
+    part = OrderedDict((name.removeprefix(start), value) for name, value in state.items() if name.startswith(start))
+    versions: Mapping[str, Any] = getattr(state, "_metadata", {})
+    part._metadata = OrderedDict(  # type: ignore[attr-defined]
+        (name.removeprefix(path).removeprefix("."), value)
+        for name, value in versions.items()
+        if name == path or name.startswith(start)
+    )
+    return part
+
+
+def load_model(
+    engine: Engine | None, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load a whole state dict, in which tied tensors may stand under one of their names only.
+
+    Args:
+        engine: what runs ``module``; ``None``: this rank has all of it.
+        module: takes the values.
+        state: from a file.
+        strict: whether names must fit.
+
+    Returns:
+        Names that are missing in ``state``, and unexpected ones.
+
+    Raises:
+        RuntimeError: names do not fit, or shapes do not.
+    """
+    with in_plain_sight():
+        own = module.state_dict(keep_vars=True)
+    state = _with_all_names(own, state)
+    if engine is None:
+        module.load_state_dict(state, strict=strict)
+    else:
+        engine.load_state_dict(state, strict)
+    return sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+
+
+def loader(engine: Engine, module: nn.Module) -> Callable[..., Any]:
+    """What ``load_state_dict`` of a spread module is, where a whole one is loaded on all ranks."""
+
+    def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if assign:
+            raise UnsupportedError(
+                "`load_state_dict(assign=True)` would replace parameters that are spread. Leave it out."
+            )
+        return _IncompatibleKeys(*load_model(engine, module, state_dict, strict=strict))
+
+    return load_state_dict
+
+
+def reader(state: Mapping[str, Any]) -> Callable[..., Any]:
+    """What ``state_dict`` of a spread module is, where its whole ``state`` was collected before."""
+    kept = OrderedDict(state)  # hooks take weights out of their list
+
+    def state_dict(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        found: Any = OrderedDict() if destination is None else destination
+        found.update({prefix + name: value for name, value in kept.items()})
+        if destination is None:
+            found._metadata = getattr(state, "_metadata", OrderedDict())
+        return found
+
+    return state_dict
+
+
+def _with_all_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with every name of what it has under one name: files of safetensors leave the others out."""
+    full = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        full._metadata = state._metadata  # type: ignore[attr-defined]
+    names: dict[Any, list[str]] = {}
+    for name, tensor in own.items():
+        if isinstance(tensor, Tensor):
+            names.setdefault(_storage(tensor), []).append(name)
+    for group in names.values():
+        for there in [name for name in group if name in full][:1]:
+            for name in group:
+                full.setdefault(name, full[there])
+    return full
+
+
+def _storage(tensor: Tensor) -> Any:
+    """What tensors have in common that safetensors takes for one: the same object, or the same memory."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_meta:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
