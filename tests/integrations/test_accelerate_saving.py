@@ -1,11 +1,7 @@
 """Checkpoints of Accelerate: those of one process, whatever layout writes or reads them."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
-from accelerate.utils import load
 from accelerate_checks import (
     MICROBATCHES,
     accelerated_loop,
@@ -16,7 +12,6 @@ from accelerate_checks import (
     on_ranks,
     whole_state,
 )
-from safetensors.torch import load_file
 from torch import nn
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
