@@ -15,23 +15,20 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.forward_step import ForwardStep
 from smp_strategy.pipeline.microbatch import merge
 from smp_strategy.step_results import loss_that_commits
 from smp_strategy.trace.tree import flatten
 
 __all__ = ["LeftBehind", "Packed", "gradients_come_later", "is_differentiable", "loss_in", "pack", "with_loss"]
 
-Backward = Callable[[list[list[Tensor | None]]], None]
-"""Gets, for each microbatch, the gradient of each of its differentiable results, or ``None``."""
-
-
 class Packed(NamedTuple):
     """What the model has returned for a microbatch, as it travels to all ranks."""
 
     result: Any
     """Without objects that cannot travel."""
-    needs_grad: tuple[bool, ...]
-    """Of the leaves of ``result``: which are tensors that gradients flow through."""
+    places: tuple[int, ...]
+    """Of those leaves of ``result`` that are tensors through which gradients flow."""
 
 
 @final
@@ -77,8 +74,8 @@ def pack(result: Any, *, only_loss: bool = False) -> Packed:
     leaves, structure = flatten(result)
     loss = loss_in(result)
     carried = [_carried(leaf, only_loss=only_loss and leaf is not loss) for leaf in leaves]
-    needs_grad = tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in carried)
-    return Packed(pytree.tree_unflatten(carried, structure), needs_grad)
+    places = [place for place, leaf in enumerate(carried) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return Packed(pytree.tree_unflatten(carried, structure), tuple(places))
 
 
 def _carried(leaf: Any, *, only_loss: bool) -> Any:
@@ -108,7 +105,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 def is_differentiable(packed: Packed) -> bool:
     """Whether gradients flow through anything that the model has returned."""
-    return any(packed.needs_grad)
+    return bool(packed.places)
 
 
 def with_loss(
@@ -131,33 +128,27 @@ def with_loss(
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
 
 
-def gradients_come_later(outputs: Sequence[Packed], sizes: Sequence[int], backward: Backward) -> Any:
-    """The merged result of a step whose backward runs when gradients come, once.
+def gradients_come_later(step: ForwardStep) -> Any:
+    """The merged result of a step whose backward runs when gradients come."""
+    places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
+    # Of all leaves of each microbatch, which hold the numbers of those that need gradients, too.
+    leaves = [flatten(packed)[0] for packed in step.outputs]
+    found = [leaves[number][place] for number, place in places]
 
-    Args:
-        outputs: of each microbatch.
-        sizes: samples in each.
-        backward: runs it.
-    """
-    found: list[Tensor] = []
-    for packed in outputs:
-        leaves, _ = flatten(packed.result)
-        found += [leaf for leaf, needs in zip(leaves, packed.needs_grad, strict=True) if needs]
-    counts = [sum(packed.needs_grad) for packed in outputs]
+    def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+        given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
+        for (number, place), gradient in zip(places, gradients, strict=True):
+            given[number][place] = gradient
+        step.backward(given, retain_graph=retain_graph)
 
-    def run(gradients: Sequence[Tensor | None]) -> None:
-        given = iter(gradients)
-        backward([[next(given) for _ in range(count)] for count in counts])
-
-    later = iter(_Later.apply(_anchor(found), _once(run), *found))
-    return merge([_on_graph(packed, lambda leaves: [next(later) for _ in leaves]) for packed in outputs], sizes)
+    later = iter(_Later.apply(_anchor(found), run, *found))
+    return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
 
 
 def _on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
     leaves, structure = flatten(packed.result)
-    places = [place for place, needs in enumerate(packed.needs_grad) if needs]
-    if places:
-        for place, tensor in zip(places, hang([leaves[place] for place in places]), strict=True):
+    if packed.places:
+        for place, tensor in zip(packed.places, hang([leaves[place] for place in packed.places]), strict=True):
             leaves[place] = tensor
     return pytree.tree_unflatten(leaves, structure)
 
@@ -175,8 +166,9 @@ def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
         calls += 1
         if calls > 1:
             raise SMPError(
-                "Backward reaches the same call of the model a second time, but its gradients are handed over once. "
-                "Add the losses up and call backward once, or call the model again."
+                "Backward reaches the loss of the same call of the model a second time, but its gradients are handed "
+                "over once. Add up what depends on it and call backward once, or set `loss_in_model=False` in "
+                "SMPPlugin, which allows for `retain_graph=True`."
             )
         act(given)
 
@@ -207,5 +199,6 @@ class _Later(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
-        ctx.run(gradients)  # type: ignore[attr-defined]
+        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.run(gradients, retain_graph=retain_graph)  # type: ignore[attr-defined]
         return None, None, *(None for _ in gradients)

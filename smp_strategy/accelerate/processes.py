@@ -18,9 +18,8 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
         device: where this rank computes.
         timeout: of the group; ``None``: the backend's.
     """
-    options = {} if timeout is None else {"timeout": timeout}
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     group = dist.distributed_c10d._get_default_group()
     carried = {each.type for each in group._device_types}
@@ -35,5 +34,5 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
         store=dist.PrefixStore("smp_strategy", store),
         rank=rank,
         world_size=world_size,
-        **options,
+        timeout=timeout,
     )

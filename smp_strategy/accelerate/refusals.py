@@ -53,8 +53,8 @@ def problems_of_accelerator(accelerator: Any, config: SMPConfig) -> list[str]:
         found.append(f"SMPPlugin runs on CPUs and GPUs, but Accelerate has chosen {kind.value}. Choose other devices.")
     if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
         found.append(
-            f"`dynamo_backend={state.dynamo_plugin.backend.value.lower()}` compiles the model as a whole, of which every "
-            "rank has a part. Leave it out and set `compile=True` in SMPPlugin, which compiles each unit."
+            f"`dynamo_backend={state.dynamo_plugin.backend.value.lower()}` compiles the model as a whole, of which "
+            "every rank has a part. Leave it out and set `compile=True` in SMPPlugin, which compiles each unit."
         )
     found += _problems_of_precision(state.mixed_precision, accelerator.device.type, config)
     return found
@@ -66,8 +66,8 @@ def _problems_of_precision(mixed_precision: str, device_type: str, config: SMPCo
     own = [name for name in ("fp16", "bf16", "fp16_params") if getattr(config, name)]
     if mixed_precision != "no" and own:
         return [
-            f"`mixed_precision={mixed_precision}` of Accelerate and `{own[0]}=True` of SMPPlugin both choose in what the "
-            "model computes. Leave one of them out."
+            f"`mixed_precision={mixed_precision}` of Accelerate and `{own[0]}=True` of SMPPlugin both choose in what "
+            "the model computes. Leave one of them out."
         ]
     if mixed_precision == "fp16" and device_type == "cpu":
         return ["`mixed_precision=fp16` does nothing on a CPU in Accelerate. Use 'bf16', or `fp16=True` in SMPPlugin."]

@@ -136,7 +136,7 @@ def loss_outside(model, batch):
 
 
 def plain_loop(
-    model, optimizer, data, *, loss_of=loss_inside, microbatches=MICROBATCHES, window=1, clip=None, scheduler=None
+    model, optimizer, data, *, loss_of=loss_inside, microbatches=MICROBATCHES, window=1, clip=None, schedule=None
 ):
     """Train in one process, microbatch by microbatch; the last window may be shorter. Losses of the batches."""
     losses = []
@@ -152,8 +152,8 @@ def plain_loop(
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         if (number + 1) % window == 0 or number + 1 == len(data):
             optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
+            if schedule is not None:
+                schedule()
             optimizer.zero_grad()
     return losses
 
@@ -185,6 +185,6 @@ def assert_same(found, expected, *, rtol=0.0, atol=0.0):
     assert list(found) == list(expected)
     for name, value in expected.items():
         if rtol or atol:
-            torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
+            torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=f"{name}: {{}}".format)
         else:
             assert torch.equal(found[name], value), name

@@ -1,5 +1,9 @@
-"""Training loops with Accelerate, under any layout: the weights of the plain loop in one process."""
+"""Training loops with Accelerate, under any layout: the weights of the plain loop in one process.
 
+All cases of a layout run in the same ranks, one after the other, each with an Accelerator of its own.
+"""
+
+import pytest
 import torch
 from accelerate_checks import (
     MICROBATCHES,
@@ -8,30 +12,92 @@ from accelerate_checks import (
     assert_same,
     batches,
     fresh_accelerator,
+    loss_inside,
+    loss_outside,
     on_ranks,
     plain_loop,
     toy,
     whole_state,
 )
 
+LAYOUTS = {
+    "pp2": (2, {"pipeline_parallel_degree": 2}),
+    "pp4": (4, {"pipeline_parallel_degree": 4, "pipeline": "simple"}),
+    "pp2 x dp2": (4, {"pipeline_parallel_degree": 2}),
+    "sdp2": (2, {"sharded_data_parallel_degree": 2}),
+    "pp2 x sdp2": (4, {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
+    "tp2": (2, {"tensor_parallel_degree": 2, "tensor_parallel": {"inlet": "column", "outlet": "row"}}),
+    "zero1": (2, {"shard_optimizer_state": True}),
+}
+EXACT = ("pp2", "pp4")
 
-def train(smp, kind):
-    accelerator = fresh_accelerator(smp)
+CASES = {
+    "a dict, and a scheduler": {"schedules": True},
+    "a tuple, and clipping": {"kind": "tuple", "clip": 0.5},
+    "a dataclass, accumulation, and clipping in every step": {"kind": "dataclass", "clip": 0.5, "window": 2},
+    "a tensor, and accumulation": {"kind": "tensor", "window": 3},
+}
+
+
+def scheduler_of(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def train(smp, *, kind="dict", window=1, clip=None, schedules=False, loss_of=loss_inside):
+    accelerator = fresh_accelerator(smp, gradient_accumulation_steps=window)
     model = toy(kind)
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    losses = accelerated_loop(accelerator, model, optimizer, batches())
-    return whole_state(accelerator), losses
+    optimizer = adamw(model)
+    scheduler = scheduler_of(optimizer) if schedules else None
+    # The order is free; what is no object of PyTorch's comes back as it is.
+    scheduler, optimizer, model = accelerator.prepare(scheduler, optimizer, model)
+    losses = accelerated_loop(accelerator, model, optimizer, batches(), loss_of=loss_of, clip=clip, scheduler=scheduler)
+    return whole_state(accelerator), torch.stack(losses), optimizer.param_groups[0]["lr"]
 
 
-def trained_plainly(kind):
+def trained_plainly(replicas, *, kind="dict", window=1, clip=None, schedules=False, loss_of=loss_inside):
     model = toy(kind)
-    losses = plain_loop(model, adamw(model), batches())
-    return model.state_dict(), losses
+    optimizer = adamw(model)
+    scheduler = scheduler_of(optimizer) if schedules else None
+
+    def schedule():
+        # As Accelerate does: once for the batch of each replica.
+        for _ in range(replicas if schedules else 0):
+            scheduler.step()
+
+    losses = plain_loop(model, optimizer, batches(), loss_of=loss_of, window=window, clip=clip, schedule=schedule)
+    return model.state_dict(), torch.stack(losses), optimizer.param_groups[0]["lr"]
 
 
-def test_a_loss_in_the_model_gives_identical_weights():
-    expected, losses = trained_plainly("dict")
-    found = on_ranks(train, 2, {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}, "dict")
-    assert_same(found[0][0], expected)
-    for _, seen in found:
-        assert torch.equal(torch.stack(seen), torch.stack(losses))
+def run_all(smp, cases):
+    return {name: train(smp, **case) for name, case in cases.items()}
+
+
+def check(layout, cases):
+    ranks, smp = LAYOUTS[layout]
+    used = smp.get("pipeline_parallel_degree", 1) * smp.get("tensor_parallel_degree", 1)
+    replicas = ranks // used
+    found = on_ranks(run_all, ranks, {**smp, "microbatches": MICROBATCHES // replicas}, cases)
+    tolerance = {} if layout in EXACT else {"rtol": 1e-5, "atol": 1e-6}
+    for name, case in cases.items():
+        weights, losses, lr = trained_plainly(replicas, **case)
+        assert_same(found[0][name][0], weights, **tolerance)
+        mean = torch.stack([seen[name][1] for seen in found]).mean(dim=0)
+        # Outside of the model the mean is taken over the whole batch at once, in one more order of additions.
+        torch.testing.assert_close(mean, losses, rtol=1e-5, atol=1e-6, msg=name)
+        assert [seen[name][2] for seen in found] == [lr] * ranks, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_in_the_model(layout):
+    check(layout, CASES)
+
+
+OUTSIDE = {
+    "a dict": {"loss_of": loss_outside},
+    "a tuple, accumulation, and clipping": {"loss_of": loss_outside, "kind": "tuple", "window": 2, "clip": 0.5},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_outside_of_the_model(layout):
+    check(layout, OUTSIDE)
