@@ -30,3 +30,7 @@ class Host(Accelerator):  # type: ignore[misc]  # published without type informa
             plugin: the :class:`~smp_strategy.accelerate.plugin.SMPPlugin`.
         """
         self.smp = session
+
+    def check_even(self, training: bool) -> None:
+        """Called before each call of the model; see the hooks of data loaders."""
+        raise NotImplementedError

@@ -70,13 +70,22 @@ class ModelCalls:
         engine: runs it.
         options: of the user.
         guesses: about the backward that follows a call.
+        check: is called before each call of the model; whether it is one of training.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, options: CallOptions, guesses: Guesses) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        options: CallOptions,
+        guesses: Guesses,
+        check: Callable[[bool], None],
+    ) -> None:
         self.model = model
         self._engine = engine
         self._options = options
         self._guesses = guesses
+        self._check = check
         self._inner: Callable[..., Any] = model.forward
         self._before = {name: vars(model)[name] for name in ("forward", *_WHOLE) if name in vars(model)}
         self._replaced: list[str] = []
@@ -122,6 +131,7 @@ class ModelCalls:
         if self._is_inside:
             return self._inner(*args, **kwargs)
         call = (args, kwargs)
+        self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
         way = _way_of(call)

@@ -11,6 +11,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
+from smp_strategy.accelerate.data_groups import DataGroups
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.errors import SMPError
@@ -60,6 +61,7 @@ class Session:
         )
         self._timeout = timeout
         self._engine: Engine | None = None
+        self._data_groups: DataGroups | None = None
 
     @property
     def engine(self) -> Engine:
@@ -75,9 +77,16 @@ class Session:
 
     def make_engine(self) -> Engine:
         """A new engine, for a model that is prepared now; the last one is closed."""
-        self.close()
+        self._close_engine()
         self._engine = Engine(self.config, report=self._report, device=self.device, timeout=self._timeout)
         return self._engine
+
+    @property
+    def data_groups(self) -> DataGroups:
+        """Between which values are exchanged. Made when they are first asked for, which is collective."""
+        if self._data_groups is None:
+            self._data_groups = DataGroups(self.data_ranks(), timeout=self._timeout)
+        return self._data_groups
 
     @property
     def num_data_ranks(self) -> int:
@@ -111,7 +120,11 @@ class Session:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Let go of the engine, if there is one; its module stays as it is."""
+        """Let go of the engine, if there is one, and of all process groups; the module stays as it is."""
+        self._close_engine()
+        self._data_groups = None
+
+    def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()
         self._engine = None

@@ -85,7 +85,7 @@ class TrainingHooks(Host):
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self._smp_syncs_blocked,
         )
-        self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses)
+        self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even)
         self._smp_calls.install()
         return model
 

@@ -1,0 +1,267 @@
+"""Ranks that read the same samples: how they agree on random draws, and how is found that they did not.
+
+Each rank reads its own data and nothing is sent, so the ranks of one replica must agree on every random draw on the
+way to a batch: the order of samples, seeds of workers, augmentation in the dataset. Nobody may have seeded anything,
+and some code runs on one rank only. So ranks take over the generators of the first of them; when that happens is the
+business of the doors, which know what else draws.
+
+What cannot be steered (an iterable dataset that splits its samples by rank, a dataset with generators of its own) is
+found by comparing a checksum of the first batches.
+"""
+
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from smp_strategy.errors import SMPError
+
+__all__ = [
+    "Readers",
+    "Reading",
+    "RngState",
+    "checksum",
+    "follow",
+    "generators_of",
+    "global_state",
+    "set_global_state",
+]
+
+_CHECKED_BATCHES = 2
+_END = object()
+
+RngState = tuple[bytes, Any, Any]
+
+
+class Reading(Protocol):
+    """What a pass over a data loader goes by."""
+
+    def begin(self, *generators: torch.Generator) -> None:
+        """A pass begins, of a loader that has these generators of its own. Collective."""
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Around whatever draws random numbers on the way to a batch."""
+
+    def compare(self, what: Any) -> None:
+        """Compare a number of batches, or whether there is one more, with ranks whose samples belong together."""
+
+    def arrived(self, batch: Any) -> None:
+        """A batch is there, or the object that says that there are no more."""
+
+
+class Readers:
+    """The ranks that read what this one reads. Its methods are collective. A pickled one knows of nobody.
+
+    Args:
+        ranks: global ranks; the others follow the first.
+        rank: this one.
+        group: gives their process group. It is not kept: groups must end before the process does.
+        advice: what a dataset that picks its samples by rank must go by instead.
+        partners: gives the group of ranks that read other samples which the same steps need; ``None``: there are none.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        group: Callable[[], dist.ProcessGroup],
+        *,
+        advice: str,
+        partners: Callable[[], dist.ProcessGroup | None] | None = None,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self._rank = rank
+        self._group = group
+        self._advice = advice
+        self._partners = partners
+        self._num_checked = 0
+
+    def __reduce__(self) -> Any:
+        return _Alone, ()
+
+    def __deepcopy__(self, memo: Any) -> "Readers":
+        return self
+
+    def take_over(self, *generators: torch.Generator) -> None:
+        """Take over the global generators, and ``generators``, of the first rank."""
+        if len(self.ranks) == 1:
+            return
+        first = self.ranks[0]
+        states = (global_state(), [generator.get_state() for generator in generators])
+        box = [states if self._rank == first else None]
+        dist.broadcast_object_list(box, src=first, group=self._group())
+        assert box[0] is not None
+        set_global_state(box[0][0])
+        for generator, state in zip(generators, box[0][1], strict=True):
+            generator.set_state(state)
+
+    def begin_checks(self) -> None:
+        """A pass begins: its first batches are compared."""
+        self._num_checked = 0
+
+    def check(self, batch: Any) -> None:
+        """Compare the first batches of each pass over the data.
+
+        Raises:
+            SMPError: they differ.
+        """
+        if len(self.ranks) == 1 or self._num_checked == _CHECKED_BATCHES:
+            return
+        found: list[int] = [0] * len(self.ranks)
+        dist.all_gather_object(found, checksum(batch), group=self._group())
+        if len(set(found)) > 1:
+            raise SMPError(
+                f"Batch {self._num_checked} differs between the ranks of one replica {self.ranks}, which must all read "
+                f"the same samples. {self._advice}; one with random generators of its own must seed them alike."
+            )
+        self._num_checked += 1
+
+    def compare(self, what: Any) -> None:
+        """Compare the number of batches that each rank will read, or whether it has read one.
+
+        Raises:
+            SMPError: ranks whose samples belong together differ, on all of them.
+        """
+        if self._partners is None:
+            return
+        group = self._partners()
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, what, group=group)
+        if any(each != found[0] for each in found):
+            raise SMPError(
+                f"With `prescaled_batch=False` a step needs samples of all ranks of a tensor-parallel group, but they "
+                f"do not have the same number of batches ({', '.join(map(str, found))}). Let the dataset give each "
+                "rank as many, as data-parallel training needs it as well."
+            )
+
+
+class _Alone:
+    """What a pass goes by in a process that has only been sent its loader."""
+
+    def begin(self, *generators: torch.Generator) -> None:
+        """Nothing to do."""
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def compare(self, what: Any) -> None:
+        """Nothing to do."""
+
+    def arrived(self, batch: Any) -> None:
+        """Nothing to do."""
+
+
+def follow(loader: DataLoader[Any], reading: Reading) -> None:
+    """Let ``loader`` draw as ``reading`` says, from the next pass on."""
+    if not isinstance(loader, _FollowingLoader):
+        loader.__class__ = _following(type(loader))
+    loader.smp_reading = reading
+
+
+def _following(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    # Accelerate says that its loaders are of the class of what they are around, and pickles them by that name.
+    disguise = {"smp_stock": stock, "__class__": property(lambda _: stock)}
+    return type(stock.__name__, (_FollowingLoader, stock), {**names, **disguise})
+
+
+def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
+    following = _following(stock)
+    return following.__new__(following)
+
+
+class _FollowingLoader(DataLoader[Any]):
+    smp_reading: Reading
+    smp_stock: type[DataLoader[Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (self.smp_stock,), vars(self)  # no module has the class
+
+    def __iter__(self) -> Any:
+        self.smp_reading.begin(*generators_of(self))
+        with self.smp_reading.draws():
+            inner = super().__iter__()
+        return _FollowingIterator(inner, self.smp_reading)
+
+
+class _FollowingIterator:
+    def __init__(self, inner: Iterator[Any], reading: Reading) -> None:
+        self._inner = inner
+        self._reading = reading
+        self._is_new = True
+
+    def __iter__(self) -> "_FollowingIterator":
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_new:
+            # Lightning does not ask for more batches than there are, so ranks that have fewer would stop asking.
+            self._is_new = False
+            try:
+                self._reading.compare(len(self))
+            except TypeError:  # an iterable dataset does not know
+                self._reading.compare("an unknown number")
+        with self._reading.draws():
+            found = next(self._inner, _END)
+        self._reading.compare("none left" if found is _END else "one more")
+        self._reading.arrived(found)
+        if found is _END:
+            raise StopIteration
+        return found
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Those that the loader, its samplers and its dataset bring along."""
+    holders: list[Any] = [loader, loader.dataset, loader.sampler]
+    batches = loader.batch_sampler
+    while batches is not None:  # samplers of a part of the batches are around one of all
+        holders += [batches, getattr(batches, "sampler", None)]
+        batches = getattr(batches, "batch_sampler", None)
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+def checksum(batch: Any) -> int:
+    """A number that depends on every tensor, number and string in ``batch``, and on their order."""
+    found = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            found = zlib.crc32(repr((leaf.dtype, tuple(leaf.shape))).encode(), found)
+            content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            found = zlib.crc32(content.numpy().data, found)
+        elif isinstance(leaf, (bool, int, float, str, bytes)):
+            found = zlib.crc32(repr(leaf).encode(), found)
+    return found
+
+
+def global_state() -> RngState:
+    """The state of torch's generator of the host, Python's, and numpy's if anybody has imported it."""
+    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
+    state = numpy.random.get_state(legacy=True) if numpy is not None else None
+    if state is not None:
+        state = (state[0], state[1].tobytes(), *state[2:])
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), state
+
+
+def set_global_state(state: RngState) -> None:
+    """Go on from where :func:`global_state` was."""
+    for_torch, for_python, for_numpy = state
+    torch.set_rng_state(torch.frombuffer(bytearray(for_torch), dtype=torch.uint8))
+    random.setstate(for_python)
+    if for_numpy is not None:
+        import numpy
+
+        key = numpy.frombuffer(for_numpy[1], dtype=numpy.uint32)
+        numpy.random.set_state((for_numpy[0], key, *for_numpy[2:]))
