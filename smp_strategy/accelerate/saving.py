@@ -152,17 +152,24 @@ class SavingHooks(Host):
 
     def get_own_state(self) -> dict[str, Any]:
         """What a file of ours has: where random streams are. Collective."""
-        _, others = random_states.gathered(self.smp, self.step)
-        return {
+        return self._smp_streams()[1]
+
+    def _smp_streams(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """For each data rank what Accelerate's file has, and the content of ours. Collective."""
+        states, others = random_states.gathered(self.smp, self.step)
+        own = {
             "engine": self.smp.engine.state_dict() if self.smp.has_engine else None,
+            "loaders": random_states.of_loaders(self._dataloaders),
             "data_ranks": self.smp.data_ranks(),
             "random_states": others,
         }
+        return states, own
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the random streams of another run; those of single ranks under the same layout only."""
         if self.smp.has_engine and state["engine"] is not None:
             self.smp.engine.load_state(state["engine"])
+        random_states.set_loaders(self._dataloaders, state["loaders"])
         if state["data_ranks"] == self.smp.data_ranks() and self.smp.rank in state["random_states"]:
             random_states.set_states(state["random_states"][self.smp.rank])
 
@@ -232,8 +239,7 @@ class SavingHooks(Host):
     def _smp_save_rest(self, staging: Path, weights: list[dict[str, Any]], *, safe_serialization: bool) -> None:
         """All but the optimizers. Collective."""
         custom = [self._smp_state_of(each) for each in self._custom_objects]
-        states, _ = random_states.gathered(self.smp, self.step)
-        own = self.get_own_state()
+        states, own = self._smp_streams()
         with alike(f"saving to {staging}", self.smp.stage_ranks):
             if self._smp_writes:
                 state_files.write(self, staging, weights, custom, safe_serialization=safe_serialization)
