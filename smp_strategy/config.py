@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 from smp_strategy.errors import ConfigError
@@ -32,7 +32,16 @@ from smp_strategy.options import (
 from smp_strategy.precision_options import PrecisionOptions
 from smp_strategy.recipe import MICROBATCHES_PER_STAGE, parse_recipe
 
-__all__ = ["RestoreModule", "SMPConfig", "Schedule"]
+__all__ = [
+    "DOOR_OPTIONS",
+    "ENV_PREFIX",
+    "RestoreModule",
+    "SMPConfig",
+    "Schedule",
+    "canonical",
+    "option_types",
+    "unknown_option",
+]
 
 ENV_PREFIX = "SMP_"
 ALIASES = {"partitions": "pipeline_parallel_degree"}
@@ -142,13 +151,25 @@ class SMPConfig(
             ConfigError: unknown names (with the nearest known one) and every other mistake, together.
         """
         problems: list[str] = []
-        merged = _resolve_aliases(_from_environment(problems), problems)
+        merged = _resolve_aliases(_from_environment(os.environ, problems), problems)
         merged.update(_resolve_aliases(options, problems))
+        return cls._of_known(merged, problems)
+
+    @classmethod
+    def from_variables(cls, environ: Mapping[str, str]) -> Self:
+        """Build a config as a process would that has the environment variables ``environ`` and no other options.
+
+        Raises:
+            ConfigError: variables that name no option, and every other mistake, together.
+        """
+        problems: list[str] = []
+        return cls._of_known(_resolve_aliases(_from_environment(environ, problems), problems), problems)
+
+    @classmethod
+    def _of_known(cls, merged: Mapping[str, Any], problems: list[str]) -> Self:
+        """Build a config from options whose names may be unknown; ``problems`` are those that were found before."""
         known = {field.name for field in dataclasses.fields(cls)}
-        for name in sorted(set(merged) - known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean `{near[0]}`?" if near else f" Known options: {', '.join(sorted(known))}."
-            problems.append(f"`{name}` is not an option.{hint}")
+        problems += [unknown_option(name) for name in sorted(set(merged) - known)]
         try:
             config = cls(**{name: value for name, value in merged.items() if name in known})
         except ConfigError as error:
@@ -173,6 +194,24 @@ class SMPConfig(
         return MICROBATCHES_PER_STAGE * num_stages if is_filled else 1
 
 
+def option_types() -> dict[str, Any]:
+    """The type of every option."""
+    return typing.get_type_hints(SMPConfig)
+
+
+def canonical(name: str) -> str:
+    """The name of an option that may be an alias; other names are returned as they are."""
+    return ALIASES.get(name, name)
+
+
+def unknown_option(name: str, others: Collection[str] = ()) -> str:
+    """What is told of ``name``, which is no option, nor one of ``others`` that the asker has besides."""
+    known = [*option_types(), *others]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean `{near[0]}`?" if near else f" Known options: {', '.join(sorted(known))}."
+    return f"`{name}` is not an option.{hint}"
+
+
 def _resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     resolved = dict(options)
     for alias, name in ALIASES.items():
@@ -184,21 +223,21 @@ def _resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[st
     return resolved
 
 
-def _from_environment(problems: list[str]) -> dict[str, Any]:
+def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
     """Options from ``SMP_CONFIG`` (a recipe name) and ``SMP_<OPTION>`` variables; the latter win."""
     options: dict[str, Any] = {}
-    if os.environ.get("SMP_CONFIG"):
+    if environ.get("SMP_CONFIG"):
         try:
-            options.update(parse_recipe(os.environ["SMP_CONFIG"]))
+            options.update(parse_recipe(environ["SMP_CONFIG"]))
         except ConfigError as error:
             problems += error.problems
-    hints = typing.get_type_hints(SMPConfig)
-    for variable in sorted(os.environ):
+    hints = option_types()
+    for variable in sorted(environ):
         if not variable.startswith(ENV_PREFIX) or variable in NOT_OPTIONS:
             continue
-        name = ALIASES.get(variable[len(ENV_PREFIX) :].lower(), variable[len(ENV_PREFIX) :].lower())
+        name = canonical(variable[len(ENV_PREFIX) :].lower())
         if name in hints:
-            options[name] = parse(os.environ[variable], hints[name])
+            options[name] = parse(environ[variable], hints[name])
         elif name not in DOOR_OPTIONS:
             problems.append(f"The environment variable {variable} names no option of smp_strategy. Unset it.")
     return options

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-__all__ = ["as_dict", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
+__all__ = ["as_dict", "as_text", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
 
 
 def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
@@ -31,6 +31,17 @@ def as_tuple(value: Any) -> Any:
 def as_dict(value: Any) -> Any:
     """``value``, or the dict of its items if it is another mapping."""
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def as_text(value: Any) -> str:
+    """Text that :func:`parse` reads as ``value``, where there is one."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={as_text(item)}" for key, item in value.items())
+    if isinstance(as_tuple(value), tuple):
+        return "".join(f"{as_text(item)}," for item in value)  # the last comma tells one item from none
+    return str(value)
 
 
 def fits(value: object, hint: Any) -> bool:

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from corpus import bounded, read_folder, split, standard_library
 from gpt import GPT
 from optimization import Recipe
 from plot import plot_losses, read_curve
 from sampling import sample
-from text import TextData, bounded, read_folder, split, standard_library
+from text import TextData
 from vision import DigitsData
 
 ROOT = Path(__file__).parents[2]
