@@ -1,6 +1,5 @@
 """Checkpoints of Accelerate: those of one process, whatever layout writes or reads them."""
 
-
 import pytest
 import torch
 from accelerate_checks import (
