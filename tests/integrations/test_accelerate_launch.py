@@ -216,3 +216,19 @@ def after_a_plain_one():
 
 def test_a_plugin_that_accelerate_would_pass_over_is_told():
     on_ranks(after_a_plain_one, 1)
+
+
+def run_page():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "accelerate.md").read_text(), re.DOTALL)
+    [script] = [block for block in blocks if "SMPPlugin(" in block]
+    names = {}
+    exec(compile(script, "docs/accelerate.md", "exec"), names)
+    return names["loss"].item(), names["accelerator"].smp.shape.pp
+
+
+def test_the_script_in_the_page_about_accelerate_trains():
+    first, second = on_ranks(run_page, 2)
+    assert first == second
+    assert first[1] == 2
