@@ -32,6 +32,7 @@ from transformers.trainer_utils import TrainOutput
 from smp_strategy.accelerate.hf_arguments import count_replicas
 from smp_strategy.accelerate.saving import OWN_FILE
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.stage_tensors import in_plain_sight
 
 __all__ = ["SMPTrainer", "adopt", "trainer_above"]
 
@@ -125,15 +126,15 @@ class SMPTrainer(Trainer):
             return
 
         def load_state_dict(state: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-            accelerator.load_model_state_dict(model, state, strict=strict)
-            names = model.state_dict().keys()
+            with _replaced(model, "load_state_dict", plain):
+                accelerator.load_model_state_dict(model, state, strict=strict)
+            with in_plain_sight():
+                names = model.state_dict(keep_vars=True).keys()
             return _IncompatibleKeys([*(names - state.keys())], [*(state.keys() - names)])
 
-        vars(model)["load_state_dict"] = load_state_dict
-        try:
+        plain = model.load_state_dict
+        with _replaced(model, "load_state_dict", load_state_dict):
             yield
-        finally:
-            del vars(model)["load_state_dict"]
 
     # What cannot be served
 
@@ -231,3 +232,16 @@ def _check_arguments(args: Any) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+@contextmanager
+def _replaced(model: Any, name: str, method: Any) -> Iterator[None]:
+    """Another method on the object ``model`` while this is open."""
+    before = dict(vars(model))
+    vars(model)[name] = method
+    try:
+        yield
+    finally:
+        vars(model).pop(name)
+        if name in before:
+            vars(model)[name] = before[name]

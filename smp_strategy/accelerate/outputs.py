@@ -22,6 +22,7 @@ from smp_strategy.trace.tree import flatten
 
 __all__ = ["LeftBehind", "Packed", "gradients_come_later", "is_differentiable", "loss_in", "pack", "with_loss"]
 
+
 class Packed(NamedTuple):
     """What the model has returned for a microbatch, as it travels to all ranks."""
 
