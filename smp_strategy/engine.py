@@ -137,11 +137,6 @@ class Engine(Inspection):
             raise SMPError("The module is spread over the ranks in the first step, which has not run yet.")
         return self._share
 
-    @property
-    def has_share(self) -> bool:
-        """Whether the first step has begun, which decides what this rank holds."""
-        return self._share is not None
-
     def attach(
         self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
     ) -> None:
@@ -243,28 +238,16 @@ class Engine(Inspection):
             self.layout.look(First(kind, step, microbatch), self._optimizers)
 
     def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
-        """Run ``step`` dry for one microbatch, so that the caller sees what it returns, without values. Collective.
+        """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns. Collective.
 
-        A step that looks at values may not come to its end. Before the first step this is the look that decides about
-        the partition.
-
-        Args:
-            step: the user's code for one microbatch.
-            batch: cut along dim 0 into microbatches.
-            loss_of: picks the loss out of what ``step`` returns, if there is one.
+        Before the first step this is the look that decides about the partition, if there is one.
         """
-        microbatches, _ = self._cut(batch)
-        step, has_run = self._in_precision(step), []
-
-        def noted(microbatch: Any) -> Any:
-            has_run.append(True)
-            return step(microbatch)
-
+        first = First("train", self._in_precision(step), self._cut(batch)[0][0], loss_of)
         if self._calls.runtime is None:
-            self._prepare("train", noted, microbatches[0], loss_of)
-        if not has_run:
+            self._prepare(*first)
+        else:
             self.share.settle()
-            self.layout.look(First("train", noted, microbatches[0], loss_of), self._optimizers)
+            self.layout.look(first, self._optimizers)
 
     def _spread(self, first: First) -> None:
         """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
@@ -307,14 +290,13 @@ class Engine(Inspection):
             continues: the gradients will probably be added to those that are there. If both guesses are right, the
                 additions are those of one process in number and order.
             reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
-            sums: the loss of the batch is the sum of those of the microbatches, and not their mean over the samples.
+            sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
         microbatches, sizes = self._cut(batch)
         step = self._in_precision(step)
         self._prepare("train", step, microbatches[0], loss_of)
         job = self._training_job(step, sizes, loss_of)
-        if sums:
-            job = replace(job, weights=[1.0] * len(sizes))
+        job = replace(job, weights=[1.0] * len(sizes)) if sums else job
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
         with self.share.backward(continues=continues, sums=reduces and not continues) as backward:
             job = replace(job, weights=scaled, around_last=backward.around_last)

@@ -16,7 +16,7 @@ of the Accelerator's ``__init__``, rather than replace anything in a class that 
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from smp_strategy.accelerate.hf_arguments import count_replicas
 from smp_strategy.accelerate.saving import OWN_FILE
 from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.stage_tensors import in_plain_sight
+from smp_strategy.stand_ins import StandIns
 
 __all__ = ["SMPTrainer", "adopt", "trainer_above"]
 
@@ -125,15 +126,16 @@ class SMPTrainer(Trainer):
             yield
             return
 
+        plain = model.load_state_dict
+
         def load_state_dict(state: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-            with _replaced(model, "load_state_dict", plain):
+            with _replaced(model, plain):  # where taking a share comes to an end
                 accelerator.load_model_state_dict(model, state, strict=strict)
             with in_plain_sight():
                 names = model.state_dict(keep_vars=True).keys()
             return _IncompatibleKeys([*(names - state.keys())], [*(state.keys() - names)])
 
-        plain = model.load_state_dict
-        with _replaced(model, "load_state_dict", load_state_dict):
+        with _replaced(model, load_state_dict):
             yield
 
     # What cannot be served
@@ -235,13 +237,10 @@ def _check_arguments(args: Any) -> None:
 
 
 @contextmanager
-def _replaced(model: Any, name: str, method: Any) -> Iterator[None]:
-    """Another method on the object ``model`` while this is open."""
-    before = dict(vars(model))
-    vars(model)[name] = method
+def _replaced(model: Any, load_state_dict: Callable[..., Any]) -> Iterator[None]:
+    stand_ins = StandIns()
+    stand_ins.replace(model, load_state_dict, "load_state_dict")
     try:
         yield
     finally:
-        vars(model).pop(name)
-        if name in before:
-            vars(model)[name] = before[name]
+        stand_ins.give_back()

@@ -183,10 +183,14 @@ class ModelCalls:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
         number = self._kinds.setdefault((name, *_way_of((args, kwargs))), len(self._kinds))
-        with self._inside() as around:
-            result = self._engine.eval_step(
-                lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
-            )
+        try:
+            with self._inside() as around:
+                result = self._engine.eval_step(
+                    lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
+                )
+        except UnsupportedError as error:
+            error.add_note(f"This happened in `{name}`. If it works with a cache, try `use_cache=False`.")
+            raise
         return result.outputs[0]
 
     def _look(self, call: Any, way: Any) -> _Look:
@@ -207,7 +211,9 @@ class ModelCalls:
             return looked_at
 
         with self._inside() as around:
-            self._engine.look(step_with(around), call, loss_of=_loss_of)
+            for _ in range(2):  # the first one may be without a look: where the partition is known, say
+                if not found:
+                    self._engine.look(step_with(around), call, loss_of=_loss_of)
         if not found:
             # It looks at values, which a dry run does not have.
             trains = any(parameter.requires_grad for parameter in self.model.parameters())

@@ -165,7 +165,7 @@ class TrainingHooks(Host):
             torch.nn.utils.clip_grad_value_(_listed(parameters), clip_value)
 
     def _smp_is_spread(self) -> bool:
-        return self.smp.has_engine and self.smp.engine.has_share
+        return self.smp.has_engine and self.smp.engine.partition is not None
 
     def _smp_make_final(self) -> None:
         """Add up what ranks have of gradients, and divide it by the scale of the loss."""

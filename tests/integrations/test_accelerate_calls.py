@@ -22,6 +22,8 @@ from accelerate_checks import (
     whole_state,
 )
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from smp_strategy import SMPError, UnsupportedError
 
@@ -210,3 +212,46 @@ def test_hooks_see_whole_batches_and_copies_are_ordinary_modules():
     for seen, loss in on_ranks(copied_and_hooked, 2):
         assert seen == [BATCH, BATCH]
         torch.testing.assert_close(loss, toy()(**batch)["loss"])
+
+
+def language_model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "n_positions": 32, "n_layer": 4, "n_head": 2, "n_embd": 16}
+    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drop, bos_token_id=0, eos_token_id=0, pad_token_id=0))
+
+
+TEXT = torch.arange(1, 25).reshape(4, 6)
+
+
+def generated():
+    accelerator = fresh_accelerator({"pipeline_parallel_degree": 2, "microbatches": 2})
+    model = language_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    outputs = model(input_ids=TEXT, labels=TEXT)
+    assert isinstance(outputs, CausalLMOutputWithCrossAttentions)
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
+        outputs.past_key_values.get_seq_length()
+    step(accelerator, optimizer, outputs.loss)
+    model.eval()
+    found = model.generate(TEXT, max_new_tokens=5, do_sample=False)
+    model.train()
+    step(accelerator, optimizer, model(input_ids=TEXT, labels=TEXT).loss)
+    return found, whole_state(accelerator)
+
+
+def test_text_is_generated_between_steps():
+    model = language_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    results = []
+    for _ in range(2):
+        for part in TEXT.split(2):
+            (model(input_ids=part, labels=part).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(model.eval().generate(TEXT, max_new_tokens=5, do_sample=False))
+        model.train()
+    for rank, (found, weights) in enumerate(on_ranks(generated, 2)):
+        assert torch.equal(found, results[0])
+        if rank == 0:
+            assert_same(weights, model.state_dict(), rtol=1e-5, atol=1e-6)  # tied weights: sums of two stages
