@@ -1,9 +1,12 @@
 """The process group: Accelerate's own, unless it cannot carry what ranks tell each other."""
 
+import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from smp_strategy.errors import ConfigError
 
 __all__ = ["ensure_group"]
 
@@ -17,8 +20,18 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
     Args:
         device: where this rank computes.
         timeout: of the group; ``None``: the backend's.
+
+    Raises:
+        ConfigError: a launcher has started several processes, but Accelerate takes each of them for the only one.
     """
     if not dist.is_initialized():
+        started = os.environ.get("WORLD_SIZE", "1")
+        if int(started) > 1:
+            raise ConfigError(
+                f"{started} processes were started, but Accelerate has found no accelerator for them, and each would "
+                "train alone. Use Accelerator(cpu=True), ACCELERATE_USE_CPU=true, or `use_cpu: true` in the file of "
+                "`accelerate launch` together with `smp_config`, to train on CPUs."
+            )
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     group = dist.distributed_c10d._get_default_group()

@@ -1,0 +1,201 @@
+"""Scripts under ``accelerate launch``: layouts that the file or the environment chooses, on one machine and on two."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate_checks import fresh_accelerator, on_ranks
+from torch import nn
+
+ROOT = Path(__file__).parents[2]
+
+# It imports nothing of ours. Loss inside of the model for the first epoch, outside for the second.
+SCRIPT = """
+import os, sys, warnings
+warnings.filterwarnings("ignore")
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x, y=None):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x if y is None else {"loss": (x - y).square().mean()}
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model, data = Net(), torch.randn(32, 8)
+loader = DataLoader(TensorDataset(data), batch_size=8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for inside in (True, False):
+    for (batch,) in loader:
+        loss = model(batch, -batch)["loss"] if inside else (model(batch) + batch).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+smp = getattr(accelerator, "smp", None)
+world = f"{os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
+stages = smp.shape.pp if smp is not None else "no"
+sys.stdout.write(f"RANK {world}: {stages} stages, {accelerator.num_processes} replicas, loss {loss.item():.6f}\\n")
+"""
+
+ON_CPU = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MULTI_CPU",
+    "use_cpu": True,
+    "num_machines": 1,
+    "num_processes": 2,
+    "machine_rank": 0,
+    "main_process_port": 0,
+    "mixed_precision": "no",
+}
+
+
+def begin(folder, *command, **environment):
+    """Start this Python with ``command`` in ``folder``."""
+    (folder / "script.py").write_text(SCRIPT)
+    ours = ("SMP_", "ACCELERATE_", "LOCAL_", "RANK", "WORLD_SIZE")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def end(process):
+    """Exit code and output."""
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def launch(folder, content, *arguments, **environment):
+    """Start ``accelerate launch`` with a file of ``content``."""
+    (folder / "file.yaml").write_text(yaml.safe_dump(content))
+    command = ("-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "file.yaml", *arguments)
+    return begin(folder, *command, "script.py", **environment)
+
+
+def told(output):
+    """What each rank says, by rank."""
+    return sorted(re.findall(r"RANK (.*)", output))
+
+
+@pytest.fixture(scope="module")
+def plain_loss(tmp_path_factory):
+    """The last loss of the same script in one process, under Accelerate as it is."""
+    process = begin(tmp_path_factory.mktemp("plain"), "script.py", ACCELERATE_USE_CPU="true")
+    code, output = end(process)
+    assert code == 0, output
+    [line] = told(output)
+    assert line.startswith("0 of 1: no stages, 1 replicas, loss ")
+    return line.rpartition(" ")[2]
+
+
+def test_a_file_makes_a_pipeline_of_a_script_that_knows_of_none(plain_loss, tmp_path):
+    code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": {"microbatches": 2}}, SMP_PIPELINE="1f1b"))
+    assert code == 0, output
+    assert told(output) == [f"{rank} of 2: 2 stages, 1 replicas, loss {plain_loss}" for rank in range(2)]
+    assert "schedule 1f1b with 2 microbatches" in output
+
+
+def test_two_machines_are_one_pipeline(plain_loss, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": port}
+    folders = [tmp_path / str(rank) for rank in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    content = {**ON_CPU, **address, "smp_config": "pp2_mb2"}
+    launchers = [launch(folder, content, "--machine_rank", str(rank)) for rank, folder in enumerate(folders)]
+    for rank, (code, output) in enumerate([end(launcher) for launcher in launchers]):
+        assert code == 0, output
+        assert told(output) == [f"{rank} of 2: 2 stages, 1 replicas, loss {plain_loss}"]
+
+
+def test_mistakes_are_told_by_the_launcher_and_nothing_is_started(tmp_path):
+    code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": {"microbatchs": 2}}))
+    assert code != 0
+    assert output.strip().endswith("In `smp_config`: `microbatchs` is not an option. Did you mean `microbatches`?")
+    assert not told(output)
+
+
+def test_switched_off_the_launcher_is_as_it_was(tmp_path):
+    code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": "pp2"}, SMP_AUTOLOAD="0"))
+    assert code != 0
+    assert "unknown keys (['smp_config'])" in output
+
+
+# --- the Accelerator ------------------------------------------------------------------------------------------------
+
+
+def choices():
+    found = {}
+    for word in ("true", "false", ""):
+        fresh_accelerator()
+        os.environ["ACCELERATE_USE_SMP"] = word
+        os.environ["SMP_MICROBATCHES"] = "3"
+        smp = getattr(Accelerator(cpu=True), "smp", None)
+        found[word] = None if smp is None else smp.config.microbatches
+    return found
+
+
+def test_a_bare_accelerator_gets_the_layout_of_the_environment_where_it_is_selected():
+    assert on_ranks(choices, 1) == [{"true": 3, "false": None, "": None}]
+
+
+def given_in_code():
+    fresh_accelerator()
+    os.environ.update(ACCELERATE_USE_SMP="true", SMP_MICROBATCHES="3")
+    from smp_strategy import SMPPlugin
+
+    plugin = SMPPlugin(pipeline="1f1b")
+    config = Accelerator(cpu=True, parallelism_config=plugin).smp.config
+    with pytest.raises(ValueError, match="gives Accelerate another `parallelism_config` .ParallelismConfig."):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+    return config.pipeline, config.microbatches
+
+
+def test_a_plugin_in_the_script_stays_and_another_parallelism_is_refused():
+    assert on_ranks(given_in_code, 1) == [("1f1b", 3)]
+
+
+def trained_alone():
+    from smp_strategy import SMPPlugin
+    from smp_strategy.accelerate.processes import ensure_group
+
+    torch.distributed.destroy_process_group()
+    os.environ["WORLD_SIZE"] = "2"
+    with pytest.raises(ValueError, match="2 processes were started, but Accelerate has found no accelerator"):
+        ensure_group(torch.device("cpu"), None)
+    os.environ["WORLD_SIZE"] = "1"
+    model = Accelerator(parallelism_config=SMPPlugin(), cpu=True).prepare(nn.Linear(2, 2))
+    model(torch.zeros(1, 2)).sum().backward()
+    return model.weight.grad is not None
+
+
+def test_one_process_alone_trains_and_several_that_do_not_know_of_each_other_are_refused():
+    assert on_ranks(trained_alone, 1) == [True]
