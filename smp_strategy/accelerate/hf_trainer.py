@@ -16,7 +16,7 @@ of the Accelerator's ``__init__``, rather than replace anything in a class that 
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from transformers.trainer_utils import TrainOutput
 from smp_strategy.accelerate.hf_arguments import count_replicas
 from smp_strategy.accelerate.saving import OWN_FILE
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.stage_tensors import in_plain_sight
+from smp_strategy.stand_ins import StandIns
 
 __all__ = ["SMPTrainer", "adopt", "trainer_above"]
 
@@ -124,16 +126,17 @@ class SMPTrainer(Trainer):
             yield
             return
 
+        plain = model.load_state_dict
+
         def load_state_dict(state: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-            accelerator.load_model_state_dict(model, state, strict=strict)
-            names = model.state_dict().keys()
+            with _replaced(model, plain):  # where taking a share comes to an end
+                accelerator.load_model_state_dict(model, state, strict=strict)
+            with in_plain_sight():
+                names = model.state_dict(keep_vars=True).keys()
             return _IncompatibleKeys([*(names - state.keys())], [*(state.keys() - names)])
 
-        vars(model)["load_state_dict"] = load_state_dict
-        try:
+        with _replaced(model, load_state_dict):
             yield
-        finally:
-            del vars(model)["load_state_dict"]
 
     # What cannot be served
 
@@ -231,3 +234,13 @@ def _check_arguments(args: Any) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+@contextmanager
+def _replaced(model: Any, load_state_dict: Callable[..., Any]) -> Iterator[None]:
+    stand_ins = StandIns()
+    stand_ins.replace(model, load_state_dict, "load_state_dict")
+    try:
+        yield
+    finally:
+        stand_ins.give_back()
