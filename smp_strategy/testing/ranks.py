@@ -9,6 +9,7 @@ computes (``tests/conftest.py`` does).
 """
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -109,6 +110,8 @@ def _rank_main(
     timeout: float,
     sender: Any,
 ) -> None:
+    # What comes from the parent stays: a collection would look at all of it, and so copy every page that is shared.
+    gc.freeze()
     faulthandler.dump_traceback_later(timeout, exit=True, file=2)
     os.environ.update(
         RANK=str(rank),
