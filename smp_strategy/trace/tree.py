@@ -56,7 +56,7 @@ def leaves_of(tree: Any) -> list[Any]:
     """What ``pytree.tree_leaves`` returns, sooner where ``tree`` is of plain tuples, lists and dicts."""
     kind = type(tree)
     if kind is not tuple and kind is not list and kind is not dict:
-        return [tree] if _is_leaf(kind) else pytree.tree_leaves(tree)
+        return [tree] if _is_leaf(kind) else pytree.tree_leaves(tree)  # type: ignore[arg-type]
     found: list[Any] = []
     for each in tree.values() if kind is dict else tree:
         if type(each) in _PLAIN or isinstance(each, Tensor):
