@@ -23,20 +23,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.accelerator import chosen
-from smp_strategy.activations.traffic import Traffic
 from smp_strategy.agreement import start_alike
 from smp_strategy.beforehand import choose_placed_units, place_beforehand
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.delayed import DelayedModule
 from smp_strategy.errors import SMPError
-from smp_strategy.explain.explanation import Explanation
+from smp_strategy.forward_step import ForwardStep
 from smp_strategy.hook_view import Views
+from smp_strategy.inspection import Inspection
 from smp_strategy.interception import UnitCalls
 from smp_strategy.layout import First, Layout
 from smp_strategy.manual import ManualSteps
-from smp_strategy.memory.gathering import memory_report
-from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.microbatch import split
@@ -51,8 +49,6 @@ from smp_strategy.shape import choose_shape
 from smp_strategy.share import Share
 from smp_strategy.step_results import EvalStep, TrainStep
 from smp_strategy.tensor_parallel.split_parts import put_together
-from smp_strategy.timeline.gathering import gather
-from smp_strategy.timeline.timeline import Timeline
 from smp_strategy.units import Unit
 
 __all__ = ["Engine"]
@@ -62,7 +58,7 @@ EVALUATION, HOOK = 1, 2
 
 
 @final
-class Engine:
+class Engine(Inspection):
     """Runs a module under the layout that a configuration asks for. One engine serves one module.
 
     Args:
@@ -339,46 +335,24 @@ class Engine:
         run = self.manual.run(self._training_job(step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
+    def forward_step(self, step: Step, batch: Any) -> ForwardStep:
+        """Forward of a batch whose loss the caller computes from what ``step`` returns.
+
+        Args:
+            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
+            batch: cut along dim 0 into microbatches.
+        """
+        microbatches, sizes = self._cut(batch)
+        step = self._in_precision(step)
+        self._prepare("manual", step, microbatches[0])
+        return self.manual.forward(self._training_job(step, sizes), microbatches, sizes)
+
     def _in_precision(self, step: Step) -> Step:
         return step if self._calls.halves is None else self._calls.halves.around_step(step)
 
     def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
         assert self._calls.runtime is not None
         return self.layout.timetables.run(self._calls.runtime, kind, job, microbatches, number=self._num_steps)
-
-    def explain(self) -> Explanation:
-        """Why the units are where they are, and when each stage does what; known from the first step on."""
-        if self.partition is None:
-            raise SMPError("There is nothing to explain before the first step, which shows what the model does.")
-        return Explanation(self.partition, self.layout.timetables.of("train", self.partition.num_microbatches))
-
-    def timeline(self) -> Timeline:
-        """When each stage of this replica did what in the latest training step, beside its timetable.
-
-        Collective over the replica, so that clocks can be compared: call it on all of its ranks, outside of steps.
-
-        Raises:
-            SMPError: no training step has run after a timetable yet, or a step runs just now.
-        """
-        self._calls.refuse_inside_of_step("A timeline")
-        with self.views.put_aside():
-            recorded = None if self.partition is None else self.layout.timetables.recorded
-            return gather(recorded, self.mesh, self._timeout)
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this rank's units have put into host memory, and taken back, in the latest step with backward."""
-        return Traffic() if self._calls.runtime is None else self._calls.runtime.traffic
-
-    def memory_report(self) -> MemoryReport:
-        """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""
-        self._calls.refuse_inside_of_step("A memory report")
-        assert self._module is not None
-        spread = self.share.sharded if self.is_spread else None
-        with self.views.put_aside():
-            halves = self._calls.halves
-            copies = 0 if halves is None else halves.held_bytes
-            return memory_report(self._module, self._optimizers, self.mesh, self.partition, spread, copies=copies)
 
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
@@ -395,6 +369,14 @@ class Engine:
         return self._calls.runtime.call_with_values(function, args, kwargs, unknown=unknown)
 
     # Gradients
+
+    def reduce_gradients(self) -> None:
+        """Sum up over stages, and average over replicas, what was added to gradients since the last time. Collective.
+
+        Steps can be told to do so themselves (:meth:`TrainStep.commit`).
+        """
+        with self.views.put_aside():
+            self.share.reduction.reduce()
 
     def unscale(self, optimizer: Optimizer, scale: float) -> Found:
         """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.

@@ -5,8 +5,6 @@ placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_
 """
 
 import dataclasses
-import functools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -21,6 +19,7 @@ from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backw
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.precision.half_units import HalfUnits
 from smp_strategy.stage_tensors import in_plain_sight
+from smp_strategy.stand_ins import StandIns
 from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.units import Unit
@@ -48,15 +47,15 @@ class UnitCalls:
         self.halves = halves
         self.in_hook = False
         self._parts: PartCalls | None = None
-        # Each unit with the ``forward`` that its instance had of its own, if any.
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._stand_ins = StandIns()
+        self._units: list[nn.Module] = []
         self._callees: dict[str, Callee] = {}
         self._forwards: dict[str, Callable[..., Any]] = {}
 
     @property
     def are_intercepted(self) -> bool:
         """Whether calls come here."""
-        return bool(self._before)
+        return bool(self._units)
 
     def refuse_inside_of_step(self, what: str) -> None:
         """Raise if the user's step runs just now, and no hook of the user in it.
@@ -70,7 +69,6 @@ class UnitCalls:
     def intercept(self, units: Sequence[Unit]) -> None:
         """Let calls of ``units`` come here."""
         for unit in units:
-            self._before.append((unit.module, vars(unit.module).get("forward")))
             self._intercept(unit)
 
     def give_back(self) -> None:
@@ -79,13 +77,10 @@ class UnitCalls:
         if self._parts is not None:
             self._parts.give_back()
             self._parts = None
-        for module, own in self._before:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
+        self._stand_ins.give_back()
+        for module in self._units:
             show_backward_hooks(module)
-        self._before.clear()
+        self._units.clear()
         self._callees.clear()
         self._forwards.clear()
         if self.halves is not None:
@@ -108,11 +103,7 @@ class UnitCalls:
             with in_plain_sight():
                 return runs(*args, **kwargs)
 
-        @functools.wraps(original)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module is not unit.module:
-                # A copy of the model (an average of weights, say) took this method along, and is no unit.
-                return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if self.runtime is None:
                 return original(*args, **kwargs)
             callee = self._callees[unit.name]
@@ -120,7 +111,8 @@ class UnitCalls:
                 callee = dataclasses.replace(callee, function=plainly, compiled=None)
             return self.runtime.call_unit(callee, args, kwargs)
 
-        unit.module.forward = types.MethodType(forward, unit.module)
+        self._stand_ins.replace(unit.module, forward)
+        self._units.append(unit.module)
         hide_backward_hooks(unit.module)
 
     def recompute_inside(

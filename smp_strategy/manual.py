@@ -6,18 +6,21 @@ is done once, then all go on. At a backward, the microbatches' losses are weight
 to ``.grad`` in the order of the microbatches: the numbers of one process that does the same.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.forward_step import ForwardStep, program_of
 from smp_strategy.hidden_gradients import HiddenGradients
 from smp_strategy.interception import UnitCalls
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.pipeline.turns import Barrier, Job, StepRun
 from smp_strategy.sharding.sharded_units import ShardedUnits
+from smp_strategy.tensor_parallel.split_parts import put_together
 
 __all__ = ["ManualSteps"]
 
@@ -66,6 +69,36 @@ class ManualSteps:
             sharded.end_pass()
         return result
 
+    def forward(self, job: Job, microbatches: Sequence[Any], sizes: tuple[int, ...]) -> ForwardStep:
+        """Run a step forward only, and let it wait for what comes back. Its losses are not weighted."""
+        runtime, sharded = self._calls.runtime, self._sharded
+        assert runtime is not None
+        program = program_of(job.step, self._once_in_step, runtime.make_real)
+        job = replace(job, step=program, weights=[1.0] * len(microbatches))
+        if sharded is not None:
+            sharded.begin_pass()
+        outputs, pause = runtime.run_to_barrier(job, list(enumerate(microbatches)))
+        if sharded is not None:
+            sharded.stop_at("the end of the forward")
+            sharded.end_pass()
+
+        def backward(losses: list[Any], retain_graph: bool) -> None:
+            assert self._calls.runtime is not None
+            self._calls.runtime.backward(losses, 1.0, retain_graph=retain_graph)
+
+        return ForwardStep(put_together(outputs), sizes, pause, backward, self._around_backward)
+
+    def _once_in_step(self, name: str, act: Callable[[list[Any]], Any], value: Any) -> Any:
+        assert self._calls.runtime is not None
+        return self._calls.runtime.once(Barrier(name, act, value), also_dry=False)
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        assert self._reduction is not None
+        self._reduction.begin_backward()
+        with nullcontext() if self._sharded is None else self._sharded.training(sums=False):
+            yield
+
     @property
     def is_in_step(self) -> bool:
         """Whether the caller is code of a step, dry or not."""
@@ -103,9 +136,7 @@ class ManualSteps:
     def backward(self, losses: Sequence[Tensor], factor: float, *, retain_graph: bool = False) -> None:
         """In an action of :meth:`once`: add ``factor`` times the gradient of the mean loss to ``.grad``."""
         assert self._calls.runtime is not None
-        assert self._reduction is not None
-        self._reduction.begin_backward()
-        with nullcontext() if self._sharded is None else self._sharded.training(sums=False):
+        with self._around_backward():
             self._calls.runtime.backward(losses, factor, retain_graph=retain_graph)
 
     def mean(self, values: Sequence[Any]) -> Tensor:

@@ -5,8 +5,6 @@ the ``forward`` of such a module is replaced on the instance, as that of a unit 
 the engine. Where the unit is compiled as a whole, the compiler is told by PyTorch's `checkpoint`, which it knows.
 """
 
-import functools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
@@ -17,6 +15,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from smp_strategy.activations.activations import Activations, UnitCall
 from smp_strategy.activations.ambient import random_of_now
 from smp_strategy.activations.treatment import Treatment
+from smp_strategy.stand_ins import StandIns
 
 __all__ = ["PartCalls"]
 
@@ -35,30 +34,21 @@ class PartCalls:
         self._activations = activations
         self._device = device
         self._is_on = is_on
-        self._before: list[tuple[nn.Module, Any]] = []
+        self._stand_ins = StandIns()
 
     def intercept(self, parts: Mapping[str, tuple[nn.Module, Treatment]]) -> None:
         """Let calls of ``parts``, by their qualified names, come here."""
         for name, (module, treatment) in parts.items():
-            self._before.append((module, vars(module).get("forward")))
-            module.forward = types.MethodType(self._replacement(name, module, treatment), module)
+            self._stand_ins.replace(module, self._replacement(name, module, treatment))
 
     def give_back(self) -> None:
         """Let calls reach the modules directly, as before."""
-        for module, own in self._before:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-        self._before.clear()
+        self._stand_ins.give_back()
 
     def _replacement(self, name: str, part: nn.Module, treatment: Treatment) -> Callable[..., Any]:
         original = part.forward
 
-        @functools.wraps(original)
-        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module is not part:  # a copy of the model took this method along
-                return types.MethodType(getattr(original, "__func__", type(module).forward), module)(*args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
             if torch.compiler.is_compiling():

@@ -16,6 +16,7 @@ from smp_strategy.activations.traffic import Traffic
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.entrances import watched_entrances
+from smp_strategy.pipeline.pause import Pause
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
@@ -57,6 +58,7 @@ class Runtime:
         self._called = called
         self._program: Program | None = None
         self._meeting: Turns | None = None
+        self._offload_of_pause = ExitStack()
         # Threads are reused from step to step: each one keeps an OpenMP team of its own.
         self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
 
@@ -144,19 +146,41 @@ class Runtime:
 
     def run_with_barriers(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
         """Do ``job``, whose step stops at barriers: see :meth:`once` and :meth:`backward`."""
-        turns = self._meeting = self._turns(job, microbatches)
-        try:
-            with watched_entrances(self._active), self._offloading(microbatches):
+        turns = self._turns(job, microbatches)
+        with self._running(turns):
+            with self._offloading(microbatches):
                 while turns.meet():
                     pass
             turns.agree()
+        return turns.result()
+
+    def run_to_barrier(self, job: Job, microbatches: Sequence[Any]) -> tuple[Any, Pause]:
+        """Do ``job``, whose step stops at a barrier and then leaves nothing more in shared objects, up to there.
+
+        Returns:
+            What the barrier's action returns, and the step, which waits.
+        """
+        turns = self._turns(job, microbatches)
+        # It lasts until the next step: in between, backward expects what has gone to the host.
+        self._offload_of_pause.enter_context(self._offloading(microbatches))
+        pause = Pause(turns, self._running)
+        found = pause.go_on()
+        turns.end_private()
+        return found, pause
+
+    @contextmanager
+    def _running(self, turns: Turns) -> Iterator[None]:
+        """Microbatches run in here up to a barrier, or to their end."""
+        self._meeting = turns
+        try:
+            with watched_entrances(self._active):
+                yield
             self._flush()
         except BaseException:
             turns.cancel()
             raise
         finally:
             self._meeting = None
-        return turns.result()
 
     @property
     def is_in_step(self) -> bool:
@@ -202,6 +226,7 @@ class Runtime:
         return self._stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
 
     def _turns(self, job: Job, microbatches: Sequence[Any]) -> Turns:
+        self._offload_of_pause.close()
         private = self._private if len(microbatches) > 1 else None
         if private is not None:
             private.begin()
@@ -290,6 +315,7 @@ class Runtime:
 
     def close(self) -> None:
         """End the threads."""
+        self._offload_of_pause.close()
         self._executor.shutdown(wait=False)
         if self._stage.transport is not None:
             self._stage.transport.close()

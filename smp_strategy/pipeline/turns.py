@@ -108,6 +108,7 @@ class Turns:
 
     Attributes:
         has_left_plan: whether a microbatch is known to take another path than the plan was made for.
+        answer: what the microbatches that are at a barrier get from it.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Turns:
         self._backwards: dict[int, Backward] = {}
         self._losses: dict[int, Any] = {}
         self._barriers: dict[int, Barrier] = {}
-        self._answer: Any = None
+        self.answer: Any = None
         self._ending: Ending | None = None
         self.has_left_plan = False
         for number, microbatch in enumerate(microbatches):
@@ -255,7 +256,7 @@ class Turns:
         """Called by a program: wait until all microbatches are at ``barrier`` and it is done."""
         self._barriers[program.microbatch] = barrier
         self._coroutines[program.microbatch].pause()
-        return self._answer
+        return self.answer
 
     def meet(self) -> bool:
         """Let the microbatches run to their next barrier, one after the other, and do what is to be done there.
@@ -272,7 +273,7 @@ class Turns:
         if not barriers:
             return False
         _check_same_barrier([barriers.get(number) for number in range(len(self._programs))])
-        self._answer = barriers[0].act([barrier.value for _, barrier in sorted(barriers.items())])
+        self.answer = barriers[0].act([barrier.value for _, barrier in sorted(barriers.items())])
         return True
 
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
@@ -313,17 +314,22 @@ class Turns:
             coroutine.cancel()
         self._let_go()
 
-    def _let_go(self) -> None:
-        """Close the programs and untie them from this run, so that results are freed now and not by the collector."""
+    def end_private(self) -> None:
+        """Put what the microbatches have left in shared objects where other steps find it: they leave nothing more."""
         if self._private is not None:
             self._private.end()
+            self._private = None
+
+    def _let_go(self) -> None:
+        """Close the programs and untie them from this run, so that results are freed now and not by the collector."""
+        self.end_private()
         for program in self._programs:
             program.close()
         self._coroutines.clear()
         self._backwards.clear()
         self._losses.clear()
         self._barriers.clear()
-        self._answer = self._ending = None
+        self.answer = self._ending = None
         self._waiting.clear()
 
     def result(self) -> StepRun:

@@ -74,7 +74,7 @@ def one_rank(architecture: Architecture, stages: int) -> tuple[Tensors, Tensors,
     return gradients, engine.full_state_dict(), list(engine.partition.stage_of.values())
 
 
-def compare(architecture: Architecture, timeout: float = 30.0) -> Comparison:
+def compare(architecture: Architecture, timeout: float = 120.0) -> Comparison:
     """Run both and look for the largest difference."""
     gradients, weights, reused = one_process(architecture)
     if architecture.is_random:

@@ -10,9 +10,9 @@ _WITH_COMMON_SIZES = (
     "Data2VecTextForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM "
     "ErnieForMaskedLM EsmForMaskedLM EsmcForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FlaubertWithLMHeadModel "
     "FunnelForMaskedLM GteForMaskedLM IBertForMaskedLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM "
-    "LongformerForMaskedLM LukeForMaskedLM MPNetForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM "
+    "LongformerForMaskedLM MPNetForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM "
     "ModernBertForMaskedLM MraForMaskedLM NomicBertForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM "
-    "RoCBertForMaskedLM RoFormerForMaskedLM RobertaForMaskedLM RobertaPreLayerNormForMaskedLM "
+    "RoFormerForMaskedLM RobertaForMaskedLM RobertaPreLayerNormForMaskedLM "
     "SqueezeBertForMaskedLM TapasForMaskedLM UltrabertForMaskedLM XLMRobertaForMaskedLM XLMRobertaXLForMaskedLM "
     "YosoForMaskedLM"
 )
@@ -33,6 +33,13 @@ ENCODERS: list[Architecture] = [
         "encoder",
         masked_tokens,
         {
+            "LukeForMaskedLM": {"entity_vocab_size": 10, "entity_emb_size": 16},
+            "RoCBertForMaskedLM": {
+                "pronunciation_vocab_size": 10,
+                "pronunciation_embed_dim": 16,
+                "shape_vocab_size": 10,
+                "shape_embed_dim": 16,
+            },
             "XmodForMaskedLM": {"default_language": "en_XX"},
         },
     ),

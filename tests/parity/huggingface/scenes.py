@@ -112,7 +112,13 @@ SCENES: list[Architecture] = [
     *family(
         "scenes",
         small_image,
-        ["ViTMAEForPreTraining"],
+        {
+            "ViTMAEForPreTraining": {
+                "decoder_hidden_size": 32,
+                "decoder_intermediate_size": 64,
+                "decoder_num_hidden_layers": 2,
+            }
+        },
         is_random=True,
         note="masks patches at random: against one stage",
     ),

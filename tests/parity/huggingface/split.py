@@ -35,7 +35,7 @@ class SplitComparison:
 
 
 def compare_split(
-    architecture: Architecture, num_ranks: int, *, stream_dim: int | None = None, timeout: float = 30.0
+    architecture: Architecture, num_ranks: int, *, stream_dim: int | None = None, timeout: float = 120.0
 ) -> SplitComparison:
     """Run both; what rank 0 has seen."""
     found: SplitComparison = run_ranks(_on_rank, num_ranks, architecture, stream_dim, timeout=timeout)[0]

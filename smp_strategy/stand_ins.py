@@ -1,0 +1,43 @@
+"""Methods of single modules that are replaced for a while, and given back."""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, final
+
+from torch import nn
+
+__all__ = ["StandIns"]
+
+
+@final
+class StandIns:
+    """What was replaced, on the instances; their classes and everything else of them is untouched."""
+
+    def __init__(self) -> None:
+        # Each module with what its instance had of its own under the name, if anything.
+        self._before: list[tuple[nn.Module, str, Any]] = []
+
+    def replace(self, module: nn.Module, method: Callable[..., Any], name: str = "forward") -> None:
+        """Let calls of ``module.<name>`` go to ``method``."""
+        original = getattr(module, name)
+        self._before.append((module, name, vars(module).get(name)))
+
+        @functools.wraps(original)
+        def instead(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if called is not module:
+                # A copy of the module (in an average of weights, say) took this method along.
+                own = getattr(original, "__func__", getattr(type(called), name))
+                return types.MethodType(own, called)(*args, **kwargs)
+            return method(*args, **kwargs)
+
+        vars(module)[name] = types.MethodType(instead, module)
+
+    def give_back(self) -> None:
+        """Let calls reach the modules directly, as before."""
+        for module, name, own in reversed(self._before):
+            if own is None:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = own
+        self._before.clear()
