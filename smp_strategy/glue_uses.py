@@ -13,10 +13,10 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from smp_strategy.pipeline.placed import METADATA
 from smp_strategy.trace.exposed import Leftovers
+from smp_strategy.trace.tree import leaves_of
 from smp_strategy.units import Unit
 
 __all__ = ["GlueUses"]
@@ -59,7 +59,7 @@ class GlueUses(TorchFunctionMode):
     def note(self, arguments: Any) -> None:
         """The glue has given ``arguments`` to an operation or to a unit."""
         self._leftovers.use(arguments)
-        for leaf in pytree.tree_leaves(arguments):
+        for leaf in leaves_of(arguments):
             if id(leaf) in self._meant:
                 self.found[id(leaf)] = leaf
 

@@ -2,13 +2,16 @@
 
 A distributed test must be cheap, must not hang, and must show the first failure. So ranks are forked (0.1 s instead
 of several seconds for fresh interpreters), each rank runs under a deadline after which every rank prints its stack,
-and the error of the rank that failed first is raised in the caller.
+and the error of the rank that failed first is raised in the caller. A rank that is done waits for the others: its
+process takes along what they have not read yet. A rank that fails ends at once, so that they learn of it.
 
 Forking is only safe while the parent runs one OpenMP thread: call ``torch.set_num_threads(1)`` before anything
 computes (``tests/conftest.py`` does).
 """
 
+import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -30,6 +33,7 @@ __all__ = ["run_ranks"]
 
 # After one rank fails, the others get this long to end by themselves, so that their errors can be compared.
 GRACE_SECONDS = 5.0
+_DONE = b"all ranks are done"
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
@@ -55,17 +59,21 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(target=_rank_main, args=(fn, args, rank, world_size, port, folder, timeout, pipe[1]))
-            for rank, pipe in enumerate(pipes)
-        ]
-        for process, (_, sender) in zip(processes, pipes, strict=True):
-            process.start()
-            sender.close()
+        processes, connections = [], []
+        for rank in range(world_size):
+            # One after the other, and closed here: then it is closed when that rank ends, for no other rank has it.
+            ours, theirs = context.Pipe()
+            arguments = (fn, args, rank, world_size, port, folder, timeout, theirs)
+            processes.append(context.Process(target=_rank_main, args=arguments))
+            connections.append(ours)
+            processes[-1].start()
+            theirs.close()
         try:
-            return _collect([receiver for receiver, _ in pipes], timeout)
+            return _collect(connections, timeout)
         finally:
+            for connection in connections:
+                with contextlib.suppress(OSError):  # it has ended
+                    connection.send_bytes(_DONE)
             for process in processes:
                 process.join(timeout=GRACE_SECONDS)
                 if process.is_alive():
@@ -107,8 +115,10 @@ def _rank_main(
     port: int,
     folder: str,
     timeout: float,
-    sender: Any,
+    connection: Connection,
 ) -> None:
+    # What comes from the parent stays: a collection would look at all of it, and so copy every page that is shared.
+    gc.freeze()
     faulthandler.dump_traceback_later(timeout, exit=True, file=2)
     os.environ.update(
         RANK=str(rank),
@@ -127,8 +137,11 @@ def _rank_main(
     except BaseException:
         result = (False, traceback.format_exc())
     # Plain pickle: multiprocessing's own would pass tensors as handles into a process that is about to end.
-    sender.send_bytes(pickle.dumps(result))
-    sender.close()
+    connection.send_bytes(pickle.dumps(result))
+    faulthandler.cancel_dump_traceback_later()
+    if result[0]:
+        connection.poll(timeout)
+    connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
     # No interpreter shutdown: a forked child shares atexit handlers and threads' state with pytest.

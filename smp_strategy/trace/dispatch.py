@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.trace.tally import Tally
+from smp_strategy.trace.tree import leaves_of
 
 __all__ = ["Meter", "draws"]
 
@@ -49,7 +49,7 @@ class Meter(TorchDispatchMode):
             result = _assume(func, args, self._assumed)
             if result is NotImplemented:
                 raise
-        for tensor in pytree.tree_leaves(result):
+        for tensor in leaves_of(result):
             if isinstance(tensor, FakeTensor) and self._unit is not None:
                 tensor.made_by = self._unit  # type: ignore[attr-defined]
         is_random = draws(func, args, kwargs)
@@ -58,7 +58,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def _refuse_foreign(self, args: Any, kwargs: Any) -> None:
-        for tensor in pytree.tree_leaves((args, kwargs)):
+        for tensor in leaves_of((args, kwargs)):
             maker = getattr(tensor, "made_by", self._unit)
             if maker != self._unit:
                 raise UnsupportedError(

@@ -18,9 +18,9 @@ from typing import Any, final
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.trace.tree import leaves_of
 
 __all__ = ["STATE", "Exposed", "Former", "Leftovers", "exposing", "left_behind", "put_state", "state_of"]
 
@@ -203,7 +203,7 @@ class Leftovers:
 
     def use(self, arguments: Any) -> None:
         """Code above the units uses ``arguments``."""
-        for leaf in pytree.tree_leaves(arguments):
+        for leaf in leaves_of(arguments):
             tensor, left = self._by_tensor.get(id(leaf), (None, None))
             if tensor is leaf and left is not None:
                 self.found.setdefault(left.unit, {})[left.place.label] = left.place
@@ -212,7 +212,7 @@ class Leftovers:
 
     def refuse_use(self, module: nn.Module, arguments: Any) -> None:
         """Refuse ``arguments`` that the unit ``module`` works on but another has left somewhere."""
-        for leaf in pytree.tree_leaves(arguments):
+        for leaf in leaves_of(arguments):
             tensor, left = self._by_tensor.get(id(leaf), (None, None))
             if tensor is leaf and left is not None and all(part is not left.place.part for part in module.modules()):
                 raise UnsupportedError(

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from smp_strategy.trace.effort import Effort, Efforts
 from smp_strategy.trace.storage import storage_of
+from smp_strategy.trace.tree import leaves_of
 
 __all__ = ["Product", "Tally"]
 
@@ -182,4 +182,4 @@ def _keys(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, Tensor)]

@@ -4,7 +4,8 @@ What a unit takes and returns may be any nest of tuples, lists, dicts, named tup
 knows all of them except dataclasses, which it wants registered one by one.
 
 Arguments of a call are flattened hundreds of times per step, and nearly always hold no container at all. So a flat
-call has a short form, which takes pytree, being general, much longer.
+call has a short form, which takes pytree, being general, much longer. A dry run looks at the arguments of every single
+operation, several times: these hold tuples and lists at most.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "flatten_call", "unflatten_call"]
+__all__ = ["flatten", "flatten_call", "leaves_of", "unflatten_call"]
 
 
 # Asked for first, because most arguments are of these.
@@ -49,6 +50,20 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
         if not (kind in _PLAIN or isinstance(leaf, Tensor) or _is_leaf(kind)):  # type: ignore[arg-type]
             return flatten((args, kwargs))
     return leaves, FlatCall(len(args), tuple(kwargs))
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """What ``pytree.tree_leaves`` returns, sooner where ``tree`` is of plain tuples, lists and dicts."""
+    kind = type(tree)
+    if kind is not tuple and kind is not list and kind is not dict:
+        return [tree] if _is_leaf(kind) else pytree.tree_leaves(tree)  # type: ignore[arg-type]
+    found: list[Any] = []
+    for each in tree.values() if kind is dict else tree:
+        if type(each) in _PLAIN or isinstance(each, Tensor):
+            found.append(each)
+        else:
+            found += leaves_of(each)
+    return found
 
 
 def unflatten_call(leaves: Iterable[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

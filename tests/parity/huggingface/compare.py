@@ -1,7 +1,13 @@
-"""One optimizer step of one process against the same step on a pipeline."""
+"""One optimizer step of one process against the same step on a pipeline.
+
+Ranks that are forked for one architecture spend half of their time on what a process does once. So several
+architectures may share them; each is still compared on ranks of its own where one of them fails or hangs.
+"""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +20,7 @@ from smp_strategy.units import choose_units
 
 from .architecture import Architecture
 
-__all__ = ["STAGES", "Comparison", "compare", "one_process", "one_rank"]
+__all__ = ["STAGES", "Comparison", "compare", "compare_together", "one_process", "one_rank"]
 
 STAGES, MICROBATCHES = 2, 2
 TOLERANCE = 1e-6
@@ -71,17 +77,45 @@ def one_rank(architecture: Architecture, stages: int) -> tuple[Tensors, Tensors,
     result.commit(torch.ones(()), reduce=True)
     gradients = _gradients(model)
     optimizer.step()
-    return gradients, engine.full_state_dict(), list(engine.partition.stage_of.values())
+    found = gradients, engine.full_state_dict(), list(engine.partition.stage_of.values())
+    engine.close()
+    return found
+
+
+def several(architectures: Sequence[Architecture], stages: int) -> list[Any]:
+    """:func:`one_rank` for each."""
+    return [one_rank(architecture, stages) for architecture in architectures]
 
 
 def compare(architecture: Architecture, timeout: float = 120.0) -> Comparison:
     """Run both and look for the largest difference."""
+    return compare_together([architecture], timeout)[0]
+
+
+def compare_together(architectures: Sequence[Architecture], timeout: float = 200.0) -> list[Comparison]:
+    """The same for several, on the same ranks; raises what the first one that fails raises."""
+    expected = [_expected(architecture, timeout) for architecture in architectures]
+    ranks = run_ranks(several, STAGES, architectures, STAGES, timeout=timeout)
+    together = zip(architectures, expected, *ranks, strict=True)
+    return [_judge(architecture, wanted, found) for architecture, wanted, *found in together]
+
+
+def _expected(architecture: Architecture, timeout: float) -> tuple[Tensors, Tensors, set[str]]:
+    """What one process has; in this one, so that what it imports is there when ranks are forked."""
     gradients, weights, reused = one_process(architecture)
     if architecture.is_random:
         ((gradients, weights, _),) = run_ranks(one_rank, 1, architecture, 1, timeout=timeout)
+    return gradients, weights, reused
+
+
+def _judge(
+    architecture: Architecture,
+    expected: tuple[Tensors, Tensors, set[str]],
+    ranks: list[tuple[Tensors, Tensors, list[int]]],
+) -> Comparison:
+    gradients, weights, reused = expected
     assert any(gradient.abs().sum() > 0 for gradient in gradients.values())
     assert all(gradient.isfinite().all() for gradient in gradients.values())
-    ranks = run_ranks(one_rank, STAGES, architecture, STAGES, timeout=timeout)
     merged: Tensors = {}
     shared: set[str] = set()
     for found, *_ in ranks:

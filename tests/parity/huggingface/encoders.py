@@ -9,7 +9,7 @@ _WITH_COMMON_SIZES = (
     "AlbertForMaskedLM BertForMaskedLM BigBirdForMaskedLM CamembertForMaskedLM ConvBertForMaskedLM "
     "Data2VecTextForMaskedLM DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM "
     "ErnieForMaskedLM EsmForMaskedLM EsmcForMaskedLM EuroBertForMaskedLM FNetForMaskedLM FlaubertWithLMHeadModel "
-    "FunnelForMaskedLM GteForMaskedLM IBertForMaskedLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM "
+    "GteForMaskedLM IBertForMaskedLM JinaEmbeddingsV3ForMaskedLM LayoutLMForMaskedLM "
     "LongformerForMaskedLM MPNetForMaskedLM MegatronBertForMaskedLM MobileBertForMaskedLM "
     "ModernBertForMaskedLM MraForMaskedLM NomicBertForMaskedLM NystromformerForMaskedLM RemBertForMaskedLM "
     "RoFormerForMaskedLM RobertaForMaskedLM RobertaPreLayerNormForMaskedLM "
@@ -33,6 +33,7 @@ ENCODERS: list[Architecture] = [
         "encoder",
         masked_tokens,
         {
+            "FunnelForMaskedLM": {"block_sizes": [2, 1, 1]},
             "LukeForMaskedLM": {"entity_vocab_size": 10, "entity_emb_size": 16},
             "RoCBertForMaskedLM": {
                 "pronunciation_vocab_size": 10,
