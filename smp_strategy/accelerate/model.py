@@ -15,7 +15,7 @@ the script calls it.
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -32,6 +32,7 @@ from smp_strategy.accelerate.outputs import (
     pack,
     with_loss,
 )
+from smp_strategy.accelerate.own_samples import OwnSamples
 from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.microbatch import merge
@@ -72,6 +73,7 @@ class ModelCalls:
         options: of the user.
         guesses: about the backward that follows a call.
         check: is called before each call of the model; whether it is one of training.
+        own_forward: that ``model`` had on the instance before it was prepared, if any.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class ModelCalls:
         options: CallOptions,
         guesses: Guesses,
         check: Callable[[bool], None],
+        own_forward: Callable[..., Any] | None,
     ) -> None:
         self.model = model
         self._engine = engine
@@ -88,7 +91,9 @@ class ModelCalls:
         self._guesses = guesses
         self._check = check
         self._inner: Callable[..., Any] = model.forward
-        self._before = {name: vars(model)[name] for name in ("forward", *_WHOLE) if name in vars(model)}
+        self._before = {name: vars(model)[name] for name in _WHOLE if name in vars(model)}
+        if own_forward is not None:
+            self._before["forward"] = own_forward
         self._replaced: list[str] = []
         self._is_inside = False
         # Ways to call the model, each with its number and what it returns.
@@ -145,7 +150,7 @@ class ModelCalls:
         number = self._kinds.setdefault(_way_of(call), len(self._kinds))
         with self._inside() as around:
             result = self._engine.eval_step(self._step(around, call), call, kind=f"evaluation {number}")
-        return merge([packed.result for packed in result.outputs], result.sizes)
+        return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
 
     def _train(self, call: Any) -> Any:
         guesses, parameters = self._guesses, self._engine.share.parameters
@@ -170,12 +175,24 @@ class ModelCalls:
             guesses.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
-        return with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE)
+        merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE)
+        return self._own(merged, call, result.sizes)
 
     def _forward(self, call: Any) -> Any:
         with self._inside() as around:
             step = self._engine.forward_step(self._step(around, call), call)
-        return gradients_come_later(step)
+        own = self._own_samples
+        return self._own(gradients_come_later(step, None if own is None else own.averaged), call, step.sizes)
+
+    @property
+    def _own_samples(self) -> OwnSamples | None:
+        """Where each of the ranks that split layers has read samples of its own."""
+        is_joint = self._engine.config.prescaled_batch or self._engine.mesh.tp == 1
+        return None if is_joint else OwnSamples(self._engine.mesh)
+
+    def _own(self, result: Any, call: Any, sizes: Sequence[int]) -> Any:
+        own = self._own_samples
+        return result if own is None else own.of(result, call, sum(sizes))
 
     def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method that calls the model many times, as one step with one microbatch."""

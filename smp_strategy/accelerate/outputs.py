@@ -129,8 +129,13 @@ def with_loss(
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
 
 
-def gradients_come_later(step: ForwardStep) -> Any:
-    """The merged result of a step whose backward runs when gradients come."""
+def gradients_come_later(step: ForwardStep, combine: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """The merged result of a step whose backward runs when gradients come.
+
+    Args:
+        step: has run forward.
+        combine: makes the gradients of a result out of those that the ranks of a replica have, if they differ.
+    """
     places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
     # Of all leaves of each microbatch, which hold the numbers of those that need gradients, too.
     leaves = [flatten(packed)[0] for packed in step.outputs]
@@ -139,7 +144,7 @@ def gradients_come_later(step: ForwardStep) -> Any:
     def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
         given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
         for (number, place), gradient in zip(places, gradients, strict=True):
-            given[number][place] = gradient
+            given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
         step.backward(given, retain_graph=retain_graph)
 
     later = iter(_Later.apply(_anchor(found), run, *found))

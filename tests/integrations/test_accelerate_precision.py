@@ -106,7 +106,9 @@ def test_options_of_precision_give_the_weights_of_whole_replicas(layout, alone):
         assert_same(found[0][name][0], weights, **tolerance)
         for rank in found:
             assert rank[name][1:3] == (skipped, scale), name
-            torch.testing.assert_close(rank[name][4], norms, rtol=1e-4, atol=1e-5, equal_nan=True, msg=f"{name}: {{}}".format)
+            torch.testing.assert_close(
+                rank[name][4], norms, rtol=1e-4, atol=1e-5, equal_nan=True, msg=f"{name}: {{}}".format
+            )
     assert any(alone[replicas]["fp16"][1])
     assert not all(alone[replicas]["fp16"][1])
 
