@@ -285,7 +285,8 @@ class SavingHooks(Host):
             self.load_model_state_dict(model, state_files.weights(folder, number), strict=strict)
         for number, optimizer in enumerate(self._optimizers):
             path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
-            self.load_optimizer_state_dict(optimizer, load(path, map_location="cpu", **load_kwargs))
+            self.load_optimizer_state_dict(optimizer, state_files.mapped(path, **load_kwargs))
+            whole_states.leave_file(optimizer)
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
             state_files.read_custom(folder, number, partial(self._smp_load_into, each))

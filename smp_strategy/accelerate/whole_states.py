@@ -15,7 +15,7 @@ from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.engine import Engine
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["is_optimizer", "is_trained_by", "load_model", "model_state", "path_in"]
+__all__ = ["is_optimizer", "is_trained_by", "leave_file", "load_model", "model_state", "path_in"]
 
 
 def path_in(root: nn.Module, module: nn.Module) -> str | None:
@@ -32,6 +32,14 @@ def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
     """Whether ``optimizer`` has parameters of ``root``."""
     members = {id(parameter) for parameter in root.parameters()}
     return any(id(each) in members for group in optimizer.param_groups for each in group["params"])
+
+
+def leave_file(optimizer: Any) -> None:
+    """Give state that was just loaded memory of its own: it may be that of a file, which somebody may write again."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
 
 
 def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":

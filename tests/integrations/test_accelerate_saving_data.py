@@ -38,17 +38,22 @@ def passes(smp, folder, saves_at, resume, seedable):
     return seen, whole_state(accelerator)
 
 
+def saves_and_resumes(*args):
+    return [passes(*args[:3], resume, args[3]) for resume in (False, True)]
+
+
 @pytest.mark.parametrize(
     ("layout", "saves_at", "seedable"),
     [("pp2", 2, True), ("pp2 with replicas", 2, True), ("pp2 with replicas", 0, False)],
 )
 def test_what_is_read_next_is_what_would_have_been_read(layout, saves_at, seedable, tmp_path):
     world_size, smp = LAYOUTS[layout]
-    expected = on_ranks(passes, world_size, smp, tmp_path / "state", saves_at, False, seedable)
-    found = on_ranks(passes, world_size, smp, tmp_path / "state", saves_at, True, seedable)
-    assert [seen for seen, _ in found] == [seen for seen, _ in expected]
-    assert len(expected[0][0]) == 2 * LENGTH - saves_at
-    assert_same(found[0][1], expected[0][1])
+    runs = on_ranks(saves_and_resumes, world_size, smp, tmp_path / "state", saves_at, seedable)
+    for (expected, _), (found, _) in runs:
+        assert found == expected
+        assert len(found) == 2 * LENGTH - saves_at
+    (_, expected), (_, found) = runs[0]
+    assert_same(found, expected)
 
 
 def test_a_pass_that_has_begun_is_continued_under_another_layout(tmp_path):
