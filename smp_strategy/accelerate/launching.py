@@ -73,26 +73,37 @@ def _patch_accelerator(module: Any) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
+        given = signature.bind_partial(self, *args, **options).arguments.get("parallelism_config")
         if is_selected(os.environ):
-            given = signature.bind_partial(self, *args, **options).arguments.get("parallelism_config")
-            options.update(_with_plugin(given))
+            plugin = _plugin_beside(given)
+            if given is None:
+                given = options["parallelism_config"] = plugin
         original(self, *args, **options)
+        _check_served(self, given)
 
     module.Accelerator.__init__ = __init__
 
 
-def _with_plugin(given: Any) -> dict[str, Any]:
-    """What ``Accelerator(...)`` gets besides the arguments of the script, which may hold a plugin, ``given``."""
+def _plugin_beside(given: Any) -> Any:
+    """The plugin of a script that may have said otherwise, by ``given``."""
     from smp_strategy.accelerate.plugin import SMPPlugin
 
-    if given is None:
-        return {"parallelism_config": SMPPlugin()}
-    if not isinstance(given, SMPPlugin):
+    if given is not None and not isinstance(given, SMPPlugin):
         raise ConfigError(
             f"{SELECTED} is true, but the script gives Accelerate another `parallelism_config` "
             f"({type(given).__name__}). Leave one of them out: unset {SELECTED}, or give an SMPPlugin."
         )
-    return {}
+    return SMPPlugin() if given is None else given
+
+
+def _check_served(accelerator: Any, given: Any) -> None:
+    # What all Accelerators of a process share is made with the first one, and Accelerate asks no later plugin.
+    plugins = sys.modules.get("smp_strategy.accelerate.plugin")
+    if plugins is not None and isinstance(given, plugins.SMPPlugin) and not hasattr(accelerator, "smp"):
+        raise ConfigError(
+            "This process has made an Accelerator without SMPPlugin before, and Accelerate takes no other "
+            "`parallelism_config` after that. Give the plugin to the first one."
+        )
 
 
 # --- in the launcher --------------------------------------------------------------------------------------------------

@@ -12,8 +12,12 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate_checks import fresh_accelerator, on_ranks
+from accelerate.state import AcceleratorState
+from accelerate_checks import on_ranks
 from torch import nn
+
+from smp_strategy import SMPPlugin
+from smp_strategy.accelerate.processes import ensure_group
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,13 +140,6 @@ def test_two_machines_are_one_pipeline(plain_loss, tmp_path):
         assert told(output) == [f"{rank} of 2: 2 stages, 1 replicas, loss {plain_loss}"]
 
 
-def test_mistakes_are_told_by_the_launcher_and_nothing_is_started(tmp_path):
-    code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": {"microbatchs": 2}}))
-    assert code != 0
-    assert output.strip().endswith("In `smp_config`: `microbatchs` is not an option. Did you mean `microbatches`?")
-    assert not told(output)
-
-
 def test_switched_off_the_launcher_is_as_it_was(tmp_path):
     code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": "pp2"}, SMP_AUTOLOAD="0"))
     assert code != 0
@@ -152,12 +149,16 @@ def test_switched_off_the_launcher_is_as_it_was(tmp_path):
 # --- the Accelerator ------------------------------------------------------------------------------------------------
 
 
+def select(word="true"):
+    """As in a new process that has these variables."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.update(ACCELERATE_USE_SMP=word, SMP_MICROBATCHES="3")
+
+
 def choices():
     found = {}
     for word in ("true", "false", ""):
-        fresh_accelerator()
-        os.environ["ACCELERATE_USE_SMP"] = word
-        os.environ["SMP_MICROBATCHES"] = "3"
+        select(word)
         smp = getattr(Accelerator(cpu=True), "smp", None)
         found[word] = None if smp is None else smp.config.microbatches
     return found
@@ -168,12 +169,8 @@ def test_a_bare_accelerator_gets_the_layout_of_the_environment_where_it_is_selec
 
 
 def given_in_code():
-    fresh_accelerator()
-    os.environ.update(ACCELERATE_USE_SMP="true", SMP_MICROBATCHES="3")
-    from smp_strategy import SMPPlugin
-
-    plugin = SMPPlugin(pipeline="1f1b")
-    config = Accelerator(cpu=True, parallelism_config=plugin).smp.config
+    select()
+    config = Accelerator(cpu=True, parallelism_config=SMPPlugin(pipeline="1f1b")).smp.config
     with pytest.raises(ValueError, match="gives Accelerate another `parallelism_config` .ParallelismConfig."):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig())
     return config.pipeline, config.microbatches
@@ -184,18 +181,47 @@ def test_a_plugin_in_the_script_stays_and_another_parallelism_is_refused():
 
 
 def trained_alone():
-    from smp_strategy import SMPPlugin
-    from smp_strategy.accelerate.processes import ensure_group
-
     torch.distributed.destroy_process_group()
     os.environ["WORLD_SIZE"] = "2"
     with pytest.raises(ValueError, match="2 processes were started, but Accelerate has found no accelerator"):
         ensure_group(torch.device("cpu"), None)
     os.environ["WORLD_SIZE"] = "1"
-    model = Accelerator(parallelism_config=SMPPlugin(), cpu=True).prepare(nn.Linear(2, 2))
+    model = Accelerator(parallelism_config=SMPPlugin(), cpu=True).prepare(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    )
     model(torch.zeros(1, 2)).sum().backward()
-    return model.weight.grad is not None
+    return model[0].weight.grad is not None
 
 
 def test_one_process_alone_trains_and_several_that_do_not_know_of_each_other_are_refused():
     assert on_ranks(trained_alone, 1) == [True]
+
+
+def after_a_plain_one():
+    select("false")
+    Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="has made an Accelerator without SMPPlugin before"):
+        Accelerator(cpu=True, parallelism_config=SMPPlugin())
+    os.environ["ACCELERATE_USE_SMP"] = "true"
+    with pytest.raises(ValueError, match="Give the plugin to the first one"):
+        Accelerator(cpu=True)
+
+
+def test_a_plugin_that_accelerate_would_pass_over_is_told():
+    on_ranks(after_a_plain_one, 1)
+
+
+def run_page():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "accelerate.md").read_text(), re.DOTALL)
+    [script] = [block for block in blocks if "SMPPlugin(" in block]
+    names = {}
+    exec(compile(script, "docs/accelerate.md", "exec"), names)
+    return names["loss"].item(), names["accelerator"].smp.shape.pp
+
+
+def test_the_script_in_the_page_about_accelerate_trains():
+    first, second = on_ranks(run_page, 2)
+    assert first == second
+    assert first[1] == 2
