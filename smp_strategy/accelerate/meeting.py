@@ -20,17 +20,21 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.errors import PeerFailedError, SMPError, UnsupportedError
 from smp_strategy.failure import first_failure
 from smp_strategy.pipeline.watch import Watch, user_code
 
-__all__ = ["alike", "meet"]
+__all__ = ["ApartError", "alike", "meet"]
 
 _KEY: Final = "smp_strategy/meeting"
 # How long a rank waits before it looks around, then between looks, and when it says that it waits.
 PATIENCE_SECONDS: Final = 5.0
 PAUSE_SECONDS: Final = 1.0
 WARNING_SECONDS: Final = 60.0
+
+
+class ApartError(SMPError):
+    """Ranks are in different places; those of them that waited know it, and will not meet again."""
 
 
 def meet(call: str, replica: Sequence[int] = (), *, timeout: timedelta | None = None) -> None:
@@ -42,8 +46,7 @@ def meet(call: str, replica: Sequence[int] = (), *, timeout: timedelta | None = 
         timeout: longest wait; ``None``: that of torch's process groups.
 
     Raises:
-        SMPError: ranks make different calls, or do not come.
-        UnsupportedError: the others wait in a step for this rank.
+        ApartError: ranks make different calls, do not come, or wait in a step for this one.
         PeerFailedError: another rank has failed.
     """
     world_size = dist.get_world_size()
@@ -61,7 +64,7 @@ def meet(call: str, replica: Sequence[int] = (), *, timeout: timedelta | None = 
         _forget(store, f"{_KEY}/{number - 1}", world_size)  # who has come here has left that
     _wait(store, key, call, Watch(rank, replica or [rank]), timeout or dist.default_pg_timeout)
     if story := store.get(f"{key}/outcome").decode():
-        raise SMPError(story)
+        raise ApartError(story)
 
 
 @contextmanager
@@ -78,12 +81,14 @@ def alike(doing: str, replica: Sequence[int] = ()) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
+    except ApartError:
+        raise
     except Exception as caught:
         error = caught
     try:
         meet(f"the end of {doing}", replica)
     except SMPError:
-        if error is not None:  # is why this rank is not where the others are
+        if error is not None:  # it is why this rank is not where the others are
             raise error from None
         raise
     mine = None if error is None else (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
@@ -101,13 +106,16 @@ def _wait(store: dist.Store, key: str, call: str, watch: Watch, timeout: timedel
     """Until the outcome is known, as long as it can be."""
     began, patience, has_warned = time.monotonic(), PATIENCE_SECONDS, False
     while not _is_set(store, f"{key}/outcome", patience):
-        watch.look([], ())
+        try:
+            watch.look([], ())
+        except UnsupportedError as error:
+            raise ApartError(str(error)) from None
         patience, waited = PAUSE_SECONDS, time.monotonic() - began
         if culprit := first_failure(store):
             raise PeerFailedError(f"{culprit}\nrank {dist.get_rank()} waited for it in `{call}`.")
         missing = sorted(set(range(dist.get_world_size())) - _present(store, key, dist.get_world_size()).keys())
         if waited > timeout.total_seconds():
-            raise SMPError(f"Ranks {missing} have not come to `{call}` within {timeout}. {_REMEDY}")
+            raise ApartError(f"Ranks {missing} have not come to `{call}` within {timeout}. {_REMEDY}")
         if waited > WARNING_SECONDS and not has_warned:
             has_warned = True
             warnings.warn(f"Ranks {missing} have not come to `{call}` for {waited:.0f} s. {_REMEDY}", stacklevel=4)

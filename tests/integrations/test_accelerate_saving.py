@@ -1,5 +1,6 @@
 """Checkpoints of Accelerate: those of one process, whatever layout writes or reads them."""
 
+import os
 import random
 
 import numpy as np
@@ -118,13 +119,11 @@ def saved(tmp_path_factory):
     return folder, options, on_ranks(saves, 2, PP2, folder, options)[0]
 
 
-@pytest.mark.parametrize(("reads", "late"), [("pp4", False), ("one process", True), ("sdp2", False), ("tp2", True)])
+@pytest.mark.parametrize(("reads", "late"), [("pp4", False), ("one process", True), ("tp2", True)])
 def test_a_run_goes_on_under_another_layout(reads, late, saved):
     folder, options, expected = saved
     world_size, smp = LAYOUTS[reads]
     found = on_ranks(resumes, world_size, smp, folder, options, late)[0]
-    if reads == "sdp2":  # replicas have samples of their own, and so dropout
-        expected = on_ranks(resumes, 4, LAYOUTS["pp2 with replicas"][1], folder, options, False)[0]
     # Bit for bit where sums are those of one process.
     assert_same(found, expected, **({} if reads in ("pp4", "one process") else {"rtol": 1e-5, "atol": 1e-6}))
 
@@ -161,6 +160,7 @@ def test_plain_accelerate_goes_on_with_our_files_and_we_with_its(tmp_path):
     close = {"rtol": 1e-5, "atol": 1e-5}
     assert_same(on_ranks(plain, 1, ours, 0, True)[0], whole, **close)
     assert_same(on_ranks(resumes, 2, PP2, theirs, {}, False)[0], whole, **close)
+    assert_same(on_ranks(resumes, 2, LAYOUTS["sdp2"][1], ours, {}, False)[0], whole, **close)
 
 
 def makes_other_files(folder):
@@ -183,6 +183,52 @@ def test_a_folder_is_written_again_and_has_nothing_that_is_out_of_date(tmp_path)
     assert "mine.txt" in found
     assert_same(resumed, expected)
     assert files(tmp_path) == ["before"]
+
+
+def without_values(folder):
+    accelerator = fresh_accelerator({**PP2, "delayed_parameter_initialization": True})
+    with torch.device("meta"):
+        model = Tied(dropout=0.2, tie=False)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    run = (accelerator, *accelerator.prepare(model, optimizer, scheduler))
+    accelerator.load_state(folder)
+    return go_on(run, batches()[3:])
+
+
+def test_a_model_without_values_is_loaded(saved):
+    folder, _, expected = saved
+    assert_same(on_ranks(without_values, 2, folder)[0], expected)
+
+
+def on_its_own_node(folder):
+    """Each rank is alone on a machine whose files the other does not see."""
+    os.environ["LOCAL_RANK"] = "0"
+    node = folder / f"node{os.environ['RANK']}"
+    node.mkdir()
+    os.chdir(node)
+    naming = ProjectConfiguration(
+        save_on_each_node=True, project_dir=".", automatic_checkpoint_naming=True, total_limit=1
+    )
+    run = start(PP2, project_config=naming)
+    go_on(run, batches()[:1])
+    run[0].save_state()
+    run[0].save_state()
+    run[0].save_model(run[1], "export", max_shard_size="2KB")
+    expected = go_on(run, batches()[1:2])
+    run = start(PP2, project_config=naming, seed=5)
+    run[0].load_state()
+    found = sorted(str(each.relative_to(node)) for each in node.rglob("*") if each.is_file())
+    return found, expected, go_on(run, batches()[1:2])
+
+
+def test_each_node_has_all_files_if_the_user_wants_that(tmp_path):
+    (names, expected, found), (others, _, _) = on_ranks(on_its_own_node, 2, tmp_path)
+    assert names == others
+    assert "checkpoints/checkpoint_1/optimizer.bin" in names
+    assert "export/model.safetensors.index.json" in names
+    assert not [name for name in names if "checkpoint_0" in name or "incomplete" in name]
+    assert_same(found, expected)
 
 
 class Counter:
