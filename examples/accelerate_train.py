@@ -2,7 +2,7 @@
 
     python examples/accelerate_train.py                  one process, plain Accelerate: the reference
     accelerate launch --config_file configs/accelerate/cpu_4.yaml examples/accelerate_train.py
-    ... examples/accelerate_train.py --resume outputs/accelerate/step_140
+    ... examples/accelerate_train.py --resume outputs/accelerate/step_80
 
 An ordinary script: it prepares, accumulates, clips, evaluates, saves and resumes as Accelerate's own examples do, and
 has no parallel code in it. How the model is spread over the processes stands in the file that ``accelerate launch``
@@ -35,7 +35,7 @@ METRICS = ("train_loss", "val_loss", "lr")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What can be said on the command line; the defaults are those of ``model=gpt2_hf`` in ``examples/train.py``."""
+    """What can be said on the command line; the model is that of ``model=gpt2_hf`` in ``examples/train.py``."""
 
     output: str = "outputs/accelerate"
     """Folder for metrics, checkpoints and the trained model."""
@@ -43,7 +43,7 @@ class Options:
     """A checkpoint to go on from, whichever layout has written it."""
     path: str | None = None
     """Text: a file, or a folder whose files are read; the standard library of this Python if it is not given."""
-    steps: int = 280
+    steps: int = 160
     """Optimizer steps."""
     batch_size: int = 16
     """Samples per micro-step, of all processes together."""
@@ -59,7 +59,7 @@ class Options:
     """Features of a token."""
     context: int = 128
     """Bytes that the model sees; a window holds one more."""
-    train_windows: int = 2240
+    train_windows: int = 1280
     """Windows of text per epoch."""
     val_windows: int = 128
     """Windows of held-out text."""
@@ -67,7 +67,7 @@ class Options:
     """Text beyond this is not read."""
     evaluate_every: int = 40
     """Steps between evaluations."""
-    save_every: int = 140
+    save_every: int = 80
     """Steps between checkpoints."""
     seed: int = 0
     """Initial weights, windows and their order."""

@@ -140,13 +140,6 @@ def test_two_machines_are_one_pipeline(plain_loss, tmp_path):
         assert told(output) == [f"{rank} of 2: 2 stages, 1 replicas, loss {plain_loss}"]
 
 
-def test_mistakes_are_told_by_the_launcher_and_nothing_is_started(tmp_path):
-    code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": {"microbatchs": 2}}))
-    assert code != 0
-    assert output.strip().endswith("In `smp_config`: `microbatchs` is not an option. Did you mean `microbatches`?")
-    assert not told(output)
-
-
 def test_switched_off_the_launcher_is_as_it_was(tmp_path):
     code, output = end(launch(tmp_path, {**ON_CPU, "smp_config": "pp2"}, SMP_AUTOLOAD="0"))
     assert code != 0
