@@ -13,7 +13,7 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +58,7 @@ class Reading(Protocol):
 
 
 class Readers:
-    """The ranks that read what this one reads. Its methods are collective.
+    """The ranks that read what this one reads. Its methods are collective. A pickled one knows of nobody.
 
     Args:
         ranks: global ranks; the others follow the first.
@@ -83,6 +83,12 @@ class Readers:
         self._advice = advice
         self._partners = partners
         self._num_checked = 0
+
+    def __reduce__(self) -> Any:
+        return _Alone, ()
+
+    def __deepcopy__(self, memo: Any) -> "Readers":
+        return self
 
     def take_over(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the first rank."""
@@ -137,17 +143,48 @@ class Readers:
             )
 
 
+class _Alone:
+    """What a pass goes by in a process that has only been sent its loader."""
+
+    def begin(self, *generators: torch.Generator) -> None:
+        """Nothing to do."""
+
+    def draws(self) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def compare(self, what: Any) -> None:
+        """Nothing to do."""
+
+    def arrived(self, batch: Any) -> None:
+        """Nothing to do."""
+
+
 def follow(loader: DataLoader[Any], reading: Reading) -> None:
     """Let ``loader`` draw as ``reading`` says, from the next pass on."""
-    stock = type(loader)
-    if not issubclass(stock, _FollowingLoader):
-        names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-        loader.__class__ = type(stock.__name__, (_FollowingLoader, stock), names)
+    if not isinstance(loader, _FollowingLoader):
+        loader.__class__ = _following(type(loader))
     loader.smp_reading = reading
+
+
+def _following(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    # Accelerate says that its loaders are of the class of what they are around, and pickles them by that name.
+    disguise = {"smp_stock": stock, "__class__": property(lambda _: stock)}
+    return type(stock.__name__, (_FollowingLoader, stock), {**names, **disguise})
+
+
+def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
+    following = _following(stock)
+    return following.__new__(following)
 
 
 class _FollowingLoader(DataLoader[Any]):
     smp_reading: Reading
+    smp_stock: type[DataLoader[Any]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, (self.smp_stock,), vars(self)  # no module has the class
 
     def __iter__(self) -> Any:
         self.smp_reading.begin(*generators_of(self))

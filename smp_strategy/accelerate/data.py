@@ -98,14 +98,8 @@ class LoaderHooks(Host):
             )
 
     def _catch_passes(self) -> None:
-        state = self.gradient_state  # of this process: all of its instances are one
-        begin, begin_plainly = _Pass(self.smp).begin, partial(GradientState._add_dataloader, state)
-
-        def add(loader: Any) -> None:
-            begin(loader)
-            begin_plainly(loader)
-
-        state._add_dataloader = add
+        # All instances of this class are one. Each loader calls this when a pass begins.
+        self.gradient_state._add_dataloader = _Pass(self.smp)
 
     def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
         _deal_out(dispatcher, self.smp, _OneStream(self.smp))
@@ -142,21 +136,25 @@ class _OneStream(Readers):
 
 @final
 class _Pass:
-    """What is done when a pass over a loader begins."""
+    """What is done when a pass over a loader begins. A pickled one, with the state that has it, does what is usual."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         self._session = session
-        self._stream = _OneStream(session)
+        self._stream = None if session is None else _OneStream(session)
 
-    def begin(self, loader: Any) -> None:
+    def __reduce__(self) -> Any:
+        return _Pass, ()
+
+    def __call__(self, loader: Any) -> None:
         """See to it that ``loader`` gives the same on all ranks of the replica. Collective."""
-        if not isinstance(loader, DataLoaderAdapter):
-            return
-        if isinstance(loader, DataLoaderDispatcher):
-            _deal_out(loader, self._session, self._stream)
-            self._stream.begin(*generators_of(loader.base_dataloader))
-        else:
-            follow(loader.base_dataloader, self._stream)
+        if self._session is not None and isinstance(loader, DataLoaderAdapter):
+            assert self._stream is not None
+            if isinstance(loader, DataLoaderDispatcher):
+                _deal_out(loader, self._session, self._stream)
+                self._stream.begin(*generators_of(loader.base_dataloader))
+            else:
+                follow(loader.base_dataloader, self._stream)
+        GradientState._add_dataloader(GradientState(), loader)
 
 
 @final

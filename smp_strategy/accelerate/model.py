@@ -15,7 +15,7 @@ the script calls it.
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.accelerate.guesses import Guesses
+from smp_strategy.accelerate.items import with_share_of_items
 from smp_strategy.accelerate.outputs import (
     Packed,
     gradients_come_later,
@@ -31,6 +32,7 @@ from smp_strategy.accelerate.outputs import (
     pack,
     with_loss,
 )
+from smp_strategy.accelerate.own_samples import OwnSamples
 from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.microbatch import merge
@@ -71,6 +73,7 @@ class ModelCalls:
         options: of the user.
         guesses: about the backward that follows a call.
         check: is called before each call of the model; whether it is one of training.
+        own_forward: that ``model`` had on the instance before it was prepared, if any.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class ModelCalls:
         options: CallOptions,
         guesses: Guesses,
         check: Callable[[bool], None],
+        own_forward: Callable[..., Any] | None,
     ) -> None:
         self.model = model
         self._engine = engine
@@ -87,7 +91,9 @@ class ModelCalls:
         self._guesses = guesses
         self._check = check
         self._inner: Callable[..., Any] = model.forward
-        self._before = {name: vars(model)[name] for name in ("forward", *_WHOLE) if name in vars(model)}
+        self._before = {name: vars(model)[name] for name in _WHOLE if name in vars(model)}
+        if own_forward is not None:
+            self._before["forward"] = own_forward
         self._replaced: list[str] = []
         self._is_inside = False
         # Ways to call the model, each with its number and what it returns.
@@ -134,17 +140,16 @@ class ModelCalls:
         self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
-        way = _way_of(call)
-        look = self._look(call, way)
+        look = self._look(call, self._way_of(call))
         if look.has_loss and self.model.training and self._options.loss_in_model is not False:
             return self._train(call)
         return self._forward(call) if look.is_differentiable else self._evaluate(call)
 
     def _evaluate(self, call: Any) -> Any:
-        number = self._kinds.setdefault(_way_of(call), len(self._kinds))
+        number = self._kinds.setdefault(self._way_of(call), len(self._kinds))
         with self._inside() as around:
-            result = self._engine.eval_step(self._step(around), call, kind=f"evaluation {number}")
-        return merge([packed.result for packed in result.outputs], result.sizes)
+            result = self._engine.eval_step(self._step(around, call), call, kind=f"evaluation {number}")
+        return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
 
     def _train(self, call: Any) -> Any:
         guesses, parameters = self._guesses, self._engine.share.parameters
@@ -152,13 +157,13 @@ class ModelCalls:
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
             result = self._engine.train_step(
-                self._step(around, only_loss=self._options.training_outputs == "loss"),
+                self._step(around, call, only_loss=self._options.training_outputs == "loss"),
                 call,
                 loss_of=_loss_of,
                 factor=factor,
                 continues=guesses.continues(parameters),
                 reduces=guesses.reduces(),
-                sums=self._sums(call),
+                sums=self._options.loss_reduction == "sum",
             )
         if result.loss is None:
             raise UnsupportedError(
@@ -169,19 +174,31 @@ class ModelCalls:
             guesses.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
-        return with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE)
+        merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE)
+        return self._own(merged, call, result.sizes)
 
     def _forward(self, call: Any) -> Any:
         with self._inside() as around:
-            step = self._engine.forward_step(self._step(around), call)
-        return gradients_come_later(step)
+            step = self._engine.forward_step(self._step(around, call), call)
+        own = self._own_samples
+        return self._own(gradients_come_later(step, None if own is None else own.averaged), call, step.sizes)
+
+    @property
+    def _own_samples(self) -> OwnSamples | None:
+        """Where each of the ranks that split layers has read samples of its own."""
+        is_joint = self._engine.config.prescaled_batch or self._engine.mesh.tp == 1
+        return None if is_joint else OwnSamples(self._engine.mesh)
+
+    def _own(self, result: Any, call: Any, sizes: Sequence[int]) -> Any:
+        own = self._own_samples
+        return result if own is None else own.of(result, call, sum(sizes))
 
     def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method that calls the model many times, as one step with one microbatch."""
         if self._is_inside:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
-        number = self._kinds.setdefault((name, *_way_of((args, kwargs))), len(self._kinds))
+        number = self._kinds.setdefault((name, *self._way_of((args, kwargs))), len(self._kinds))
         try:
             with self._inside() as around:
                 result = self._engine.eval_step(
@@ -192,9 +209,6 @@ class ModelCalls:
             raise
         return result.outputs[0]
 
-    def _sums(self, call: Any) -> bool:
-        return self._options.loss_reduction == "sum" or call[1].get("num_items_in_batch") is not None
-
     def _look(self, call: Any, way: Any) -> _Look:
         """What the model returns for ``call``; all ranks come here for the same calls."""
         if way in self._looks:
@@ -202,7 +216,7 @@ class ModelCalls:
         found: list[_Look] = []
 
         def step_with(around: Callable[..., Any]) -> Callable[[Any], Any]:
-            step = self._step(around)
+            step = self._step(around, call)
 
             def looked_at(microbatch: Any) -> Any:
                 packed = step(microbatch)
@@ -223,11 +237,21 @@ class ModelCalls:
         self._looks[way] = found[-1]
         return found[-1]
 
+    def _way_of(self, call: Any) -> Any:
+        """What calls have in common that take the same path, and return the same kind of result."""
+        args, kwargs = call
+        named = ((name, _described(value)) for name, value in sorted(kwargs.items()))
+        return self.model.training, tuple(map(_described, args)), tuple(named)
+
     # Inside of steps
 
-    def _step(self, around: Callable[..., Any], *, only_loss: bool = False) -> Callable[[Any], Packed]:
+    def _step(self, around: Callable[..., Any], call: Any, *, only_loss: bool = False) -> Callable[[Any], Packed]:
+        adds_up = self._options.loss_reduction == "sum"
+
         def step(microbatch: Any) -> Packed:
             args, kwargs = microbatch
+            if not adds_up:
+                kwargs = with_share_of_items(kwargs, microbatch, call)
             return pack(around(lambda: self._inner(*args, **kwargs)), only_loss=only_loss)
 
         return step
@@ -258,12 +282,6 @@ class ModelCalls:
 
 def _loss_of(packed: Packed) -> Tensor | None:
     return loss_in(packed.result)
-
-
-def _way_of(call: Any) -> Any:
-    """What calls have in common that take the same path, and return the same kind of result."""
-    args, kwargs = call
-    return tuple(map(_described, args)), tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
 
 
 def _described(value: Any) -> Any:

@@ -121,7 +121,12 @@ def with_loss(
         commit: adds gradients times the given number to ``.grad``.
         remedy: for those who want gradients of other results.
     """
-    ended = [_on_graph(packed, lambda leaves: _Ended.apply(_anchor(leaves), remedy, *leaves)) for packed in outputs]
+
+    def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
+        refused: Sequence[Tensor] = _Ended.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
+        return refused
+
+    ended = [_on_graph(packed, refuse) for packed in outputs]
     merged = merge(ended, sizes)
     leaves, structure = flatten(merged)
     place = loss_in(merged)
@@ -129,8 +134,13 @@ def with_loss(
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
 
 
-def gradients_come_later(step: ForwardStep) -> Any:
-    """The merged result of a step whose backward runs when gradients come."""
+def gradients_come_later(step: ForwardStep, combine: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """The merged result of a step whose backward runs when gradients come.
+
+    Args:
+        step: has run forward.
+        combine: makes the gradients of a result out of those that the ranks of a replica have, if they differ.
+    """
     places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
     # Of all leaves of each microbatch, which hold the numbers of those that need gradients, too.
     leaves = [flatten(packed)[0] for packed in step.outputs]
@@ -139,10 +149,10 @@ def gradients_come_later(step: ForwardStep) -> Any:
     def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
         given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
         for (number, place), gradient in zip(places, gradients, strict=True):
-            given[number][place] = gradient
+            given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
         step.backward(given, retain_graph=retain_graph)
 
-    later = iter(_Later.apply(_anchor(found), run, *found))
+    later = iter(_Later.apply(_anchor(found), run, *found))  # type: ignore[no-untyped-call]
     return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
 
 

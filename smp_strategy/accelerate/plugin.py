@@ -10,6 +10,7 @@ Accelerate's own degrees (``tp_size`` ...) stay 1, because they switch on code o
 
 import dataclasses
 import os
+import sys
 import typing
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -39,8 +40,8 @@ def _with_options(plugin: Class) -> Class:
     for option in dataclasses.fields(SMPConfig):
         plugin.__annotations__[option.name] = option.type
         setattr(plugin, option.name, option.default)
-    made: Class = dataclasses.dataclass(init=False, repr=False, eq=False)(plugin)
-    return made
+    dataclasses.dataclass(init=False, repr=False, eq=False)(plugin)
+    return plugin
 
 
 @_with_options
@@ -59,7 +60,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
             ``False`` backward runs when it is called, for any function of what the model returns; the activations of
             all microbatches are in memory then.
         loss_reduction: what a loss in the model is over its samples. Losses of microbatches are averaged, weighted by
-            samples (``mean``), or added up (``sum``, also wherever the model is given ``num_items_in_batch``).
+            samples (``mean``), or added up (``sum``). See also :mod:`smp_strategy.accelerate.items`.
         training_outputs: what every rank gets of a call with a loss in training: ``all`` that the model returns, or
             the ``loss`` only, which saves sending logits of a large vocabulary.
         options: the fields of :class:`~smp_strategy.config.SMPConfig`, with the ``SMP_*`` environment as defaults.
@@ -121,7 +122,13 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
         timeout: timedelta | None = getattr(accelerator.init_handler, "timeout", None)
         ensure_group(accelerator.device, timeout)
         assert dist.is_initialized()
-        taken_over(accelerator).begin(Session(self.config, accelerator.device, timeout=timeout), self)
+        session = Session(self.config, accelerator.device, timeout=timeout)
+        taken_over(accelerator).begin(session, self)
+        if "transformers.trainer" in sys.modules:  # which takes seconds to import; without it there is no Trainer
+            from smp_strategy.accelerate.hf_trainer import adopt, trainer_above
+
+            if (trainer := trainer_above()) is not None:
+                adopt(trainer, session)
 
 
 _BASE_NAMES = frozenset(field.name for field in dataclasses.fields(ParallelismConfig))

@@ -124,6 +124,10 @@ class Session:
         self._close_engine()
         self._data_groups = None
 
+    def let_go(self) -> None:
+        """Forget the engine without closing it: a module that it has left spread may still need it."""
+        self._engine = None
+
     def _close_engine(self) -> None:
         if self._engine is not None:
             self._engine.close()

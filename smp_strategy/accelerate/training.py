@@ -1,10 +1,13 @@
 """The hooks of training: what is prepared, and what happens between forward and the optimizer's step."""
 
+import gc
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,9 +15,14 @@ from smp_strategy.accelerate.guesses import Guesses
 from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.model import CallOptions, ModelCalls
 from smp_strategy.accelerate.optimizer import SMPOptimizer, unwrapped
+from smp_strategy.accelerate.processes import tell_of_failures
+from smp_strategy.accelerate.refusals import prepared_elsewhere, refuse_compiled, refuse_foreign, second_model
 from smp_strategy.accelerate.scheduler import SMPScheduler
 from smp_strategy.accelerate.session import Session
-from smp_strategy.errors import UnsupportedError
+from smp_strategy.accelerate.unprepared import Unprepared
+from smp_strategy.engine import Engine
+from smp_strategy.leaving import call_at_exit
+from smp_strategy.left_spread import leave_spread, restore_left
 from smp_strategy.precision.gradient_scaler import GradientScaler
 from smp_strategy.precision.scaling import ScalingRules
 
@@ -27,8 +35,12 @@ class TrainingHooks(Host):
     def begin(self, session: Session, plugin: Any) -> None:
         """Nothing is prepared yet."""
         super().begin(session, plugin)
+        tell_of_failures()
+        call_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
         self._smp_calls: ModelCalls | None = None
+        self._smp_unprepared: Unprepared | None = None
+        self._smp_main: nn.Module | None = None
         self._smp_syncs_blocked = 0
         config = session.config
         self._smp_scaler: GradientScaler | None = None
@@ -59,24 +71,34 @@ class TrainingHooks(Host):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare all of ``args``, in any order; the model is spread over the ranks when it is called first."""
-        result = super().prepare(*args, device_placement=device_placement)
-        self._smp_attach()
-        return result
+        models = [each for each in args if isinstance(each, nn.Module)]
+        trained = [model for model in models if _is_trained(model)]
+        if self._smp_calls is None and len(trained) == 1:
+            self._smp_main = trained[0]  # whatever the order: the others are kept whole
+        return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Let the engine answer calls of ``model``. Collective."""
         if getattr(model, "_is_accelerate_prepared", False):
-            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
-        if self._smp_calls is not None and self._smp_calls.model is not model:
-            raise UnsupportedError(
-                f"A {type(model).__name__} is prepared, but this Accelerator already serves a "
-                f"{type(self._smp_calls.model).__name__}, and it serves one model. Put modules that are trained "
-                "together into one `nn.Module`, or call `accelerator.free_memory()` when the first one is done with."
-            )
+            if not any(model is each for each in self._models):
+                raise prepared_elsewhere(model)
+            return model
+        refuse_compiled(model)
+        main = self._smp_main if self._smp_calls is None else self._smp_calls.model
+        is_other = main is not None and main is not model
+        if main is not None and is_other and _is_trained(model) and not evaluation_mode:
+            raise second_model(model, main)
+        restore_left(model)
+        own = vars(model).get("forward")
         # Only placement and autocast: what Accelerate does for several processes is not for ours.
-        model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        if self.device_placement if device_placement is None else device_placement:
+            # What has no values yet gets them where they belong.
+            model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
+        if is_other:
+            return model
         vars(model).pop("_original_forward", None)  # by which Accelerate would take our `forward` away as well
         engine = self.smp.make_engine()
         engine.attach(model)
@@ -85,8 +107,12 @@ class TrainingHooks(Host):
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self._smp_syncs_blocked,
         )
-        self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even)
+        self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even, own)
         self._smp_calls.install()
+        self._smp_unprepared = Unprepared(
+            model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None
+        )
+        self._smp_attach()
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -122,7 +148,9 @@ class TrainingHooks(Host):
         """Tell the engine which optimizers there are."""
         if self._smp_calls is None or not self._optimizers:
             return
-        self.smp.engine.attach(self._smp_calls.model, unwrapped(self._optimizers))
+        optimizers = unwrapped(self._optimizers)
+        refuse_foreign(self._smp_calls.model, optimizers)
+        self.smp.engine.attach(self._smp_calls.model, optimizers)
 
     # Between forward and the optimizer's step
 
@@ -175,12 +203,50 @@ class TrainingHooks(Host):
     # The end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything that is prepared. The model is as this rank has it."""
-        if self._smp_calls is not None:
-            self._smp_calls.remove()
-            self._smp_calls = None
-        self.smp.close()
+        """Let go of everything that is prepared; the model, if it is prepared again, is whole again."""
+        for model in self._models:
+            vars(model).pop("_is_accelerate_prepared", None)
+        if (engine := self._smp_remove()) is not None:
+            engine.detach(failed=True)  # as if: nobody may need the values, and restoring them takes memory
+            self._smp_leave_spread(engine)
         return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """End trackers, and make the model an ordinary one again, where `restore_module` says. Collective."""
+        if (engine := self._smp_remove()) is not None:
+            engine.detach()
+            self._smp_leave_spread(engine)
+        super().end_training()
+
+    def _smp_remove(self) -> Engine | None:
+        """Undo what was done to the model, if one is prepared."""
+        if self._smp_calls is None:
+            return None
+        assert self._smp_unprepared is not None
+        self._smp_unprepared.end()
+        self._smp_calls.remove()
+        return self.smp.engine
+
+    def _smp_leave_spread(self, engine: Engine) -> None:
+        assert self._smp_calls is not None
+        if engine.is_spread:
+            leave_spread(self._smp_calls.model, engine)
+            self.smp.let_go()
+        self._smp_calls = self._smp_unprepared = self._smp_main = None
+        self.smp.close()
+
+    def _smp_leave(self) -> None:
+        """The process ends. See [Note: leaving] in :mod:`smp_strategy.leaving`."""
+        if hasattr(sys, "last_value"):  # with an error that nobody has caught
+            return
+        self.smp.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Any]:

@@ -35,14 +35,14 @@ from smp_strategy.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.failure import publish
+from smp_strategy.leaving import call_at_exit
+from smp_strategy.left_spread import leave_spread, restore_left
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import backend_for, devices_of_launcher, submitit_environment
 from smp_strategy.lightning.gradients import for_all_ranks, forget_gradients
 from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
-from smp_strategy.lightning.leaving import call_at_exit
-from smp_strategy.lightning.left_spread import leave_spread, restore_left
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported

@@ -16,6 +16,7 @@ from accelerate_checks import (
     fresh_accelerator,
     loss_inside,
     loss_outside,
+    mine,
     on_ranks,
     plain_loop,
     toy,
@@ -255,3 +256,32 @@ def test_text_is_generated_between_steps():
         assert torch.equal(found, results[0])
         if rank == 0:
             assert_same(weights, model.state_dict(), rtol=1e-5, atol=1e-6)  # tied weights: sums of two stages
+
+
+def own_samples(loss_of, smp):
+    accelerator, model, optimizer = prepared(smp)
+    assert accelerator.num_processes == 2
+    for batch in batches():
+        part = mine(accelerator, batch)
+        step(accelerator, optimizer, loss_of(model, part))
+        with torch.no_grad():
+            logits = model(**part)["logits"]
+    uneven = {name: value[: 3 if accelerator.process_index else 1] for name, value in part.items()}
+    with torch.no_grad():
+        last = model(**uneven)["logits"]
+    return whole_state(accelerator), logits, last
+
+
+@pytest.mark.parametrize("loss_of", [loss_inside, loss_outside])
+def test_ranks_that_split_layers_read_samples_of_their_own(loss_of):
+    model = toy()
+    plain_loop(model, adamw(model), batches(), loss_of=loss_of)
+    with torch.no_grad():
+        expected = model(batches()[-1]["inputs"])["logits"].split(BATCH // 2)
+    split = {"inlet": "column", "blocks.*.0": "column", "outlet": "row"}
+    smp = {"tensor_parallel_degree": 2, "prescaled_batch": False, "tensor_parallel": split, "microbatches": 4}
+    found = on_ranks(own_samples, 2, loss_of, smp)
+    assert_same(found[0][0], model.state_dict(), rtol=1e-5, atol=1e-6)
+    for rank, (_, logits, last) in enumerate(found):
+        torch.testing.assert_close(logits, expected[rank], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(last, expected[rank][: 3 if rank else 1], rtol=1e-5, atol=1e-5)

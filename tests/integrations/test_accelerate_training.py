@@ -5,8 +5,11 @@ All cases of a layout run in the same ranks, one after the other, each with an A
 
 import pytest
 import torch
+from accelerate.utils import GradientAccumulationPlugin
 from accelerate_checks import (
+    BATCH,
     MICROBATCHES,
+    Samples,
     accelerated_loop,
     adamw,
     assert_same,
@@ -19,6 +22,7 @@ from accelerate_checks import (
     toy,
     whole_state,
 )
+from torch.utils.data import DataLoader
 
 LAYOUTS = {
     "pp2": (2, {"pipeline_parallel_degree": 2}),
@@ -101,3 +105,58 @@ OUTSIDE = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_outside_of_the_model(layout):
     check(layout, OUTSIDE)
+
+
+def of_the_issue(smp, plugin):
+    """The loop as it stands in scripts: prepared loaders, two epochs, a last window that is shorter."""
+    accelerator = fresh_accelerator(smp, gradient_accumulation_plugin=GradientAccumulationPlugin(2, **plugin))
+    model = toy()
+    optimizer = adamw(model)
+    loader = DataLoader(Samples(5 * BATCH), batch_size=BATCH // accelerator.num_processes)
+    scheduler = scheduler_of(optimizer)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return whole_state(accelerator), scheduler.get_last_lr()
+
+
+WINDOWS = {
+    "at the end of the loader": {},
+    "each batch": {"sync_each_batch": True},
+    "across epochs": {"sync_with_dataloader": False},
+}
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2 x dp2"])
+def test_the_loop_of_scripts(layout):
+    ranks, smp = LAYOUTS[layout]
+    replicas = ranks // 2
+    found = on_ranks(of_all_windows, ranks, {**smp, "microbatches": MICROBATCHES // replicas})
+    for name, plugin in WINDOWS.items():
+        model = toy()
+        optimizer = adamw(model)
+        scheduler = scheduler_of(optimizer)
+
+        def schedule(scheduler=scheduler):
+            for _ in range(replicas):
+                scheduler.step()
+
+        data = batches(5)
+        passes = [data, data] if plugin.get("sync_with_dataloader", True) else [data + data]
+        for each in passes:
+            plain_loop(model, optimizer, each, window=2, clip=1.0, schedule=schedule)
+        for weights, lr in (rank[name] for rank in found):
+            assert lr == scheduler.get_last_lr()
+            if weights:
+                assert_same(weights, model.state_dict(), **({} if layout == "pp2" else {"rtol": 1e-5, "atol": 1e-6}))
+
+
+def of_all_windows(smp):
+    return {name: of_the_issue(smp, plugin) for name, plugin in WINDOWS.items()}

@@ -5,7 +5,8 @@ A thread of gloo drops the tensors of a collective after whoever waited for it h
 that. Where the interpreter is already shutting down, Python (before 3.14) ends a thread that asks for the GIL, here in
 the middle of a C++ destructor, and the process aborts after all of its work is done: ``terminate called without an
 active exception``. So gloo's threads have to end before the interpreter does. They end with their process group, and
-that lives until torch (``destroy_process_group``, which Lightning calls for NCCL only) and all engines let go of it.
+that lives until torch and all engines let go of it: ``destroy_process_group``, which Lightning calls for NCCL only and
+Accelerate in ``end_training``.
 
 Where a run has failed nobody lets go: a thread may be in a collective for which other ranks will never come.
 """

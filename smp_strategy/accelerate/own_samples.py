@@ -1,0 +1,63 @@
+"""Ranks that split layers between them and read samples of their own (``prescaled_batch=False``).
+
+A call of the model computes the samples of all of them. To the script each is a process of its own, with its own batch
+and its own loss of what the model returns for that. So each gets back its own samples; and where it computes the loss
+itself, gradients with respect to all samples are those of all ranks' losses, averaged as gradients of replicas are.
+
+A loss that the model computes is the mean over the samples of all of them, on each: what the mean over the processes
+would be.
+"""
+
+from typing import Any, final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.mesh import ProcessMesh
+from smp_strategy.pipeline.microbatch import num_samples
+from smp_strategy.trace.tree import flatten
+
+__all__ = ["OwnSamples"]
+
+
+@final
+class OwnSamples:
+    """See the module docstring.
+
+    Args:
+        mesh: where the ranks stand.
+    """
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self._mesh = mesh
+
+    def of(self, result: Any, call: Any, total: int) -> Any:
+        """What this rank has asked for of ``result``. Collective over the ranks that split layers.
+
+        Args:
+            result: of the samples of all ranks.
+            call: arguments of the model, with this rank's samples.
+            total: samples of all ranks.
+        """
+        own = num_samples(call, strict=False)
+        if own is None:
+            return result
+        start = self._mesh.tp_rank * own
+        if own * self._mesh.tp != total:  # on each rank, if on one
+            counts: list[int] = [0] * self._mesh.tp
+            dist.all_gather_object(counts, own, group=self._mesh.tp_group)
+            start = sum(counts[: self._mesh.tp_rank])
+        leaves, structure = flatten(result)
+        return pytree.tree_unflatten([_rows(leaf, slice(start, start + own), total) for leaf in leaves], structure)
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """Of the mean of all ranks' losses, given the ``gradient`` of this rank's. Collective over them."""
+        summed = gradient.clone()
+        dist.all_reduce(summed, group=self._mesh.tp_group)
+        return summed / self._mesh.tp
+
+
+def _rows(leaf: Any, part: slice, total: int) -> Any:
+    is_per_sample = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == total
+    return leaf[part] if is_per_sample else leaf
