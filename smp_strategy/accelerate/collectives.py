@@ -17,6 +17,7 @@ from accelerate.state import PartialState
 from accelerate.utils import PROFILE_PATTERN_NAME, ProfileKwargs, recursively_apply
 from accelerate.utils import reduce as reduce_over_world
 from accelerate.utils.operations import verify_operation
+from torch import Tensor
 
 from smp_strategy.accelerate.data import shard_of
 from smp_strategy.accelerate.host import Host
@@ -28,6 +29,8 @@ __all__ = ["CollectiveHooks"]
 
 class CollectiveHooks(Host):
     """The Accelerator's methods that exchange values, and what it says about processes."""
+
+    flag_tensor: Tensor | None
 
     @property
     def num_processes(self) -> int:
@@ -50,8 +53,8 @@ class CollectiveHooks(Host):
             return partial(self.on_process, process_index=process_index)
         ranks = self.smp.data_ranks()
         number = 0 if len(ranks) == 1 else process_index
-        first = ranks[number][0] if number in range(len(ranks)) else None
-        return super().on_process(function, first)
+        firsts: dict[int | None, int] = {data_rank: readers[0] for data_rank, readers in enumerate(ranks)}
+        return super().on_process(function, firsts.get(number))
 
     def gather(self, tensor: Any) -> Any:
         """The tensors of all replicas, one after the other, on every rank. Collective."""
@@ -86,10 +89,10 @@ class CollectiveHooks(Host):
 
     def check_trigger(self) -> bool:
         """Whether any rank of the world has called `set_trigger`. Collective."""
-        mine = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
-        is_set = int(reduce_over_world(mine, "sum")) > 0
-        if is_set or self.flag_tensor is None:
-            self.flag_tensor = torch.tensor(0, device=self.device)
+        unset = torch.tensor(0, device=self.device)
+        is_set = int(reduce_over_world(unset if self.flag_tensor is None else self.flag_tensor, "sum")) > 0
+        if is_set:
+            self.flag_tensor = unset
         return is_set
 
     @contextmanager
@@ -129,12 +132,12 @@ class CollectiveHooks(Host):
             self.wait_for_everyone()
 
 
-@verify_operation
+@verify_operation  # type: ignore[untyped-decorator]
 def _gather(tensor: Any, session: Session) -> Any:
     return recursively_apply(session.data_groups.gather, tensor, error_on_other_type=True)
 
 
-@verify_operation
+@verify_operation  # type: ignore[untyped-decorator]
 def _reduce(tensor: Any, session: Session, reduction: str) -> Any:
     if reduction == "none":
         return recursively_apply(torch.clone, tensor, error_on_other_type=True)

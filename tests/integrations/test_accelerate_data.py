@@ -197,6 +197,48 @@ def test_a_pass_may_begin_later():
             assert same(found, expected[rank // 2])
 
 
+# Loaders with a state
+
+
+def resume():
+    """What is read before and after the state of a loader is given to another one."""
+    found = []
+    for name in ("augmented", "augmented in workers", "stream, read by all"):
+        make, options = CASES[name]
+        seen, state = [], None
+        for _ in range(2):
+            accelerator = accelerator_with({**options, "use_stateful_dataloader": True})
+            set_seed(7)
+            prepared = accelerator.prepare(make())
+            if state is not None:
+                prepared.load_state_dict(state)
+            for batch in prepared:
+                seen.append(batch)
+                if state is None and len(seen) == 2:
+                    state = prepared.state_dict()
+                    break
+        found.append(seen)
+    return found
+
+
+def test_a_stateful_loader_goes_on_where_another_was():
+    pytest.importorskip("torchdata")
+    for processes in (1, 2):
+        expected = on_ranks(under, processes, None, resume)
+        for rank, found in enumerate(on_ranks(under, 2 * processes, PP2, resume)):
+            assert same(found, expected[rank // 2])
+
+
+def dispatch_with_state():
+    accelerator_with({"use_stateful_dataloader": True}).prepare(loader(Stream()))
+
+
+def test_a_stateful_loader_cannot_be_dispatched():
+    pytest.importorskip("torchdata")
+    with pytest.raises(RuntimeError, match="Set `dispatch_batches=False`"):
+        on_ranks(under, 2, PP2, dispatch_with_state)
+
+
 # Nobody has seeded anything
 
 
