@@ -5,12 +5,16 @@ run with that many processes goes on with them, and the other way round. The ran
 file serves them all; where they do not (the main process has drawn for itself), each has its own again if a run goes on
 with the same layout.
 
-In these files stands also how far gradient accumulation has come. That must be the same on all ranks, also on those for
-which there is no file.
+Generators of data loaders, which Accelerate leaves out, go into our own file: without them the passes that follow
+would shuffle in another way. (A pass that has begun is repeated up to where it was only with
+``use_seedable_sampler=True``, which begins each pass with a seed.)
+
+In Accelerate's files stands also how far gradient accumulation has come. That must be the same on all ranks, also on
+those for which there is no file.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +24,9 @@ import torch.distributed as dist
 from accelerate.utils import load
 
 from smp_strategy.accelerate.session import Session
+from smp_strategy.readers import generators_of
 
-__all__ = ["FILE", "gathered", "set_states", "step_in"]
+__all__ = ["FILE", "gathered", "of_loaders", "set_loaders", "set_states", "step_in"]
 
 # As Accelerate calls them (`RNG_STATE_NAME` and what it adds).
 FILE: Final = "random_states_{}.pkl"
@@ -48,6 +53,24 @@ def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[in
         if not _are_equal(states[rank], states[ranks[0]])
     }
     return [states[rank] for rank in firsts], others
+
+
+def of_loaders(loaders: Iterable[Any]) -> list[list[torch.Tensor]]:
+    """The states of the generators that each of the loaders brings along."""
+    return [[generator.get_state() for generator in _generators(loader)] for loader in loaders]
+
+
+def set_loaders(loaders: Iterable[Any], states: Iterable[list[torch.Tensor]]) -> None:
+    """Let generators of ``loaders`` go on from there; those of a loader that has others now are left alone."""
+    for loader, kept in zip(loaders, states, strict=False):
+        generators = _generators(loader)
+        if len(generators) == len(kept):
+            for generator, state in zip(generators, kept, strict=True):
+                generator.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    return generators_of(getattr(loader, "base_dataloader", loader))
 
 
 def step_in(folder: Path) -> int | None:

@@ -14,7 +14,7 @@ All ranks must make these calls together, and are told so if they do not (:mod:`
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -29,6 +29,8 @@ from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.meeting import alike, meet
 from smp_strategy.accelerate.model import ModelCalls
 from smp_strategy.accelerate.optimizer import unwrapped
+from smp_strategy.accelerate.session import Session
+from smp_strategy.accelerate.state_calls import StateCalls
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError
 
@@ -54,6 +56,34 @@ class SavingHooks(Host):
 
     _smp_calls: ModelCalls | None
 
+    def begin(self, session: Session, plugin: Any) -> None:
+        """Nothing is prepared yet."""
+        super().begin(session, plugin)
+        self._smp_state_calls: list[StateCalls] = []
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Let ``state_dict`` and ``load_state_dict`` of ``model`` be about the whole."""
+        is_new = not getattr(model, "_is_accelerate_prepared", False)
+        model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        if is_new:
+            calls = StateCalls(
+                model,
+                is_spread=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
+                collect=lambda: self._smp_collected("model.state_dict"),
+                load=partial(self.load_model_state_dict, model),
+            )
+            self._smp_state_calls.append(calls)
+        return model
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of everything that is prepared."""
+        for calls in self._smp_state_calls:
+            calls.remove()
+        self._smp_state_calls = []
+        return super().free_memory(*objects)
+
     # What other code, a trainer that writes files of its own, may ask for as well
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -65,12 +95,23 @@ class SavingHooks(Host):
             model: prepared, or a module in one that is.
             unwrap: as in Accelerate.
         """
-        meet("accelerator.get_state_dict", self.smp.stage_ranks)
         place = self._smp_place(model)
-        if place is None:
-            whole: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
-            return whole
-        return self._smp_for_writers(whole_states.model_state(place.engine, place.path))
+        if place is not None:
+            return self._smp_collected("accelerator.get_state_dict", place.path)
+        whole: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
+        return whole
+
+    def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
+        meet(call, self.smp.stage_ranks)
+        with self._smp_aside():
+            return self._smp_for_writers(whole_states.model_state(self.smp.engine, path))
+
+    @contextmanager
+    def _smp_aside(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for calls in self._smp_state_calls:
+                stack.enter_context(calls.aside())
+            yield
 
     def get_optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process has it, where files are written; empty elsewhere. Collective.
@@ -102,7 +143,8 @@ class SavingHooks(Host):
                 "that model and its state dict."
             )
         engine = None if place is None else place.engine
-        return whole_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
+        with self._smp_aside():
+            return whole_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load the whole state of an optimizer, of which each rank takes its share. All ranks have to do it.
@@ -119,17 +161,24 @@ class SavingHooks(Host):
 
     def get_own_state(self) -> dict[str, Any]:
         """What a file of ours has: where random streams are. Collective."""
-        _, others = random_states.gathered(self.smp, self.step)
-        return {
+        return self._smp_streams()[1]
+
+    def _smp_streams(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """For each data rank what Accelerate's file has, and the content of ours. Collective."""
+        states, others = random_states.gathered(self.smp, self.step)
+        own = {
             "engine": self.smp.engine.state_dict() if self.smp.has_engine else None,
+            "loaders": random_states.of_loaders(self._dataloaders),
             "data_ranks": self.smp.data_ranks(),
             "random_states": others,
         }
+        return states, own
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the random streams of another run; those of single ranks under the same layout only."""
         if self.smp.has_engine and state["engine"] is not None:
             self.smp.engine.load_state(state["engine"])
+        random_states.set_loaders(self._dataloaders, state["loaders"])
         if state["data_ranks"] == self.smp.data_ranks() and self.smp.rank in state["random_states"]:
             random_states.set_states(state["random_states"][self.smp.rank])
 
@@ -188,7 +237,7 @@ class SavingHooks(Host):
                     self._smp_save(state, staging / state_files.name(f"{OPTIMIZER_NAME}.bin", number))
                 del state  # before the next is collected
             weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
-            with self._smp_in_hooks(weights), alike("running hooks of save_state", self.smp.stage_ranks):
+            with self._smp_known(weights), alike("running hooks of save_state", self.smp.stage_ranks):
                 for hook in self._save_model_state_pre_hook.values():
                     hook(self._models, weights, str(staging))
             self._smp_save_rest(staging, weights, safe_serialization=safe_serialization)
@@ -199,8 +248,7 @@ class SavingHooks(Host):
     def _smp_save_rest(self, staging: Path, weights: list[dict[str, Any]], *, safe_serialization: bool) -> None:
         """All but the optimizers. Collective."""
         custom = [self._smp_state_of(each) for each in self._custom_objects]
-        states, _ = random_states.gathered(self.smp, self.step)
-        own = self.get_own_state()
+        states, own = self._smp_streams()
         with alike(f"saving to {staging}", self.smp.stage_ranks):
             if self._smp_writes:
                 state_files.write(self, staging, weights, custom, safe_serialization=safe_serialization)
@@ -236,9 +284,8 @@ class SavingHooks(Host):
                     "or save with `ProjectConfiguration(save_on_each_node=True)`."
                 )
             models = list(self._models)
-            with self._smp_in_hooks():
-                for hook in self._load_model_state_pre_hook.values():
-                    hook(models, str(folder))
+            for hook in self._load_model_state_pre_hook.values():
+                hook(models, str(folder))
             self._smp_load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
 
     def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
@@ -247,7 +294,8 @@ class SavingHooks(Host):
             self.load_model_state_dict(model, state_files.weights(folder, number), strict=strict)
         for number, optimizer in enumerate(self._optimizers):
             path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
-            self.load_optimizer_state_dict(optimizer, load(path, map_location="cpu", **load_kwargs))
+            self.load_optimizer_state_dict(optimizer, state_files.mapped(path, **load_kwargs))
+            whole_states.leave_file(optimizer)
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
             state_files.read_custom(folder, number, partial(self._smp_load_into, each))
@@ -290,31 +338,14 @@ class SavingHooks(Host):
             custom.load_state_dict(state)
 
     @contextmanager
-    def _smp_in_hooks(self, weights: list[dict[str, Any]] | None = None) -> Iterator[None]:
-        """In here ``state_dict`` of spread models gives what was collected, and ``load_state_dict`` takes the whole.
-
-        So hooks of users, which save or load models their own way, need not know that anything is spread.
-        """
-        changed: list[tuple[nn.Module, str, Any]] = []
-        for number, model in enumerate(self._models):
-            place = self._smp_place(model)
-            if place is None:
-                continue
-            own = vars(place.root)
-            stand_ins: dict[str, Any] = {"load_state_dict": whole_states.loader(place.engine, place.root)}
-            if weights is not None:
-                stand_ins["state_dict"] = whole_states.reader(weights[number])
-            for name, stand_in in stand_ins.items():
-                changed.append((place.root, name, own.get(name)))
-                own[name] = stand_in
-        try:
+    def _smp_known(self, weights: list[dict[str, Any]]) -> Iterator[None]:
+        """In here the state dict of the model is known, to hooks that ask for it on one rank only."""
+        known = {id(self.unwrap_model(model)): state for model, state in zip(self._models, weights, strict=True)}
+        with ExitStack() as stack:
+            for calls in self._smp_state_calls:
+                if id(calls.model) in known:
+                    stack.enter_context(calls.collected(known[id(calls.model)]))
             yield
-        finally:
-            for root, name, before in changed:
-                if before is None:
-                    del vars(root)[name]
-                else:
-                    vars(root)[name] = before
 
     # Who writes, and where
 

@@ -1,6 +1,7 @@
 """The files of a checkpoint as Accelerate names and fills them, for states that are whole already."""
 
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from accelerate.checkpointing import (
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load
 from safetensors.torch import load_file
 
-__all__ = ["name", "read", "read_custom", "sent_to_writers", "weights", "write"]
+__all__ = ["mapped", "name", "read", "read_custom", "sent_to_writers", "weights", "write"]
 
 
 def name(first: str, number: int) -> str:
@@ -53,7 +54,7 @@ def write(
 
 
 def weights(folder: Path, number: int) -> dict[str, Any]:
-    """Those of model ``number``, on the host. Tensors of safetensors are read from the file when they are used.
+    """Those of model ``number``, on the host. Tensors are read from the file when they are used.
 
     Raises:
         FileNotFoundError: there are none.
@@ -63,7 +64,7 @@ def weights(folder: Path, number: int) -> dict[str, Any]:
     if safe.exists():
         found = load_file(safe, device="cpu")
     elif pickled.exists():
-        found = load(pickled, map_location="cpu")
+        found = mapped(pickled)
     else:
         raise FileNotFoundError(
             f"{folder} has no weights for model {number}: neither {safe.name} nor {pickled.name} is there. Load a "
@@ -71,6 +72,18 @@ def weights(folder: Path, number: int) -> dict[str, Any]:
             "in a hook of `register_load_state_pre_hook`."
         )
     return found
+
+
+def mapped(path: Path, **options: Any) -> Any:
+    """What ``torch.save`` has written, on the host. Tensors are read from the file when they are used.
+
+    So a rank that takes its share of them needs no memory for the rest.
+
+    Args:
+        path: of the file.
+        options: of ``torch.load``.
+    """
+    return load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
 
 
 def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, Any]) -> None:

@@ -5,19 +5,17 @@ optimizers. Part of the model may be asked for, too: ``accelerator.get_state_dic
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.engine import Engine
-from smp_strategy.errors import UnsupportedError
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["is_optimizer", "is_trained_by", "load_model", "loader", "model_state", "path_in", "reader"]
+__all__ = ["is_optimizer", "is_trained_by", "leave_file", "load_model", "model_state", "path_in"]
 
 
 def path_in(root: nn.Module, module: nn.Module) -> str | None:
@@ -34,6 +32,14 @@ def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
     """Whether ``optimizer`` has parameters of ``root``."""
     members = {id(parameter) for parameter in root.parameters()}
     return any(id(each) in members for group in optimizer.param_groups for each in group["params"])
+
+
+def leave_file(optimizer: Any) -> None:
+    """Give state that was just loaded memory of its own: it may be that of a file, which somebody may write again."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
 
 
 def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
@@ -80,33 +86,6 @@ def load_model(
     else:
         engine.load_state_dict(state, strict)
     return sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-
-
-def loader(engine: Engine, module: nn.Module) -> Callable[..., Any]:
-    """What ``load_state_dict`` of a spread module is, where a whole one is loaded on all ranks."""
-
-    def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        if assign:
-            raise UnsupportedError(
-                "`load_state_dict(assign=True)` would replace parameters that are spread. Leave it out."
-            )
-        return _IncompatibleKeys(*load_model(engine, module, state_dict, strict=strict))
-
-    return load_state_dict
-
-
-def reader(state: Mapping[str, Any]) -> Callable[..., Any]:
-    """What ``state_dict`` of a spread module is, where its whole ``state`` was collected before."""
-    kept = OrderedDict(state)  # hooks take weights out of their list
-
-    def state_dict(*args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        found: Any = OrderedDict() if destination is None else destination
-        found.update({prefix + name: value for name, value in kept.items()})
-        if destination is None:
-            found._metadata = getattr(state, "_metadata", OrderedDict())
-        return found
-
-    return state_dict
 
 
 def _with_all_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
