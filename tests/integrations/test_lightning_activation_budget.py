@@ -14,7 +14,7 @@ WIDTH, MICROBATCHES = 16, 4
 PP2 = {"pipeline_parallel_degree": 2}
 TP2 = {"tensor_parallel_degree": 2, "tensor_parallel": {"*.mlp.0": "column", "*.mlp.2": "row"}}
 SDP2 = {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0}
-LATE = {"delayed_parameter_initialization": True}
+HALF, LATE = {"bf16": True}, {"delayed_parameter_initialization": True}
 LAYOUTS = {
     "1 stage": (1, {}),
     "2 stages": (2, PP2),
@@ -23,12 +23,9 @@ LAYOUTS = {
     "2 shards, gathered for each use": (2, {**SDP2, "sdp_gather": "use"}),
     "2 shards, gathered for a step": (2, {**SDP2, "sdp_gather": "step"}),
     "2 shards of 2 stages": (4, {**PP2, **SDP2}),
-    "2 stages in half precision": (2, {**PP2, "bf16": True}),
-    "2 parts in half precision": (2, {**TP2, "bf16": True}),
-    "2 shards in half precision": (2, {**SDP2, "bf16": True}),
-    "2 stages with values that come late": (2, {**PP2, **LATE}),
-    "2 shards with values that come late": (2, {**SDP2, **LATE}),
-    "2 parts with values that come late": (2, {**TP2, **LATE}),
+    "2 stages in half precision, with values that come late": (2, {**PP2, **HALF, **LATE}),
+    "2 parts in half precision, with values that come late": (2, {**TP2, **HALF, **LATE}),
+    "2 shards in half precision, with values that come late": (2, {**SDP2, **HALF, **LATE}),
 }
 LITTLE = {"use_distributed_sampler": False, "limit_train_batches": 3, "limit_val_batches": 1}
 # Runs of blocks' code on this rank. Not in an attribute: running a block again puts these back.
@@ -129,7 +126,10 @@ def saved_and_loaded(folder, smp):
     return second.partition.to_json()
 
 
-@pytest.mark.parametrize("layout", ["2 stages in half precision", "2 parts", "2 shards, gathered for each use"])
+@pytest.mark.parametrize(
+    "layout",
+    ["2 stages in half precision, with values that come late", "2 parts", "2 shards, gathered for each use"],
+)
 def test_a_run_takes_over_what_another_has_chosen(layout, tmp_path):
     ranks, smp = LAYOUTS[layout]
     found = on_ranks(saved_and_loaded, ranks, tmp_path, smp)

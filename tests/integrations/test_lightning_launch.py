@@ -130,12 +130,20 @@ FAILING = """
 """
 
 
-@pytest.mark.parametrize("layout", ["microbatches=2", "sharded_data_parallel_degree=2", "tensor_parallel_degree=2"])
-@pytest.mark.parametrize("rank", [0, 1])
+# Which rank fails matters for who starts the other; the layout, for what the other waits for.
+@pytest.mark.parametrize(
+    ("rank", "layout"),
+    [
+        (0, "microbatches=2"),
+        (1, "microbatches=2"),
+        (1, "sharded_data_parallel_degree=2"),
+        (0, "tensor_parallel_degree=2"),
+    ],
+)
 def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, layout, tmp_path):
     code, output, seconds = run(tmp_path, FAILING.format(rank=rank, layout=layout))
     assert code != 0
-    assert seconds < 60  # most of it is starting two interpreters
+    assert seconds < 150  # most of it is starting two interpreters, on a machine that may be busy
     first_error = re.search(r"^.*Error: .*$", output, re.MULTILINE)
     assert first_error is not None, output
     assert "ValueError: a mistake of the user" in first_error[0]

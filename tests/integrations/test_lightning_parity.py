@@ -55,7 +55,7 @@ def samples(name):
     return torch.randint(256, (STEPS * BATCH, 17), generator=generator)
 
 
-def train(folder, name, make, smp, window=1):
+def train(folder, name, make, smp, window=1, steps=STEPS):
     torch.manual_seed(0)
     module = make()
     if smp is None:
@@ -63,7 +63,7 @@ def train(folder, name, make, smp, window=1):
         batch_size = BATCH // MICROBATCHES
     else:
         options, batch_size = {"accumulate_grad_batches": window}, BATCH
-    trainer = toy_trainer(folder, smp=smp, max_steps=STEPS, max_epochs=-1, gradient_clip_val=1.0, **options)
+    trainer = toy_trainer(folder, smp=smp, max_steps=steps, max_epochs=-1, gradient_clip_val=1.0, **options)
     trainer.fit(module, DataLoader(samples(name), batch_size=batch_size, shuffle=False))
     trainer.save_checkpoint(folder / "end.ckpt")
     return torch.load(folder / "end.ckpt", weights_only=True)["state_dict"]
@@ -81,13 +81,13 @@ def test_twenty_steps_give_identical_weights(name, pp, tmp_path):
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.parametrize("window", [2, 3])
-@pytest.mark.parametrize("pp", [2, 4])
+# Ten steps of three batches go on into a second epoch: the last step of the first has two.
+@pytest.mark.parametrize(("pp", "window"), [(2, 3), (4, 2)])
 def test_accumulated_batches_give_identical_weights(pp, window, tmp_path):
     with quiet():
-        expected = train(tmp_path / "one", "GPT-2", gpt2, None, window)
+        expected = train(tmp_path / "one", "GPT-2", gpt2, None, window, STEPS // 2)
     smp = {"pipeline_parallel_degree": pp, "microbatches": MICROBATCHES}
-    found = on_ranks(train, pp, tmp_path / "smp", "GPT-2", gpt2, smp, window)[0]
+    found = on_ranks(train, pp, tmp_path / "smp", "GPT-2", gpt2, smp, window, STEPS // 2)[0]
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
 

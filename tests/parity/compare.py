@@ -169,7 +169,7 @@ def check(
         layout: what ``run`` gets besides.
     """
     expected = run_ranks(pipeline, 1, case, 1, counts)[0] if case.draws else [one_process(case, n) for n in counts]
-    ranks = run_ranks(run, pp, case, pp, counts, *layout, timeout=40)
+    ranks = run_ranks(run, pp, case, pp, counts, *layout)
     for number, (count, wanted) in enumerate(zip(counts, expected, strict=True)):
         exact = not case.differs or (case.differs == REUSED and count == 1)
         _assert_same_state(wanted.state, ranks[0][number].state, exact)
@@ -193,7 +193,7 @@ def _assert_same_state(expected: dict[str, Tensor], found: dict[str, Tensor], ex
 def refusal(case: Case, pp: int = 2) -> str:
     """The error that a rank meets first in training ``case``; fails if there is none."""
     with pytest.raises(RuntimeError) as caught:
-        run_ranks(pipeline, pp, case, pp, (2,), timeout=40)
+        run_ranks(pipeline, pp, case, pp, (2,))
     return str(caught.value)
 
 

@@ -357,4 +357,4 @@ def validated_first(case: Case, pp: int) -> list[float]:
 @pytest.mark.parametrize("name", LATER)
 def test_attributes_are_found_although_the_first_step_does_not_read_them(name: str) -> None:
     expected = one_process(LATER[name], 4).losses[:4]
-    assert run_ranks(validated_first, 2, LATER[name], 2, timeout=40) == [expected, expected]
+    assert run_ranks(validated_first, 2, LATER[name], 2) == [expected, expected]

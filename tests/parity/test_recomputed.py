@@ -129,7 +129,7 @@ def test_what_people_do_with_models_is_done_once(name: str, way: str) -> None:
 
 
 def drawing(case: Case, pp: int, counts: tuple[int, ...]) -> Any:
-    return run_ranks(pipeline, pp, case, pp, counts, timeout=40)[0]
+    return run_ranks(pipeline, pp, case, pp, counts)[0]
 
 
 @pytest.mark.parametrize("way", WAYS)

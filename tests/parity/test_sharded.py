@@ -96,4 +96,4 @@ def test_transforms_inside_of_a_sharded_unit_are_refused_with_the_remedy() -> No
     with pytest.raises(
         RuntimeError, match=r"`blocks\.0` is a unit whose weights are spread over ranks.*autograd\.grad"
     ):
-        run_ranks(sharded, 2, test_interfaces.STEPS["torch.func"], 2, (1,), timeout=40)
+        run_ranks(sharded, 2, test_interfaces.STEPS["torch.func"], 2, (1,))

@@ -101,7 +101,7 @@ def test_the_norm_is_that_of_one_process_on_every_rank(name):
     setting = LAYOUTS[name]
     expected, weights = one_process(setting)
     assert expected["frozen"] == [0.0] * len(NORM_TYPES)
-    ranks = run_ranks(on_rank, setting.ranks, setting, timeout=60)
+    ranks = run_ranks(on_rank, setting.ranks, setting)
     for norms, _ in ranks:
         assert norms == ranks[0][0]
         for kind, numbers in expected.items():

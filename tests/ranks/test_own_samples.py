@@ -74,7 +74,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ranks_with_samples_of_their_own_train_as_one_process_with_all_of_them(name, numbers, monkeypatch):
     setting, numbers = SETTINGS[name], NUMBERS[numbers]
-    ranks = run_ranks(run_training, setting.ranks, setting, numbers, timeout=60)
+    ranks = run_ranks(run_training, setting.ranks, setting, numbers)
     monkeypatch.setitem(
         one_process.__globals__, "batch_of", lambda step, replica: joint(step, replica, setting.tp, numbers)
     )

@@ -94,7 +94,7 @@ def refusal(body: Any, pp: int = 2, **options: Any) -> str:
             return ""
         return "not refused"
 
-    messages = [message for message in run_ranks(run, pp, timeout=30) if message]
+    messages = [message for message in run_ranks(run, pp) if message]
     assert len(set(messages)) == 1, messages
     return messages[0]
 
@@ -259,7 +259,7 @@ def test_an_exception_of_the_step_keeps_its_type():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_on_one_rank_ends_the_other_within_seconds(rank):
-    results = run_ranks(raise_in_step, 2, rank, timeout=30)
+    results = run_ranks(raise_in_step, 2, rank)
     assert results[rank][0] == "UsersError"
     assert results[1 - rank][0] == "PeerFailedError"
     assert results[1 - rank][1] < 10
@@ -346,7 +346,7 @@ def change_paths(pp: int, paths: list[list[int]], samples: list[int], mixed: boo
 def test_the_path_may_change_between_steps_and_microbatches(mixed):
     expected = change_paths(0, PATHS, [8] * len(PATHS), mixed)
     merged: dict[str, Tensor] = {}
-    for found in run_ranks(change_paths, 2, 2, PATHS, [8] * len(PATHS), mixed, timeout=30):
+    for found in run_ranks(change_paths, 2, 2, PATHS, [8] * len(PATHS), mixed):
         merged.update(found)
     for name, gradient in expected.items():
         torch.testing.assert_close(merged[name], gradient, rtol=1e-5, atol=1e-7)
@@ -356,7 +356,7 @@ def test_the_batch_size_may_change_between_steps():
     sizes = [8, 3, 1, 10]
     expected = change_paths(0, [[0, 1, 2, 3]] * 4, sizes, False)
     merged: dict[str, Tensor] = {}
-    for found in run_ranks(change_paths, 2, 2, [[0, 1, 2, 3]] * 4, sizes, False, timeout=30):
+    for found in run_ranks(change_paths, 2, 2, [[0, 1, 2, 3]] * 4, sizes, False):
         merged.update(found)
     for name, gradient in expected.items():
         torch.testing.assert_close(merged[name], gradient, rtol=1e-5, atol=1e-7)

@@ -252,7 +252,7 @@ def rank(case: str, options: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def assert_like_one_process(case: str, options: dict[str, Any], ranks: int, tolerance: float = 0.0) -> None:
-    found = run_ranks(rank, ranks, case, options, timeout=60)[0]
+    found = run_ranks(rank, ranks, case, options)[0]
     pp, degree = options["pipeline_parallel_degree"], options["sharded_data_parallel_degree"]
     state, of_optimizer = one_process(case, ranks // pp, degree, options.get("microbatches", 1))
     for name in [name for name in state if name.endswith("num_calls")]:

@@ -97,7 +97,7 @@ LAYOUTS = {"two shards": (FULL, 2), "two groups": (FULL, 4), "two stages": (STAG
 @pytest.mark.parametrize("way", ["as Lightning does", "guessed wrong", "thrown away", "evaluated"])
 def test_batches_are_accumulated_as_in_one_process(layout, way):
     options, num_ranks = LAYOUTS[layout]
-    ranks = run_ranks(accumulating, num_ranks, options, way, timeout=60)
+    ranks = run_ranks(accumulating, num_ranks, options, way)
     expected = one_process(num_ranks // options["pipeline_parallel_degree"], 2)
     # Wrong guesses, and microbatches of stages, are added up before they are added to what is there.
     assert_equal(ranks[0][0], expected, tolerance=0.0 if way != "guessed wrong" and layout != "two stages" else 1e-6)
@@ -220,7 +220,7 @@ def compiled() -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
 
 
 def test_compiled_units_have_the_weights_of_one_process():
-    for number, (found, expected, num_graphs) in enumerate(run_ranks(compiled, 2, timeout=110)):
+    for number, (found, expected, num_graphs) in enumerate(run_ranks(compiled, 2)):
         assert num_graphs >= 1
         if number == 0:
             assert_equal(found, expected, tolerance=1e-6)  # kernels may be fused
@@ -264,9 +264,9 @@ def in_order_of(nodes: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
 
 
 def test_a_group_over_two_nodes_adds_up_node_by_node_however_it_gathers():
-    by_nodes = run_ranks(on_nodes, 4, {}, timeout=60)[0]
+    by_nodes = run_ranks(on_nodes, 4, {})[0]
     assert_equal(by_nodes, in_order_of(lambda g: (g[0] + g[1]) + (g[2] + g[3])))
-    assert_equal(run_ranks(on_nodes, 4, {"sdp_hierarchical_allgather": False}, timeout=60)[0], by_nodes)
+    assert_equal(run_ranks(on_nodes, 4, {"sdp_hierarchical_allgather": False})[0], by_nodes)
 
 
 def bytes_of_rank(options: dict[str, Any]) -> tuple[int, int]:

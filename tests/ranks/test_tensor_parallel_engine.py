@@ -147,7 +147,7 @@ GRID = {
 @pytest.mark.parametrize("name", GRID)
 def test_split_layers_train_as_in_one_process(name):
     setting = GRID[name]
-    ranks = run_ranks(run_training, setting.ranks, setting, timeout=60)
+    ranks = run_ranks(run_training, setting.ranks, setting)
     losses, norms, state, optimizer_state = one_process(setting, range(STEPS))
     found = {tuple(rank[0]) for rank in ranks}
     expected = list(zip(*losses, strict=True))

@@ -69,7 +69,7 @@ def run_hook(setting: Setting) -> Any:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_hooks_see_and_change_what_one_process_has(name):
     setting = LAYOUTS[name]
-    ranks = run_ranks(run_hook, setting.ranks, setting, timeout=60)
+    ranks = run_ranks(run_hook, setting.ranks, setting)
     model, optimizer = built()
     gradients_of(model, setting)
     shadow = {each: parameter.detach().clone() for each, parameter in model.named_parameters()}
@@ -96,7 +96,7 @@ def run_on_some_ranks(setting: Setting) -> str:
 @pytest.mark.parametrize("name", ["t2", "t2 sdp2"])
 def test_a_hook_that_only_some_ranks_run_is_an_error_on_all_of_them(name):
     setting = LAYOUTS[name]
-    for told in run_ranks(run_on_some_ranks, setting.ranks, setting, timeout=30):
+    for told in run_ranks(run_on_some_ranks, setting.ranks, setting):
         assert "on 1 of 2 ranks that have parts" in told
 
 

@@ -109,7 +109,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_hugging_face_trains_as_in_one_process(name, layout):
     setting = SETTINGS[layout]
-    ranks = run_ranks(run_model, setting.ranks, name, setting, timeout=90)
+    ranks = run_ranks(run_model, setting.ranks, name, setting)
     evaluated, state = one_process(name, setting)
     for losses, _, report in ranks:
         assert losses[STEPS:] == pytest.approx(evaluated, rel=1e-5)
@@ -150,7 +150,7 @@ def run_wandering(setting: Setting, dropout: float = 0.0) -> Any:
 def test_ranks_that_have_parts_keep_one_order_also_off_the_timetable(pp):
     """They improvise together: otherwise their sums would be those of different microbatches."""
     setting = Setting(2, pp=pp, microbatches=4)
-    ranks = run_ranks(run_wandering, setting.ranks, setting, timeout=90)
+    ranks = run_ranks(run_wandering, setting.ranks, setting)
     torch.manual_seed(0)
     model = Wandering()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,7 +183,7 @@ def run_dropping(setting: Setting) -> Any:
 
 
 def test_random_numbers_are_the_same_for_whole_activations_and_for_any_number_of_stages():
-    one, two = (run_ranks(run_dropping, 2 * pp, Setting(2, pp=pp), timeout=60) for pp in (1, 2))
+    one, two = (run_ranks(run_dropping, 2 * pp, Setting(2, pp=pp)) for pp in (1, 2))
     for losses, norms, _, kept in (*one, *two):
         assert (losses, norms) == one[0][:2]
         # What ranks have whole has stayed the same on all of them.
@@ -214,7 +214,7 @@ def run_returning_logits(pp: int) -> Any:
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_logits_that_a_step_returns_are_whole_for_a_callback_on_one_rank(pp):
-    found = run_ranks(run_returning_logits, 2 * pp, pp, timeout=60)[0]
+    found = run_ranks(run_returning_logits, 2 * pp, pp)[0]
     model, _ = built("llama")
     batch = tokens(0, 0)
     expected = [model.model(batch["input_ids"][start : start + 2]).logits.detach() for start in (0, 2)]

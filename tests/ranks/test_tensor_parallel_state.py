@@ -51,7 +51,7 @@ def test_a_checkpoint_of_one_process_goes_on_over_split_layers_and_back_in_one_p
     model, optimizer = built()
     one_process(setting, range(STEPS), (model, optimizer))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    resumed, *_ = run_ranks(run_resumed, setting.ranks, setting, *saved, when, timeout=60)
+    resumed, *_ = run_ranks(run_resumed, setting.ranks, setting, *saved, when)
     *_, state, optimizer_state = one_process(setting, range(STEPS, 2 * STEPS), (model, optimizer))
     assert_close(resumed, (state, optimizer_state))
     again, optimizer = built()
@@ -80,7 +80,7 @@ def run_twice(setting: Setting, where: str) -> Any:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_second_run_goes_on_wherever_the_module_was_whole_in_between(name, where):
     setting = LAYOUTS[name]
-    ranks = run_ranks(run_twice, setting.ranks, setting, where, timeout=60)
+    ranks = run_ranks(run_twice, setting.ranks, setting, where)
     model, optimizer = built()
     *_, between, _ = one_process(setting, range(2), (model, optimizer))
     between = copy.deepcopy(between)

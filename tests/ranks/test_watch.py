@@ -74,7 +74,7 @@ def differing(step: Any, begins_at: int, pp: int) -> tuple[str, float]:
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_stages_that_run_different_code_are_told_so_soon(name, pp, begins_at):
-    found = run_ranks(differing, pp, CASES[name], begins_at, pp, timeout=60)
+    found = run_ranks(differing, pp, CASES[name], begins_at, pp)
     assert all(seconds < 20 for _, seconds in found)
     assert any("must run the same code" in message or "did not run the same code" in message for message, _ in found)
     for message, _ in found:
