@@ -262,10 +262,7 @@ class ModelCalls:
 
         Autocast of the script is for forward: around the whole step it would reach the backward passes.
         """
-        # Until the first step parameters may be without memory.
-        kind = next(
-            (each.device.type for each in self.model.parameters() if not each.is_meta), self._engine.device.type
-        )
+        kind = self._engine.device.type  # parameters may be without memory
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cache = torch.is_autocast_cache_enabled()
 
