@@ -68,6 +68,7 @@ class Engine(Inspection):
         timeout: longest wait for another rank; ``None``: that of the backend.
 
     Attributes:
+        device: where this rank computes.
         manual: what the code of a :meth:`manual_step` can ask for.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
@@ -86,7 +87,7 @@ class Engine(Inspection):
         self.config = config
         self._timeout = timeout
         self._report = report
-        self._device = chosen(device)
+        self.device = chosen(device)
         self._module: nn.Module | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self._units: list[Unit] = []
@@ -94,7 +95,7 @@ class Engine(Inspection):
         self._mesh: ProcessMesh | None = None
         self._keep_shared: Sequence[nn.Module] = ()
         self._without_masters: Mapping[str, nn.Parameter] = {}
-        self._calls = UnitCalls(HalfUnits.asked_for(config, self._device.type))
+        self._calls = UnitCalls(HalfUnits.asked_for(config, self.device.type))
         self.manual = ManualSteps(self._calls)
         self._layout: Layout | None = None
         self._share: Share | None = None
@@ -167,14 +168,14 @@ class Engine(Inspection):
         seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
         if self._module is None:
             shape = choose_shape(self.config, module, self._report)
-            measuring_device(self.config, self._device)
+            measuring_device(self.config, self.device)
             self._module = module
-            self._mesh = ProcessMesh(shape, device_type=self._device.type, timeout=self._timeout)
+            self._mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._timeout)
             self._units = choose_placed_units(self.config, module, shape.pp)
             given = place_beforehand(self.config, module, self._units, shape.pp)
             self._placed_by_hand = placed_modules(module)
             self._seed = seed
-            self._delayed = DelayedModule(module, seed, self._device)
+            self._delayed = DelayedModule(module, seed, self.device)
             self._layout = Layout(
                 self.config,
                 module,

@@ -7,8 +7,6 @@ and module: nothing that asks for them sees a difference.
 import functools
 from typing import Any
 
-from accelerate import Accelerator
-
 from smp_strategy.accelerate.collectives import CollectiveHooks
 from smp_strategy.accelerate.data import LoaderHooks
 from smp_strategy.accelerate.saving import SavingHooks
@@ -24,12 +22,13 @@ class SMPHooks(TrainingHooks, LoaderHooks, CollectiveHooks, SavingHooks):
 def taken_over(accelerator: Any) -> SMPHooks:
     """``accelerator`` itself, whose class has our hooks from now on."""
     if not isinstance(accelerator, SMPHooks):
-        accelerator.__class__ = _with_hooks(type(accelerator))
+        stock: Any = type(accelerator)
+        accelerator.__class__ = _with_hooks(stock)
     hooks: SMPHooks = accelerator
     return hooks
 
 
 @functools.cache
-def _with_hooks(stock: type[Accelerator]) -> type[Accelerator]:
+def _with_hooks(stock: Any) -> Any:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     return type(stock.__name__, (SMPHooks, stock), names)

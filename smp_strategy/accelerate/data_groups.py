@@ -44,11 +44,12 @@ class DataGroups:
         self._among_readers: Any = dist.group.WORLD
         if self._num > 1:
             self._between_firsts = dist.new_group(firsts, timeout=timeout)
+        if self._num > 1 and len(self.readers) > 1:
             self._among_readers, _ = dist.new_subgroups_by_enumeration([list(each) for each in data_ranks], timeout)
 
     @property
     def reading_group(self) -> dist.ProcessGroup:
-        """The group of the ranks that read what this one reads."""
+        """The group of the ranks that read what this one reads, if it is not alone."""
         return self._among_readers
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -140,14 +140,13 @@ class ModelCalls:
         self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
-        way = _way_of(call)
-        look = self._look(call, way)
+        look = self._look(call, self._way_of(call))
         if look.has_loss and self.model.training and self._options.loss_in_model is not False:
             return self._train(call)
         return self._forward(call) if look.is_differentiable else self._evaluate(call)
 
     def _evaluate(self, call: Any) -> Any:
-        number = self._kinds.setdefault(_way_of(call), len(self._kinds))
+        number = self._kinds.setdefault(self._way_of(call), len(self._kinds))
         with self._inside() as around:
             result = self._engine.eval_step(self._step(around, call), call, kind=f"evaluation {number}")
         return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
@@ -199,7 +198,7 @@ class ModelCalls:
         if self._is_inside:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
-        number = self._kinds.setdefault((name, *_way_of((args, kwargs))), len(self._kinds))
+        number = self._kinds.setdefault((name, *self._way_of((args, kwargs))), len(self._kinds))
         try:
             with self._inside() as around:
                 result = self._engine.eval_step(
@@ -238,6 +237,12 @@ class ModelCalls:
         self._looks[way] = found[-1]
         return found[-1]
 
+    def _way_of(self, call: Any) -> Any:
+        """What calls have in common that take the same path, and return the same kind of result."""
+        args, kwargs = call
+        named = ((name, _described(value)) for name, value in sorted(kwargs.items()))
+        return self.model.training, tuple(map(_described, args)), tuple(named)
+
     # Inside of steps
 
     def _step(self, around: Callable[..., Any], call: Any, *, only_loss: bool = False) -> Callable[[Any], Packed]:
@@ -257,7 +262,10 @@ class ModelCalls:
 
         Autocast of the script is for forward: around the whole step it would reach the backward passes.
         """
-        kind = next(self.model.parameters()).device.type
+        # Until the first step parameters may be without memory.
+        kind = next(
+            (each.device.type for each in self.model.parameters() if not each.is_meta), self._engine.device.type
+        )
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cache = torch.is_autocast_cache_enabled()
 
@@ -277,12 +285,6 @@ class ModelCalls:
 
 def _loss_of(packed: Packed) -> Tensor | None:
     return loss_in(packed.result)
-
-
-def _way_of(call: Any) -> Any:
-    """What calls have in common that take the same path, and return the same kind of result."""
-    args, kwargs = call
-    return tuple(map(_described, args)), tuple((name, _described(value)) for name, value in sorted(kwargs.items()))
 
 
 def _described(value: Any) -> Any:

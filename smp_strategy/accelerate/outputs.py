@@ -121,7 +121,12 @@ def with_loss(
         commit: adds gradients times the given number to ``.grad``.
         remedy: for those who want gradients of other results.
     """
-    ended = [_on_graph(packed, lambda leaves: _Ended.apply(_anchor(leaves), remedy, *leaves)) for packed in outputs]
+
+    def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
+        refused: Sequence[Tensor] = _Ended.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
+        return refused
+
+    ended = [_on_graph(packed, refuse) for packed in outputs]
     merged = merge(ended, sizes)
     leaves, structure = flatten(merged)
     place = loss_in(merged)
@@ -147,7 +152,7 @@ def gradients_come_later(step: ForwardStep, combine: Callable[[Tensor], Tensor] 
             given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
         step.backward(given, retain_graph=retain_graph)
 
-    later = iter(_Later.apply(_anchor(found), run, *found))
+    later = iter(_Later.apply(_anchor(found), run, *found))  # type: ignore[no-untyped-call]
     return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
 
 

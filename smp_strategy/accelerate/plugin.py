@@ -40,8 +40,8 @@ def _with_options(plugin: Class) -> Class:
     for option in dataclasses.fields(SMPConfig):
         plugin.__annotations__[option.name] = option.type
         setattr(plugin, option.name, option.default)
-    made: Class = dataclasses.dataclass(init=False, repr=False, eq=False)(plugin)
-    return made
+    dataclasses.dataclass(init=False, repr=False, eq=False)(plugin)
+    return plugin
 
 
 @_with_options

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 
@@ -65,6 +65,18 @@ def problems_of_accelerator(accelerator: Any, config: SMPConfig) -> list[str]:
         found.append(
             f"`dynamo_backend={state.dynamo_plugin.backend.value.lower()}` compiles the model as a whole, of which "
             "every rank has a part. Leave it out and set `compile=True` in SMPPlugin, which compiles each unit."
+        )
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        found.append(
+            f"`DistributedDataParallelKwargs(comm_hook={handler.comm_hook.value})` is about gradients of PyTorch's "
+            "DDP, which is not in use. Leave it out, and set `reduce_dtype` in SMPPlugin to send gradients in half "
+            "precision."
+        )
+    if accelerator.scaler_handler is not None and (config.fp16 or config.fp16_params):
+        found.append(
+            "`GradScalerKwargs` is about `mixed_precision=fp16` of Accelerate, but the losses are scaled for `fp16` of "
+            "SMPPlugin. Leave it out, and set `init_scale`, `scale_factor` or `scale_window` in SMPPlugin."
         )
     found += _problems_of_precision(state.mixed_precision, accelerator.device.type, config)
     return found

@@ -103,7 +103,15 @@ class SavingHooks(Host):
 
     def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
         meet(call, self.smp.stage_ranks)
-        return self._smp_for_writers(whole_states.model_state(self.smp.engine, path))
+        with self._smp_aside():
+            return self._smp_for_writers(whole_states.model_state(self.smp.engine, path))
+
+    @contextmanager
+    def _smp_aside(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for calls in self._smp_state_calls:
+                stack.enter_context(calls.aside())
+            yield
 
     def get_optimizer_state_dict(self, optimizer: Any) -> dict[str, Any]:
         """``optimizer.state_dict()`` as one process has it, where files are written; empty elsewhere. Collective.
@@ -135,7 +143,8 @@ class SavingHooks(Host):
                 "that model and its state dict."
             )
         engine = None if place is None else place.engine
-        return whole_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
+        with self._smp_aside():
+            return whole_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load the whole state of an optimizer, of which each rank takes its share. All ranks have to do it.

@@ -30,7 +30,8 @@ class StateCalls:
     Args:
         model: whole until now.
         is_spread: whether this rank lacks some of it.
-        collect: gives the whole state dict where files are written, and nothing elsewhere. Collective.
+        collect: gives the whole state dict where files are written, and nothing elsewhere. Collective. Like ``load``
+            it puts this one :meth:`aside`.
         load: takes this rank's share of a whole state dict; gives the names that are missing in it, and unexpected.
 
     Attributes:
@@ -52,7 +53,7 @@ class StateCalls:
         self._before = {name: vars(model)[name] for name in _NAMES if name in vars(model)}
         self._originals = {name: getattr(model, name) for name in _NAMES}
         self._collected: Mapping[str, Any] | None = None
-        self._is_inside = False
+        self._is_aside = False
         self._replace("state_dict", self._state_dict)
         self._replace("load_state_dict", self._load_state_dict)
 
@@ -84,22 +85,20 @@ class StateCalls:
             self._collected = None
 
     @contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._is_inside = True
+    def aside(self) -> Iterator[None]:
+        """In here the model does what it always does: parts are collected, or loaded."""
+        before, self._is_aside = self._is_aside, True
         try:
             yield
         finally:
-            self._is_inside = False
+            self._is_aside = before
 
     def _state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         # With `keep_vars` the parameters themselves are wanted, and not their values.
-        if keep_vars or self._is_inside or args or not self._is_spread():
+        if keep_vars or self._is_aside or args or not self._is_spread():
             options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
             return self._originals["state_dict"](*args, **({} if args else options))
-        state = self._collected
-        if state is None:
-            with self._inside():
-                state = self._collect()
+        state = self._collect() if self._collected is None else self._collected
         found: Any = OrderedDict() if destination is None else destination
         found.update({prefix + name: value for name, value in state.items()})
         if destination is None:
@@ -107,12 +106,11 @@ class StateCalls:
         return found
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        if self._is_inside or not self._is_spread():
+        if self._is_aside or not self._is_spread():
             return self._originals["load_state_dict"](state_dict, strict=strict, assign=assign)
         if assign:
             raise UnsupportedError(
                 "`load_state_dict(assign=True)` would replace parameters, which are spread over the ranks. Leave "
                 "`assign` out: values are copied into them."
             )
-        with self._inside():
-            return _IncompatibleKeys(*self._load(state_dict, strict=strict))
+        return _IncompatibleKeys(*self._load(state_dict, strict=strict))

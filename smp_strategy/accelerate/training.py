@@ -88,7 +88,7 @@ class TrainingHooks(Host):
         refuse_compiled(model)
         main = self._smp_main if self._smp_calls is None else self._smp_calls.model
         is_other = main is not None and main is not model
-        if is_other and _is_trained(model) and not evaluation_mode:
+        if main is not None and is_other and _is_trained(model) and not evaluation_mode:
             raise second_model(model, main)
         restore_left(model)
         own = vars(model).get("forward")

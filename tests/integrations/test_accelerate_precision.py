@@ -21,6 +21,9 @@ from accelerate_checks import (
     whole_state,
 )
 
+from smp_strategy import UnsupportedError
+from smp_strategy.precision.gradient_scaler import GradientScaler
+
 LAYOUTS = {
     "pp2": (2, {"pipeline_parallel_degree": 2}),
     "pp2 x sdp2": (4, {"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 2}),
@@ -116,3 +119,22 @@ def test_options_of_precision_give_the_weights_of_whole_replicas(layout, alone):
 def test_a_scheduler_passes_over_skipped_steps(alone):
     _, skipped, _, steps, _ = alone[1]["fp16"]
     assert steps == 1 + len(skipped) - sum(skipped)
+
+
+def other_scalers():
+    accelerator = fresh_accelerator({"microbatches": 2})
+    assert accelerator.scaler is None
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)  # as Accelerate does for fp16
+    assert isinstance(accelerator.scaler, GradientScaler)
+    assert (accelerator.scaler.get_scale(), accelerator.scaler.rules.window) == (8.0, 3)
+    accelerator = fresh_accelerator({"microbatches": 2, "fp16": True})
+    model = toy()
+    bare = adamw(model)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(**batches()[0])["loss"])
+    with pytest.raises(UnsupportedError, match="without being prepared"):
+        bare.step()
+
+
+def test_scalers_of_others():
+    on_ranks(other_scalers, 1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from accelerate_checks import (
     MICROBATCHES,
     Toy,
@@ -50,6 +51,11 @@ def refused_options():
     ]:
         with pytest.raises(ConfigError, match=match):
             fresh_accelerator({}, **options)
+    hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    with pytest.raises(ConfigError, match="reduce_dtype"):
+        fresh_accelerator({}, kwargs_handlers=[hooked])
+    with pytest.raises(ConfigError, match="init_scale"):
+        fresh_accelerator({"fp16": True}, kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
     with pytest.raises(ConfigError, match="both choose"):
         fresh_accelerator({"bf16": True}, mixed_precision="bf16")
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"

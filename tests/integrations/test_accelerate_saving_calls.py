@@ -78,11 +78,21 @@ def exports_gpt2(smp, folder):
     unwrapped.save_pretrained(folder / "other", **how)
     accelerator.wait_for_everyone()
     assert type(unwrapped) is GPT2LMHeadModel
-    return accelerator.smp.engine.full_state_dict()
+    accelerator.save_state(folder / "state")
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    optimizer.step()
+    accelerator.load_state(folder / "state")
+    box = [{**weights, "transformer.ln_f.bias": torch.ones(16)}]
+    torch.distributed.broadcast_object_list(box)
+    model.load_state_dict(box[0])
+    return weights, accelerator.get_state_dict(model)
 
 
-def test_save_pretrained_writes_a_model_of_transformers(tmp_path):
-    expected = on_ranks(exports_gpt2, 2, PP2, tmp_path)[0]
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_save_pretrained_writes_a_model_of_transformers(layout, tmp_path):
+    world_size, smp = LAYOUTS[layout]
+    expected, loaded = on_ranks(exports_gpt2, world_size, smp, tmp_path)[0]
+    assert_same(loaded, {**expected, "transformer.ln_f.bias": torch.ones(16)})
     for folder in ("one", "other"):
         found = GPT2LMHeadModel.from_pretrained(tmp_path / folder)
         assert_same(found.state_dict(), expected)
