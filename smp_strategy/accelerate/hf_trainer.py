@@ -16,15 +16,14 @@ of the Accelerator's ``__init__``, rather than replace anything in a class that 
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import load
-from torch.nn.modules.module import _IncompatibleKeys
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import TrainOutput
@@ -32,8 +31,6 @@ from transformers.trainer_utils import TrainOutput
 from smp_strategy.accelerate.hf_arguments import count_replicas
 from smp_strategy.accelerate.saving import OWN_FILE
 from smp_strategy.errors import ConfigError, UnsupportedError
-from smp_strategy.stage_tensors import in_plain_sight
-from smp_strategy.stand_ins import StandIns
 
 __all__ = ["SMPTrainer", "adopt", "trainer_above"]
 
@@ -109,33 +106,21 @@ class SMPTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights, of which this rank may have its share only, from an earlier run of this Trainer."""
-        with self._loads_share():
+        with self._names_known():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Load the weights that were best."""
-        with self._loads_share():
+        with self._names_known():
             super()._load_best_model()
 
     @contextmanager
-    def _loads_share(self) -> Iterator[None]:
-        """While this is open, ``model.load_state_dict`` takes this rank's share of a whole state dict."""
-        accelerator, model = self.accelerator, self.model
-        assert model is not None
-        if not (accelerator.smp.has_engine and accelerator.smp.engine.is_spread):
-            yield
-            return
-
-        plain = model.load_state_dict
-
-        def load_state_dict(state: dict[str, Any], strict: bool = True, assign: bool = False) -> Any:
-            with _replaced(model, plain):  # where taking a share comes to an end
-                accelerator.load_model_state_dict(model, state, strict=strict)
-            with in_plain_sight():
-                names = model.state_dict(keep_vars=True).keys()
-            return _IncompatibleKeys([*(names - state.keys())], [*(state.keys() - names)])
-
-        with _replaced(model, load_state_dict):
+    def _names_known(self) -> Iterator[None]:
+        """In here all ranks have a state dict: PEFT looks at its names and shapes before it loads an adapter."""
+        model: Any = self.model
+        with ExitStack() as stack:
+            for calls in self.accelerator._smp_state_calls:
+                stack.enter_context(calls.collected(model.state_dict(keep_vars=True)))
             yield
 
     # What cannot be served
@@ -187,7 +172,7 @@ def _check_version() -> None:
     found = f"Transformers {transformers.__version__}, while smp_strategy is tested with {TESTED}"
     ours = {name: each for name, each in vars(SMPTrainer).items() if inspect.isfunction(each)}
     others = [name for name, each in ours.items() if not _is_alike(each, getattr(Trainer, name, None))]
-    others.remove("_loads_share")
+    others.remove("_names_known")
     if others:
         raise ConfigError(
             f"`transformers.Trainer` is that of {found}: its methods {', '.join(others)} differ, so that the model "
@@ -234,13 +219,3 @@ def _check_arguments(args: Any) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-@contextmanager
-def _replaced(model: Any, load_state_dict: Callable[..., Any]) -> Iterator[None]:
-    stand_ins = StandIns()
-    stand_ins.replace(model, load_state_dict, "load_state_dict")
-    try:
-        yield
-    finally:
-        stand_ins.give_back()

@@ -47,6 +47,17 @@ class Sentences(Texts):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": int(tokens.sum()) % 3}
 
 
+class Sequences(Texts):
+    """Few sequences that are to be copied."""
+
+    def __init__(self):
+        super().__init__(samples=7)
+
+    def __getitem__(self, index):
+        tokens = self.tokens[index].clamp(min=2)
+        return {"input_ids": tokens, "labels": tokens}
+
+
 def language_model(dropout=0.0, *, tied=False):
     """A GPT-2; tied, the gradients at its two ends are added up in another order than by one process."""
     torch.manual_seed(1)
@@ -68,7 +79,7 @@ def classifier(dropout=0.0):
     return BertForSequenceClassification(config)
 
 
-def arguments(folder, smp=None, **options):
+def arguments(folder, smp=None, *, kind=TrainingArguments, **options):
     """Training arguments; with ``smp`` the model is spread as they say."""
     if smp is not None:
         from smp_strategy.accelerate.plugin import SMPPlugin
@@ -79,7 +90,7 @@ def arguments(folder, smp=None, **options):
         **{"per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "num_train_epochs": 1},
         **{"logging_strategy": "steps", "logging_steps": 1, "dataloader_pin_memory": False},
     }
-    return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
+    return kind(output_dir=str(folder), **{**defaults, **options})
 
 
 def text_trainer(folder, smp=None, model=None, kind=Trainer, **options):

@@ -7,7 +7,9 @@ import pytest
 import torch
 from hf_checks import (
     EXACT,
+    VOCABULARY,
     Sentences,
+    Sequences,
     alone,
     arguments,
     classifier,
@@ -17,7 +19,15 @@ from hf_checks import (
     text_trainer,
     weights_of,
 )
-from transformers import GPT2LMHeadModel, Trainer
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
 
 from smp_strategy.accelerate import hf_trainer
 from smp_strategy.errors import ConfigError
@@ -226,6 +236,26 @@ def test_the_best_weights_come_back_at_the_end_and_old_checkpoints_go(tmp_path):
         assert [path.name for path in (tmp_path / name).iterdir()] == [f"checkpoint-{expected[0]}"]
 
 
+def best_adapter_of(folder, smp=None):
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False, task_type="CAUSAL_LM")
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps"}
+    options |= {"save_strategy": "steps", "eval_steps": 1, "save_steps": 1, "optim": "sgd", "learning_rate": 0.5}
+    model = get_peft_model(language_model(), config)
+    trainer = text_trainer(folder, smp, model, **{**EXACT, **options})
+    trainer.train()
+    files = {path.name for path in (folder / "checkpoint-1").iterdir()}
+    return trainer.state.best_global_step, trainer.evaluate()["eval_loss"], files
+
+
+def test_adapters_are_saved_by_themselves_and_the_best_come_back(tmp_path):
+    step, loss, files = alone(best_adapter_of, tmp_path / "one")
+    for found in on_ranks(best_adapter_of, 2, tmp_path / "two", PP2):
+        assert found[0] == step
+        assert found[1] == pytest.approx(loss, rel=1e-5)
+        assert found[2] == files | {"smp_strategy.bin"}
+
+
 # --- Around training --------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +303,25 @@ def test_methods_of_a_subclass_stay_in_front(tmp_path):
     assert found[1:4] == (True, ["Halved", "Halved", "SMPTrainer", "Trainer"], True)
     assert expected[4]
     assert_close(found[0], expected[0])
+
+
+def generated(folder, smp=None):
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+    model.generation_config.use_cache = False
+    options = {"predict_with_generate": True, "generation_max_length": 6, "kind": Seq2SeqTrainingArguments}
+    args = arguments(folder, smp, **options)
+    trainer = Seq2SeqTrainer(model=model, args=args, eval_dataset=Sequences(), train_dataset=Sequences())
+    predicted = trainer.predict(Sequences())
+    return predicted.predictions, predicted.metrics["test_loss"]
+
+
+def test_sequences_are_generated_as_by_one_process(tmp_path):
+    tokens, loss = alone(generated, tmp_path)
+    for found in on_ranks(generated, 2, tmp_path, PP2):
+        assert np.array_equal(found[0], tokens)
+        assert found[1] == pytest.approx(loss, rel=1e-5)
 
 
 def counted(folder, smp):
