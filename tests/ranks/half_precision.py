@@ -15,7 +15,7 @@ from smp_strategy.pipeline.microbatch import split
 from tests.parity.models import MODELS, batch_for
 from tests.ranks.test_state_sharding import OPTIMIZERS, SAMPLES, STEPS, train
 
-__all__ = ["ByHand", "half_rank", "one_half_process"]
+__all__ = ["ByHand", "half_rank", "one_half_process", "weights_each_way"]
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp16_params": torch.float16}
 
@@ -163,3 +163,8 @@ def half_rank(
     restored = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     engine.close()
     return state, of_optimizer, norms, restored, units
+
+
+def weights_each_way(name: str, ways: Iterable[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Whole weights (rank 0) after training on this rank, once for each of the options."""
+    return [half_rank(name, "momentum", options)[0] for options in ways]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smp_strategy.testing import run_ranks
-from tests.ranks.half_precision import HALVES, half_rank, one_half_process
+from tests.ranks.half_precision import HALVES, half_rank, one_half_process, weights_each_way
 from tests.ranks.test_state_sharding import assert_equal
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -97,10 +97,6 @@ def test_parameters_of_half_precision_add_up_their_gradients_in_float32(layout):
         assert_equal(restored, weights)
 
 
-def weights_each_way(options: list[dict[str, Any]]) -> list[Any]:
-    return [half_rank("text", "momentum", each)[0] for each in options]
-
-
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [("sdp2", "bf16"), ("sdp2", None), ("zero1", "bf16"), ("zero1", None), ("mics 2x2", None), ("pp2 sdp2", "bf16")],
@@ -109,7 +105,7 @@ def test_sums_over_ranks_travel_in_the_dtype_that_is_asked_for(layout, precision
     world, options = LAYOUTS[layout]
     precise = {**options, precision: True} if precision else options
     ways = [precise, {**precise, "reduce_dtype": "float32"}, {**precise, "reduce_dtype": "bfloat16"}]
-    expected, same, found = run_ranks(weights_each_way, world, ways)[0]
+    expected, same, found = run_ranks(weights_each_way, world, "text", ways)[0]
     assert_equal(same, expected)
     assert any(not torch.equal(found[name], expected[name]) for name in expected)
     for name in expected:

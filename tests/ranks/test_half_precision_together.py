@@ -14,7 +14,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
-from tests.ranks.half_precision import ByHand, half_rank
+from tests.ranks.half_precision import ByHand, half_rank, weights_each_way
 from tests.ranks.test_state_sharding import SAMPLES, assert_equal
 
 PP1: dict[str, Any] = {"pipeline_parallel_degree": 1, "bf16": True}
@@ -36,20 +36,21 @@ def test_split_layers_compute_in_half_precision(world, options):
             torch.testing.assert_close(restored[name], value, rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("treatment", [{}, {"selective_checkpointing": True}, {"checkpoint_strategy": "contiguous"}])
-@pytest.mark.parametrize(("world", "options"), [(2, PP2), (2, SDP2)], ids=["pp2", "sdp2"])
-def test_units_that_are_computed_again_have_the_same_bits(world, options, treatment):
-    expected = run_ranks(half_rank, world, "gpt2", "momentum", options)[0]
-    recomputing = {**options, "activation_checkpointing": "all", **treatment}
-    found = run_ranks(half_rank, world, "gpt2", "momentum", recomputing)[0]
-    assert_equal(found[0], expected[0])
+AGAIN = {"activation_checkpointing": "all"}
+WAYS: dict[str, dict[str, Any]] = {
+    "each computed again": AGAIN,
+    "selective": {**AGAIN, "selective_checkpointing": True},
+    "contiguous": {**AGAIN, "checkpoint_strategy": "contiguous"},
+    "on the host": {"offload_activations": True, "offload_min_bytes": 1},
+}
 
 
-@pytest.mark.parametrize(("world", "options"), [(2, PP2), (2, SDP2)], ids=["pp2", "sdp2"])
-def test_what_is_kept_may_wait_in_host_memory(world, options):
-    expected = run_ranks(half_rank, world, "gpt2", "momentum", options)[0]
-    offloading = {**options, "offload_activations": True, "offload_min_bytes": 1}
-    assert_equal(run_ranks(half_rank, world, "gpt2", "momentum", offloading)[0][0], expected[0])
+@pytest.mark.parametrize("options", [PP2, SDP2], ids=["pp2", "sdp2"])
+def test_units_that_are_computed_again_or_wait_on_the_host_have_the_same_bits(options):
+    ways = [options, *({**options, **way} for way in WAYS.values())]
+    expected, *others = run_ranks(weights_each_way, 2, "gpt2", ways)[0]
+    for way, found in zip(WAYS, others, strict=True):
+        assert_equal(found, expected, way)
 
 
 def late(options: dict[str, Any], is_late: bool) -> Any:
