@@ -14,7 +14,6 @@ the script calls it.
 """
 
 import functools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
@@ -36,6 +35,7 @@ from smp_strategy.accelerate.own_samples import OwnSamples
 from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.microbatch import merge
+from smp_strategy.stand_ins import StandIns
 
 __all__ = ["CallOptions", "ModelCalls"]
 
@@ -91,10 +91,8 @@ class ModelCalls:
         self._guesses = guesses
         self._check = check
         self._inner: Callable[..., Any] = model.forward
-        self._before = {name: vars(model)[name] for name in _WHOLE if name in vars(model)}
-        if own_forward is not None:
-            self._before["forward"] = own_forward
-        self._replaced: list[str] = []
+        self._own_forward = own_forward
+        self._stand_ins = StandIns()
         self._is_inside = False
         # Ways to call the model, each with its number and what it returns.
         self._kinds: dict[Any, int] = {}
@@ -104,32 +102,18 @@ class ModelCalls:
 
     def install(self) -> None:
         """Let calls of the model come here."""
-        self._replace("forward", self._call)
+        self._stand_ins.replace(self.model, self._call)
         for name in _WHOLE:
             if callable(getattr(self.model, name, None)):
-                self._replace(name, functools.partial(self._run_whole, getattr(self.model, name)))
-
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        original = getattr(self.model, name)
-
-        @functools.wraps(original)
-        def instead(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module is not self.model:
-                # A copy of the model (an average of weights, say) took this method along.
-                own = getattr(original, "__func__", getattr(type(module), name))
-                return types.MethodType(own, module)(*args, **kwargs)
-            return method(*args, **kwargs)
-
-        vars(self.model)[name] = types.MethodType(instead, self.model)
-        self._replaced.append(name)
+                method = functools.partial(self._run_whole, getattr(self.model, name))
+                self._stand_ins.replace(self.model, method, name)
 
     def remove(self) -> None:
         """Let calls reach the model directly again."""
-        for name in self._replaced:
-            vars(self.model).pop(name, None)
-            if name in self._before:
-                vars(self.model)[name] = self._before[name]
-        self._replaced.clear()
+        self._stand_ins.give_back()
+        vars(self.model).pop("forward", None)  # with autocast around it
+        if self._own_forward is not None:
+            vars(self.model)["forward"] = self._own_forward
 
     # Calls
 
