@@ -6,8 +6,6 @@ As long as the model is whole they do what they always do. Once it is spread the
 dict, and of what is given to the second one each rank takes its share.
 """
 
-import functools
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,10 +15,9 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.stand_ins import StandIns
 
 __all__ = ["StateCalls"]
-
-_NAMES = ("state_dict", "load_state_dict")
 
 
 @final
@@ -50,29 +47,16 @@ class StateCalls:
         self._is_spread = is_spread
         self._collect = collect
         self._load = load
-        self._before = {name: vars(model)[name] for name in _NAMES if name in vars(model)}
-        self._originals = {name: getattr(model, name) for name in _NAMES}
+        self._own_state_dict, self._own_load_state_dict = model.state_dict, model.load_state_dict
         self._collected: Mapping[str, Any] | None = None
         self._is_aside = False
-        self._replace("state_dict", self._state_dict)
-        self._replace("load_state_dict", self._load_state_dict)
-
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        original = self._originals[name]
-
-        @functools.wraps(original)
-        def instead(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module is not self.model:  # a copy took this method along
-                return getattr(type(module), name)(module, *args, **kwargs)
-            return method(*args, **kwargs)
-
-        vars(self.model)[name] = types.MethodType(instead, self.model)
+        self._stand_ins = StandIns()
+        self._stand_ins.replace(model, self._state_dict, "state_dict")
+        self._stand_ins.replace(model, self._load_state_dict, "load_state_dict")
 
     def remove(self) -> None:
         """Give the model its own methods back."""
-        for name in _NAMES:
-            vars(self.model).pop(name, None)
-        vars(self.model).update(self._before)
+        self._stand_ins.give_back()
 
     @contextmanager
     def collected(self, state: Mapping[str, Any]) -> Iterator[None]:
@@ -97,7 +81,7 @@ class StateCalls:
         # With `keep_vars` the parameters themselves are wanted, and not their values.
         if keep_vars or self._is_aside or args or not self._is_spread():
             options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-            return self._originals["state_dict"](*args, **({} if args else options))
+            return self._own_state_dict(*args, **({} if args else options))
         state = self._collect() if self._collected is None else self._collected
         found: Any = OrderedDict() if destination is None else destination
         found.update({prefix + name: value for name, value in state.items()})
@@ -107,7 +91,7 @@ class StateCalls:
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         if self._is_aside or not self._is_spread():
-            return self._originals["load_state_dict"](state_dict, strict=strict, assign=assign)
+            return self._own_load_state_dict(state_dict, strict=strict, assign=assign)
         if assign:
             raise UnsupportedError(
                 "`load_state_dict(assign=True)` would replace parameters, which are spread over the ranks. Leave "
