@@ -1,4 +1,5 @@
-# `make train` trains the example, `make test` checks everything, `make setup` only creates .venv for both.
+# `make train` trains the example, `make test` checks everything (`make test-all` every combination), `make setup` only
+# creates .venv for them.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
@@ -13,10 +14,13 @@ SHELL := bash -o pipefail
 test-ranks := tests/parity tests/ranks
 test-rest := $(filter-out $(test-ranks),$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
 
-.PHONY: help setup train test test-ranks test-rest lint format
+# Of grids of cases, as many as tests/grids.py says.
+cases := --sparse
+
+.PHONY: help setup train test test-all test-ranks test-rest lint format
 
 help:
-	@sed -n 1p Makefile
+	@sed -n 1,2p Makefile
 
 setup: $(STAMP)
 
@@ -31,8 +35,11 @@ train: setup
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-rest
 
+test-all: lint
+	@$(MAKE) --no-print-directory --jobs=2 test-ranks test-rest cases=
+
 test-ranks test-rest: setup
-	$(BIN)/python -m pytest $($@) 2>&1 | sed -u "s/^/$@: /"
+	$(BIN)/python -m pytest $(cases) $($@) 2>&1 | sed -u "s/^/$@: /"
 
 lint: setup
 	$(BIN)/ruff check
