@@ -2,8 +2,8 @@
 
 A distributed test must be cheap, must not hang, and must show the first failure. So ranks are forked (0.1 s instead
 of several seconds for fresh interpreters), each rank runs under a deadline after which every rank prints its stack,
-and the error of the rank that failed first is raised in the caller. A rank that is done waits for the others: its
-process takes along what they have not read yet. A rank that fails ends at once, so that they learn of it.
+and the error of the rank that failed first is raised in the caller. A rank that is done lingers: its process takes
+along what the others have not read yet. A rank that fails ends at once, so that they learn of it.
 
 Forking is only safe while the parent runs one OpenMP thread: call ``torch.set_num_threads(1)`` before anything
 computes (``tests/conftest.py`` does).
@@ -33,6 +33,9 @@ __all__ = ["run_ranks"]
 
 # After one rank fails, the others get this long to end by themselves, so that their errors can be compared.
 GRACE_SECONDS = 5.0
+# A rank that is done stays this long for others to read what it has sent; those that wait for more of it learn then
+# that it has ended.
+LINGER_SECONDS = 4.0
 _DONE = b"all ranks are done"
 
 
@@ -140,7 +143,7 @@ def _rank_main(
     connection.send_bytes(pickle.dumps(result))
     faulthandler.cancel_dump_traceback_later()
     if result[0]:
-        connection.poll(timeout)
+        connection.poll(LINGER_SECONDS)
     connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
