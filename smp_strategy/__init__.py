@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from smp_strategy.activations.notes import set_activation_checkpointing as set_activation_checkpointing
     from smp_strategy.config import SMPConfig as SMPConfig
     from smp_strategy.engine import Engine as Engine
+    from smp_strategy.errors import CheckpointError as CheckpointError
     from smp_strategy.errors import ConfigError as ConfigError
     from smp_strategy.errors import PeerFailedError as PeerFailedError
     from smp_strategy.errors import SMPError as SMPError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from smp_strategy.units import unit as unit
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Engine",
     "Machine",
@@ -58,6 +60,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
+    "CheckpointError": "smp_strategy.errors",
     "ConfigError": "smp_strategy.errors",
     "Engine": "smp_strategy.engine",
     "Machine": "smp_strategy.trace.machine",

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any, Self
 
+from smp_strategy.checkpoint_options import CheckpointOptions
 from smp_strategy.errors import ConfigError
 from smp_strategy.option_types import as_dict, as_tuple, parse, wrong_types
 from smp_strategy.options import (
@@ -59,6 +60,7 @@ _CONCERNS = (
     TensorParallelOptions,
     ActivationOptions,
     PrecisionOptions,
+    CheckpointOptions,
 )
 
 
@@ -72,6 +74,7 @@ class SMPConfig(
     TensorParallelOptions,
     ActivationOptions,
     PrecisionOptions,
+    CheckpointOptions,
 ):
     """All options together; construction validates them and raises one :class:`ConfigError` for all mistakes."""
 

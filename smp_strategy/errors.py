@@ -6,7 +6,7 @@ Every error names the value, the reason and the remedy. A broken invariant of th
 
 from collections.abc import Sequence
 
-__all__ = ["ConfigError", "PeerFailedError", "SMPError", "UnsupportedError", "changed_in_place"]
+__all__ = ["CheckpointError", "ConfigError", "PeerFailedError", "SMPError", "UnsupportedError", "changed_in_place"]
 
 
 class SMPError(RuntimeError):
@@ -32,6 +32,10 @@ class ConfigError(SMPError, ValueError):
 
 class UnsupportedError(SMPError):
     """The model or the step does something that cannot be placed on pipeline ranks."""
+
+
+class CheckpointError(SMPError):
+    """A checkpoint is damaged, incomplete, of another model, or none at all; the message names file and tensor."""
 
 
 class PeerFailedError(SMPError):

@@ -1,0 +1,53 @@
+"""What a rank holds of a tensor that is spread: rectangles of it, wherever they are in this rank's memory.
+
+This is all that files need to know of a layout. A stage holds a whole parameter or nothing of it, a rank that splits a
+layer holds some of its columns, and one that shards holds a run of its elements, which is a few rectangles::
+
+    elements 3 to 12 of a 4 x 4 matrix        . . . a
+                                              b b b b
+                                              b b b b
+                                              c . . .
+"""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+__all__ = ["Block", "Held"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A rectangle of a tensor."""
+
+    offsets: tuple[int, ...]
+    """Where it begins in the whole tensor."""
+    tensor: Tensor
+    """Its values: a view of this rank's memory, with the rectangle's shape. Reading a file writes them."""
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Held:
+    """A tensor by its whole shape, and the rectangles of it that this rank has, if any. They do not overlap."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    blocks: tuple[Block, ...]
+    aliases: tuple[str, ...] = ()
+    """Further names of the same tensor, which is tied: written once, found under each of them."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> "Held":
+        """Of which this rank has everything."""
+        blocks = (Block((0,) * tensor.ndim, tensor),)
+        return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, blocks=blocks, aliases=aliases)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
