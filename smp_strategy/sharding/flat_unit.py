@@ -256,28 +256,6 @@ class FlatUnit:
             if own is parameter
         )
 
-    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Put together what each rank has a piece of, for the same parameters on all ranks. Collective.
-
-        Args:
-            pieces: of something with the shape of the parameter; all of one dtype.
-        """
-        found: dict[nn.Parameter, Tensor] = {}
-        with _untracked():
-            for buffer in self._buffers:
-                whole = buffer.whole_of([pieces.get(parameter) for parameter in buffer.parameters])
-                found.update((p, value) for p, value in zip(buffer.parameters, whole, strict=True) if value is not None)
-        return found
-
-    def values(self) -> dict[nn.Parameter, Tensor]:
-        """All values of the parameters, in memory of their own. Collective."""
-        with _untracked():
-            return {
-                parameter: value
-                for buffer in self._buffers
-                for parameter, value in zip(buffer.parameters, buffer.values(), strict=True)
-            }
-
     def restore(self, *, keep: bool = True) -> None:
         """Give the parameters all of their values back, in memory of their own, without gradients. Collective.
 

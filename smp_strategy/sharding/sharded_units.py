@@ -378,20 +378,6 @@ class ShardedUnits:
         """Let ``parameter`` go on with this rank's ``piece`` of a gradient that is summed already."""
         self._unit_of[parameter].take_gradient(parameter, piece)
 
-    def values(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """All values of the parameters, unit by unit. Collective."""
-        for unit in self.units.values():
-            yield unit.values()
-
-    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Put together what each rank has a piece of, unit by unit. Collective.
-
-        Args:
-            pieces: of something with the shape of the parameter, for the same parameters on all ranks; of one dtype.
-        """
-        for unit in self.units.values():
-            yield unit.whole_of({each: pieces[each] for each in unit.parameters if each in pieces})
-
     def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Give parameters new values, which are whole, on all ranks alike."""
         for unit in self.units.values():
