@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
 from smp_strategy.sharding.flat_views import Run
-from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.layout import Entry, Piece, UnitLayout
 from smp_strategy.sharding.messages import Pending
 from smp_strategy.stage_tensors import in_plain_sight
 
@@ -226,8 +226,13 @@ class FlatUnit:
         with _untracked():
             return buffer.piece_of(number, tensor)
 
+    def own_piece(self, parameter: nn.Parameter) -> Piece:
+        """Which elements of ``parameter`` this rank updates."""
+        buffer, number = self._place(parameter)
+        return buffer.own_piece(number)
+
     def run_of(self, parameter: nn.Parameter) -> Run:
-        """What this rank updates of ``parameter``."""
+        """The values that this rank updates of ``parameter``."""
         buffer, number = self._place(parameter)
         return buffer.run_of(number)
 

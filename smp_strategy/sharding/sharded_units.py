@@ -32,6 +32,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
 from smp_strategy.sharding.flat_views import Run
+from smp_strategy.sharding.layout import Piece
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import Timing, UnitUses
@@ -362,8 +363,12 @@ class ShardedUnits:
         """This rank's piece of a ``tensor`` with the shape of ``parameter``."""
         return self._unit_of[parameter].piece_of(parameter, tensor)
 
+    def own_piece(self, parameter: nn.Parameter) -> Piece:
+        """Which elements of ``parameter`` this rank updates: a run of them."""
+        return self._unit_of[parameter].own_piece(parameter)
+
     def run_of(self, parameter: nn.Parameter) -> Run:
-        """What this rank updates of ``parameter``: a run of its elements."""
+        """The values of these, as long as the module is spread."""
         return self._unit_of[parameter].run_of(parameter)
 
     def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
