@@ -27,7 +27,9 @@ from torch.utils.data import DataLoader
 
 from smp_strategy.lightning.factory import Tree
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.readers import Readers, follow, global_state, set_global_state
+from smp_strategy.passes import follow
+from smp_strategy.random_states import RngState, global_state, set_global_state
+from smp_strategy.readers import Readers
 
 __all__ = ["DataStream", "following"]
 
@@ -60,8 +62,16 @@ class DataStream(Readers):
     def begin(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
         self.take_over(*generators)
-        self.begin_checks()
+        self.go_on()
         self._state = global_state()
+
+    def state(self) -> RngState:
+        """Where the next draw of the data path starts."""
+        return self._state
+
+    def set_state(self, state: RngState) -> None:
+        """Let the next draw of the data path start there."""
+        self._state = state
 
     @contextmanager
     def draws(self) -> Iterator[None]:
