@@ -195,8 +195,7 @@ class Pass:
         """Go on from ``place`` when the next batch is asked for; the generators of the process are set by then."""
         self._place = place
         if self._loader.num_workers:
-            self._inner = self._loader._iterator = None  # ends workers
-            self._inner = _Sized(self._loader)
+            self._inner, self._loader._iterator = _Sized(self._loader), None  # ends workers
         self._ready.clear()
 
     def _go_on(self, place: Mapping[str, Any]) -> None:
@@ -282,7 +281,7 @@ class _Sized:
         raise AssertionError("a pass that was left has been asked for a batch")
 
     def __len__(self) -> int:
-        return len(self._loader._index_sampler)  # type: ignore[attr-defined]
+        return len(self._loader._index_sampler)
 
 
 def _flat(state: RngState, generators: Iterable[Tensor]) -> list[Any]:

@@ -45,13 +45,18 @@ class DataStream(Readers):
     Args:
         mesh: its replicas are the ranks that must agree.
         is_joint: ranks that split layers between them read alike, too.
+
+    Attributes:
+        data_ranks: for each share of the samples the global ranks that read it.
     """
 
     def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True) -> None:
         is_joint = is_joint or mesh.tp == 1
+        axes = ("pp", "tp") if is_joint else ("pp",)
+        self.data_ranks = mesh.shape.groups(*axes)
         # The mesh is asked each time: its groups must not be kept. See [Note: leaving].
         super().__init__(
-            mesh.shape.group(mesh.rank, *(("pp", "tp") if is_joint else ("pp",))),
+            mesh.shape.group(mesh.rank, *axes),
             mesh.rank,
             lambda: mesh.replica_group if is_joint else mesh.pp_group,
             advice=_ADVICE,

@@ -10,9 +10,9 @@ engine's own state, in a dict that plain Lightning passes over:
 
 [Note: going on] It is read with the optimizers' state, when Lightning's counters have been read, and these are put in
 order (:mod:`smp_strategy.lightning.counters`). It is applied when training starts: by then user code may have drawn
-what it likes in `setup`, and loaders may have been iterated. Nothing is drawn any more until the loop does what it would
-have done next. A pass that had been begun goes on from its place; and where the last one was complete, the next begins
-with the restored generators, however many Lightning has begun before.
+what it likes in `setup`, and loaders may have been iterated. Nothing is drawn any more until the loop does what it
+would have done next. A pass that had been begun goes on from its place; and where the last one was complete, the next
+begins with the restored generators, however many Lightning has begun before.
 """
 
 import warnings
@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from smp_strategy.lightning.counters import do_due, is_epoch_read, progress_of, put_in_order
 from smp_strategy.lightning.data import DataStream
 from smp_strategy.lightning.factory import Tree
 from smp_strategy.mesh import ProcessMesh
@@ -40,28 +41,21 @@ class Resumption:
     Args:
         mesh: this rank's place.
         stream: the random numbers of the data path.
-        data_ranks: for each share of the samples the global ranks that read it.
         device: where this rank computes.
         tree: the Lightning tree in use.
     """
 
-    def __init__(
-        self,
-        mesh: ProcessMesh,
-        stream: DataStream,
-        data_ranks: Sequence[Sequence[int]],
-        device: torch.device,
-        tree: Tree,
-    ) -> None:
+    def __init__(self, mesh: ProcessMesh, stream: DataStream, device: torch.device, tree: Tree) -> None:
         self._rank = mesh.rank
         self._stream = stream
-        self._data_ranks = [list(ranks) for ranks in data_ranks]
-        self._data_rank = next(number for number, ranks in enumerate(data_ranks) if mesh.rank in ranks)
+        self._data_ranks = [list(ranks) for ranks in stream.data_ranks]
+        self._data_rank = next(number for number, ranks in enumerate(self._data_ranks) if mesh.rank in ranks)
         self._device = device
         self._tree = tree
         self._pending: Mapping[str, Any] | None = None
         self._pending_evaluation: list[list[torch.Tensor]] = []
         self._at_end: dict[str, Any] | None = None
+        self._progress_at_end: dict[str, bool] | None = None
 
     # To a checkpoint
 
@@ -69,6 +63,7 @@ class Resumption:
         """What a run needs to go on, on global rank 0; elsewhere nothing. Collective."""
         is_first = self._rank == self._data_ranks[self._data_rank][0]
         mine = of_rank(self._device), self._of_data_rank(trainer) if is_first else None
+        of_run = self._of_run(trainer)  # metrics may be reduced over ranks
         found: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None
         dist.gather_object(mine, found)
         if found is None:
@@ -78,7 +73,7 @@ class Resumption:
             "data_ranks": self._data_ranks,
             "by_data_rank": [{"generators": states[ranks[0]], **found[ranks[0]][1]} for ranks in self._data_ranks],
             "generators_of_others": exceptions_to_first(states, self._data_ranks),
-            **self._of_run(trainer),
+            **of_run,
         }
 
     def _of_data_rank(self, trainer: Any) -> dict[str, Any]:
@@ -101,28 +96,36 @@ class Resumption:
         return found
 
     def _of_run(self, trainer: Any) -> dict[str, Any]:
-        metrics = {
-            name: value.detach().cpu() if isinstance(value, torch.Tensor) else value
-            for name, value in trainer.callback_metrics.items()
+        metrics = trainer.callback_metrics
+        return {
+            "metrics": {
+                name: value.detach().cpu() for name, value in metrics.items() if isinstance(value, torch.Tensor)
+            },
+            "progress": self._progress_at_end or progress_of(trainer.fit_loop),
+            "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
         }
-        return {"metrics": metrics, "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch}
 
     def training_ends(self, trainer: Any) -> None:
         """Lightning lets go of the loaders' passes; a checkpoint may be asked for later."""
         self._at_end = self._places(trainer)
+        self._progress_at_end = progress_of(trainer.fit_loop)
 
     # From a checkpoint
 
-    def read(self, state: Mapping[str, Any]) -> None:
-        """Keep ``state`` until training starts."""
+    def read(self, state: Mapping[str, Any], trainer: Any) -> None:
+        """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters."""
         self._pending = state
+        put_in_order(trainer.fit_loop, state[KEY]["progress"])
+        # Lightning says so of loaders that have no state of their own.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
-    def training_starts(self, trainer: Any) -> None:
-        """Go on from what was read, if there was anything. See [Note: going on]."""
-        self._at_end = None
-        state, self._pending = self._pending, None
-        if state is None:
-            return
+    def training_starts(self, trainer: Any) -> Mapping[str, Any] | None:
+        """Go on from what was read, which is given back; ``None``: nothing was. See [Note: going on]."""
+        self._at_end = self._progress_at_end = None
+        own, self._pending = self._pending, None
+        if own is None:
+            return None
+        state = own[KEY]
         mine = state["by_data_rank"][self._data_rank % len(state["by_data_rank"])]
         fit = trainer.fit_loop
         loaders = _loaders(fit)
@@ -140,6 +143,8 @@ class Resumption:
         if mine["loaders"] is not None:
             fit._last_train_dl_reload_epoch = state["last_reload_epoch"]
             self._fetch_ahead(fit._data_fetcher)
+        do_due(fit, state["progress"])
+        return own
 
     def set_evaluation(self, loader: Any) -> None:
         """Let the generators of the next loader of validation go on; loaders are made when they are first used."""
@@ -179,11 +184,6 @@ class Resumption:
                     fetcher.batches.append(step(fetcher))
                 except StopIteration:
                     break
-
-
-def is_epoch_read(fit: Any) -> bool:
-    """Whether the loop has used all batches of the epoch: the next pass begins anew."""
-    return bool(fit.epoch_loop._num_ready_batches_reached())
 
 
 def _loaders(loop: Any) -> list[Any]:
