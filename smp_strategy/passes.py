@@ -112,7 +112,7 @@ class Pass:
         self._is_over = False
         with self._reading.draws():
             self._inner = self._iterate()
-        self._left = self._reading.state()
+        self._left: RngState | None = self._reading.state()
 
     def __iter__(self) -> "Pass":
         return self
@@ -179,6 +179,7 @@ class Pass:
             "generators": self._generator_states(),
             "num_given": self._num_given,
             "num_unused": num_unused,
+            "others_drew": self._reading.state() != self._left,
             "jumps": None if self._jumps is None else [[number, packed(state)] for number, state in self._jumps],
         }
         if num_unused:
@@ -218,7 +219,7 @@ class Pass:
                 set_generators(self._generators, place["generators_before"])
                 self._ready.extend(self._existing(lambda: next(self._inner)) for _ in range(place["num_unused"]))
         set_generators(self._generators, place["generators"])
-        self._left = self._reading.state()
+        self._left = None if place["others_drew"] else self._reading.state()
 
     def _restart(self) -> None:
         set_global_state(self._began[0])

@@ -101,3 +101,4 @@ def _set_restarting(fit: Any, value: bool) -> None:
     # The property of the fit loop says something else under `max_steps`.
     fit._restarting = value
     fit.epoch_loop.restarting = value
+    fit.epoch_loop.val_loop.restarting = True  # validation is not tried out in the middle of a run

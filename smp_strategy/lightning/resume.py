@@ -25,6 +25,7 @@ import torch.distributed as dist
 from smp_strategy.lightning.counters import do_due, is_epoch_read, progress_of, put_in_order
 from smp_strategy.lightning.data import DataStream
 from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.sums import go_on_adding, sums_of
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.passes import Pass, generators_of, pass_of, set_generators
 from smp_strategy.random_states import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
@@ -68,6 +69,8 @@ class Resumption:
         dist.gather_object(mine, found)
         if found is None:
             return {}
+        if self._pending is not None:  # there was nothing left to train
+            return dict(self._pending[KEY])
         states = [state for state, _ in found]
         return {
             "data_ranks": self._data_ranks,
@@ -77,7 +80,11 @@ class Resumption:
         }
 
     def _of_data_rank(self, trainer: Any) -> dict[str, Any]:
-        return {"stream": packed(self._stream.state()), **(self._at_end or self._places(trainer))}
+        return {
+            "stream": packed(self._stream.state()),
+            "sums": {} if is_epoch_read(trainer.fit_loop) else sums_of(trainer.fit_loop.epoch_loop._results),
+            **(self._at_end or self._places(trainer)),
+        }
 
     def _places(self, trainer: Any) -> dict[str, Any]:
         """Where passes over the training loaders are, and generators of all loaders."""
@@ -96,13 +103,14 @@ class Resumption:
         return found
 
     def _of_run(self, trainer: Any) -> dict[str, Any]:
-        metrics = trainer.callback_metrics
+        fit = trainer.fit_loop
+        metrics = dict(trainer.callback_metrics)
+        if is_epoch_read(fit):  # those of the epoch, which are told at its end
+            metrics |= fit.epoch_loop._results.metrics(on_step=False)["callback"]
         return {
-            "metrics": {
-                name: value.detach().cpu() for name, value in metrics.items() if isinstance(value, torch.Tensor)
-            },
-            "progress": self._progress_at_end or progress_of(trainer.fit_loop),
-            "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
+            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
+            "progress": self._progress_at_end or progress_of(fit),
+            "last_reload_epoch": fit._last_train_dl_reload_epoch if trainer.reload_dataloaders_every_n_epochs else None,
         }
 
     def training_ends(self, trainer: Any) -> None:
@@ -140,8 +148,11 @@ class Resumption:
         set_of_rank(mine["generators"] if own is None else own, self._device)
         self._stream.set_state(unpacked(mine["stream"]))
         trainer._logger_connector._callback_metrics.update(state["metrics"])
+        if is_same:
+            go_on_adding(fit.epoch_loop._results, mine["sums"])
         if mine["loaders"] is not None:
-            fit._last_train_dl_reload_epoch = state["last_reload_epoch"]
+            if state["last_reload_epoch"] is not None:
+                fit._last_train_dl_reload_epoch = state["last_reload_epoch"]
             self._fetch_ahead(fit._data_fetcher)
         do_due(fit, state["progress"])
         return own
