@@ -144,8 +144,8 @@ class Resumption:
             self.set_evaluation(loader)
         self._set_passes(fit, loaders, mine)
         is_same = state["data_ranks"] == self._data_ranks
-        own = state["generators_of_others"].get(self._rank) if is_same else None
-        set_of_rank(mine["generators"] if own is None else own, self._device)
+        exception = state["generators_of_others"].get(self._rank) if is_same else None
+        set_of_rank(mine["generators"] if exception is None else exception, self._device)
         self._stream.set_state(unpacked(mine["stream"]))
         trainer._logger_connector._callback_metrics.update(state["metrics"])
         if is_same:
