@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from smp_strategy.storage.source import Described
+
 __all__ = ["UnreadTensor"]
 
 _PROPERTIES: Any = Tensor
@@ -43,20 +45,22 @@ _ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
 class UnreadTensor(Tensor):
     """See the module docstring. Results of operations are ordinary tensors."""
 
-    _read: Callable[[], Tensor]
+    stored_as: str
+    """Its name in the checkpoint."""
+    _read: Callable[[str], Tensor]
     _value: Tensor | None
 
     @staticmethod
-    def of(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], Tensor]) -> "UnreadTensor":
-        """A tensor of this ``shape`` and ``dtype``, whose values ``read`` returns, in host memory."""
-        tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(UnreadTensor)
-        tensor._read, tensor._value = read, None
+    def of(name: str, described: Described, read: Callable[[str], Tensor]) -> "UnreadTensor":
+        """The tensor ``name`` of a checkpoint, which ``read`` returns when it is given that name."""
+        tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(UnreadTensor)
+        tensor.stored_as, tensor._read, tensor._value = name, read, None
         return tensor
 
     def value(self) -> Tensor:
         """The ordinary tensor, which is kept: what is done to it is seen in later uses."""
         if self._value is None:
-            self._value = self._read()
+            self._value = self._read(self.stored_as)
         return self._value
 
     @property
@@ -78,7 +82,7 @@ class UnreadTensor(Tensor):
             return args[0]
         if func == Tensor.copy_ and not isinstance(args[0], UnreadTensor) and len(args) > 1:
             source = args[1]
-            values = source._read() if source._value is None else source._value
+            values = source._read(source.stored_as) if source._value is None else source._value
             return func(args[0], values, *args[2:], **kwargs)
         args, kwargs = pytree.tree_map_only(UnreadTensor, lambda tensor: tensor.value(), (args, kwargs))
         return func(*args, **kwargs)
