@@ -4,6 +4,7 @@
 run that is killed in between has no last checkpoint.
 """
 
+import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, final
@@ -25,11 +26,13 @@ class KeptCheckpoints:
     def __init__(self, saves: Saves, local: Callable[[Any], Path | None]) -> None:
         self._saves = saves
         self._local = local
+        self._callbacks: list[Any] = []
         self._replaced: list[tuple[Any, str]] = []
 
     def install(self, callbacks: Iterable[Any], loggers: Iterable[Any]) -> None:
         """Replace them."""
-        for callback in callbacks:
+        self._callbacks = list(callbacks)
+        for callback in self._callbacks:
             self._replace(callback, "_link_checkpoint", self._linking)
             if self._saves.in_background:
                 self._replace(callback, "file_exists", self._looking)
@@ -70,4 +73,17 @@ class KeptCheckpoints:
         return file_exists
 
     def _announcing(self, original: Any) -> Any:
-        return lambda *args, **kwargs: self._saves.announce(lambda: original(*args, **kwargs))
+        def after_save_checkpoint(callback: Any) -> None:
+            now = _as_it_is(next((each for each in self._callbacks if each == callback), callback))
+            self._saves.announce(lambda: original(now))
+
+        return after_save_checkpoint
+
+
+def _as_it_is(callback: Any) -> Any:
+    """A copy: when it is looked at the callback speaks of the next checkpoint already, which is not there."""
+    copied = copy.copy(callback)
+    for name, value in vars(copied).items():
+        if isinstance(value, dict):
+            vars(copied)[name] = dict(value)
+    return copied

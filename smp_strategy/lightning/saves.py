@@ -9,7 +9,8 @@ comes by. If a save fails nothing of it happens, so that the checkpoint before s
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -80,13 +81,15 @@ class Saves:
 
     def check(self) -> None:
         """Raise the error of a save that has failed meanwhile, and make announcements."""
-        self._background.check()
+        with self._forgetting():
+            self._background.check()
         if not self._background.is_busy:
             self._settle()
 
     def wait(self) -> None:
         """Until everything is there, or an error is raised."""
-        self._background.wait()
+        with self._forgetting():
+            self._background.wait()
         self._settle()
 
     def end(self, *, failed: bool) -> None:
@@ -107,6 +110,16 @@ class Saves:
         if self._background.is_busy:
             self._foreseen[_absolute(path)] = leaves
         self._background.after(action)
+
+    @contextmanager
+    def _forgetting(self) -> Iterator[None]:
+        """What was to be is not, if a save has failed."""
+        try:
+            yield
+        except BaseException:
+            self._foreseen.clear()
+            self._announcements.clear()
+            raise
 
     def _settle(self) -> None:
         self._foreseen.clear()
