@@ -1,6 +1,7 @@
 """A state that is in memory as a whole, or mapped from a file, as a source: each rank copies what it needs."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor
@@ -51,11 +52,13 @@ class WholeState:
 
 
 def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dicts in dicts as one, whose keys have dots between those on the way; an empty dict stays one."""
+    """Dicts in dicts as one, whose keys have dots between those on the way."""
     found: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             found.update(flattened(value, f"{prefix}{key}."))
+        elif isinstance(value, Held) and value.aliases:
+            found[f"{prefix}{key}"] = replace(value, aliases=tuple(prefix + alias for alias in value.aliases))
         else:
             found[f"{prefix}{key}"] = value
     return found

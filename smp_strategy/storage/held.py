@@ -39,7 +39,7 @@ class Held:
     dtype: torch.dtype
     blocks: tuple[Block, ...]
     aliases: tuple[str, ...] = ()
-    """Further names of the same tensor, which is tied: written once, found under each of them."""
+    """Further keys, in the same dict, of the same tensor, which is tied: written once, found under each of them."""
 
     @classmethod
     def whole(cls, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> "Held":
