@@ -215,6 +215,7 @@ class SMPHooks(CheckpointHooks):
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
+        self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
 
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
@@ -329,6 +330,7 @@ class SMPHooks(CheckpointHooks):
         """Forward and backward of all microbatches. See [Note: commit]."""
         module, batch = self.lightning_module, (*args, *kwargs.values())
         assert module is not None
+        self._look_after_saves()
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
             return run_manual_step(self.engine, module, batch, context=context)
@@ -431,6 +433,7 @@ class SMPHooks(CheckpointHooks):
         """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._end_saving()
         self._stand_ins.close()
         self._manual = None
         if self._engine is not None:

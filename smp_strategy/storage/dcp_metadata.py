@@ -214,5 +214,8 @@ def _paths(found: Any) -> dict[str, Path]:
     return {
         name: path
         for name, path in found.items()
-        if isinstance(name, str) and isinstance(path, tuple) and all(isinstance(key, str | int) for key in path) and path
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and all(isinstance(key, str | int) for key in path)
+        and path
     }
