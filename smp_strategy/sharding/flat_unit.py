@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
+from smp_strategy.sharding.flat_views import Run
 from smp_strategy.sharding.layout import Entry, UnitLayout
 from smp_strategy.sharding.messages import Pending
 from smp_strategy.stage_tensors import in_plain_sight
@@ -221,14 +222,39 @@ class FlatUnit:
 
     def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """This rank's piece of a ``tensor`` with the shape of ``parameter``: one-dimensional, in memory of its own."""
-        buffer, number = next(
+        buffer, number = self._place(parameter)
+        with _untracked():
+            return buffer.piece_of(number, tensor)
+
+    def run_of(self, parameter: nn.Parameter) -> Run:
+        """What this rank updates of ``parameter``."""
+        buffer, number = self._place(parameter)
+        return buffer.run_of(number)
+
+    def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """How the elements of ``parameter`` stand in memory, from which runs are taken."""
+        buffer, number = self._place(parameter)
+        return buffer.layout.slots[number].entry.stride
+
+    def runs_to_fill(self, parameter: nn.Parameter) -> list[Run]:
+        """All memory of this rank for values of ``parameter``, to be filled while it rests, on all ranks alike."""
+        buffer, number = self._place(parameter)
+        with _untracked():
+            return buffer.runs_to_fill(number)
+
+    def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
+        """Let ``parameter``, which rests, go on with this ``piece`` of a gradient."""
+        buffer, number = self._place(parameter)
+        with _untracked():
+            buffer.take_gradient(number, piece)
+
+    def _place(self, parameter: nn.Parameter) -> tuple[FlatBuffer, int]:
+        return next(
             (buffer, number)
             for buffer in self._buffers
             for number, own in enumerate(buffer.parameters)
             if own is parameter
         )
-        with _untracked():
-            return buffer.piece_of(number, tensor)
 
     def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """Put together what each rank has a piece of, for the same parameters on all ranks. Collective.

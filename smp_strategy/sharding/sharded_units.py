@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
+from smp_strategy.sharding.flat_views import Run
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import Timing, UnitUses
@@ -360,6 +361,22 @@ class ShardedUnits:
     def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """This rank's piece of a ``tensor`` with the shape of ``parameter``."""
         return self._unit_of[parameter].piece_of(parameter, tensor)
+
+    def run_of(self, parameter: nn.Parameter) -> Run:
+        """What this rank updates of ``parameter``: a run of its elements."""
+        return self._unit_of[parameter].run_of(parameter)
+
+    def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """How the elements of ``parameter`` stand in memory, from which runs are taken."""
+        return self._unit_of[parameter].stride_of(parameter)
+
+    def runs_to_fill(self, parameter: nn.Parameter) -> list[Run]:
+        """All memory of this rank for values of ``parameter``, to be filled between passes, on all ranks alike."""
+        return self._unit_of[parameter].runs_to_fill(parameter)
+
+    def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
+        """Let ``parameter`` go on with this rank's ``piece`` of a gradient that is summed already."""
+        self._unit_of[parameter].take_gradient(parameter, piece)
 
     def values(self) -> Iterator[dict[nn.Parameter, Tensor]]:
         """All values of the parameters, unit by unit. Collective."""
