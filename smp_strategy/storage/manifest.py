@@ -111,7 +111,9 @@ def _regions(file: str, rows: list[list[Any]]) -> tuple[Region, ...]:
         raise ValueError(f"{file!r} is not the name of a file in the directory")
     regions, offset = [], 0
     for name, before, values, behind, digests in rows:
-        if not (isinstance(name, str) and all(isinstance(each, int) and each >= 0 for each in (before, values, behind))):
+        if not (
+            isinstance(name, str) and all(isinstance(each, int) and each >= 0 for each in (before, values, behind))
+        ):
             raise ValueError(f"a region of {file!r} is {[name, before, values, behind]}")
         parts = tuple(digests[start : start + 32] for start in range(0, len(digests), 32))
         regions.append(Region(name=name, offset=offset, before=before, values=values, behind=behind, digests=parts))
@@ -121,4 +123,6 @@ def _regions(file: str, rows: list[list[Any]]) -> tuple[Region, ...]:
 
 def is_plain_name(name: object) -> bool:
     """Whether it is the name of a file in a directory, and no way out of that."""
-    return isinstance(name, str) and name not in ("", ".", "..") and PurePosixPath(name).name == name and "\0" not in name
+    return (
+        isinstance(name, str) and name not in ("", ".", "..") and PurePosixPath(name).name == name and "\0" not in name
+    )

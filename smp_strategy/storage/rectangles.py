@@ -54,7 +54,9 @@ def without(one: Rectangle, other: Rectangle) -> list[Rectangle]:
         for begin, until in ((offsets[dim], start), (stop, end)):
             if begin < until:
                 left.append(
-                    Rectangle((*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], until - begin, *sizes[dim + 1 :]))
+                    Rectangle(
+                        (*offsets[:dim], begin, *offsets[dim + 1 :]), (*sizes[:dim], until - begin, *sizes[dim + 1 :])
+                    )
                 )
         offsets[dim], sizes[dim] = start, length
     return left
