@@ -70,7 +70,7 @@ def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {name: UnreadTensor.of(stored, name) for name in stored.tensors}
     values.update(stored.read_objects(stored.objects))
     for name, value in values.items():
-        *way, last = way if len(way := stored.paths[name]) > 1 else _way_of(name)
+        *way, last = _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name]
         inside = parts
         for key in way:
             inside = inside.setdefault(key, {})
