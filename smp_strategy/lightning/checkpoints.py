@@ -5,33 +5,13 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.lightning.communication import CommunicationHooks
-from smp_strategy.lightning.resume import KEY, Resumption
+from smp_strategy.lightning.resume_hooks import ResumeHooks
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
-# Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
-CHECKPOINT_KEY = "smp_strategy"
 
-
-class CheckpointHooks(CommunicationHooks):
+class CheckpointHooks(ResumeHooks):
     """The strategy's hooks that save and load. See the module's docstring."""
-
-    config: SMPConfig
-    _engine: Engine | None
-    _resumption: Resumption | None
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the module that is being trained; exists from ``setup`` on."""
-        raise NotImplementedError
-
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     # Saving
 
@@ -45,15 +25,8 @@ class CheckpointHooks(CommunicationHooks):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the file on global rank 0; the Trainer lets the others wait. Collective."""
-        checkpoint[CHECKPOINT_KEY] = self._own_state(checkpoint)
+        self._add_own_state(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def _own_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """What plain Lightning passes over; on global rank 0 it is complete. Collective."""
-        own: dict[str, Any] = dict(self.engine.state_dict())
-        if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
-            own[KEY] = self._resumption.collected(self._trainer)
-        return own
 
     # Loading
 
@@ -75,22 +48,7 @@ class CheckpointHooks(CommunicationHooks):
         """Take this rank's share of the optimizers' state and the engine's own."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self.engine.load_optimizer_state(unwrap(optimizer), state)
-        if CHECKPOINT_KEY in checkpoint:
-            self.engine.load_state(checkpoint[CHECKPOINT_KEY])
-            if self._resumption is not None and KEY in checkpoint[CHECKPOINT_KEY]:
-                self._resumption.read(checkpoint[CHECKPOINT_KEY], self._trainer)
-
-    def on_train_start(self) -> None:
-        """Go on with data and random numbers of an earlier run. See [Note: going on]."""
-        if self._resumption is not None:
-            own = self._resumption.training_starts(self._trainer)
-            if own is not None:
-                self.engine.load_state(dict(own))  # a trial of validation has counted its batches
-
-    def on_train_end(self) -> None:
-        """Lightning lets go of the data."""
-        if self._resumption is not None:
-            self._resumption.training_ends(self._trainer)
+        self._load_own_state(checkpoint)
 
 
 def unwrap(optimizer: Any) -> Optimizer:
