@@ -61,18 +61,12 @@ class TaggedFolder:
         wanted, other = (found.partial, found.full) if partial else (found.full, found.partial)
         if wanted.exists():
             return found
-        chosen = f"`{folder / _NEWEST}` names" if tag is None else "was asked for"
-        if other.exists():
-            raise CheckpointError(
-                f"{wanted} is not there. The checkpoint {found.tag!r}, which {chosen}, was saved with "
-                f"`partial={not partial}`: load it with `partial={not partial}` as well, or name another tag. "
-                f"{_present(folder)}"
-            )
-        raise CheckpointError(
-            f"{wanted} is not there, though {chosen} it. Name another tag. {_present(folder)}"
-            if tag is None
-            else f"{wanted} is not there. Name another tag. {_present(folder)}"
+        named = f"which `{folder / _NEWEST}` names" if tag is None else "which was asked for"
+        reason = f"{wanted} is not there, the checkpoint {named}."
+        remedy = f"It was saved with `partial={not partial}`: load it so, or name another tag." if other.exists() else (
+            "Name another tag."
         )
+        raise CheckpointError(f"{reason} {remedy} {_present(folder)}")
 
     def check_limit(self, limit: int | None) -> None:
         """Refuse to keep no checkpoint at all."""
@@ -109,15 +103,18 @@ def _partial_ones(folder: Path) -> list[Path]:
 
 
 def _newest(folder: Path) -> str:
+    path = folder / _NEWEST
     try:
-        return (folder / _NEWEST).read_text(encoding="utf-8").strip()
+        tag = path.read_text(encoding="utf-8").strip()
+        _check(tag)
     except FileNotFoundError:
         raise CheckpointError(
             f"There is no checkpoint to go on with in {folder}: it has no file `{_NEWEST}`, which is written when one is "
             f"complete. Name a tag, or another folder. {_present(folder)}"
         ) from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{folder / _NEWEST} is damaged. Name a tag. {_present(folder)}") from None
+    except (UnicodeDecodeError, ConfigError):
+        raise CheckpointError(f"{path} is damaged: there is no tag in it. Name a tag. {_present(folder)}") from None
+    return tag
 
 
 def _present(folder: Path) -> str:
