@@ -1,7 +1,7 @@
 """With which names does a model know its weights, that are called otherwise in the checkpoint of what surrounds it?
 
-A LightningModule has the model as an attribute, so its checkpoint says ``model.encoder.weight`` for what the model calls
-``encoder.weight``. Here prefixes are found, taken away and put in front.
+A LightningModule has the model as an attribute, so its checkpoint says ``model.encoder.weight`` for what the model
+calls ``encoder.weight``. Here prefixes are found, taken away and put in front.
 """
 
 from collections import Counter
