@@ -5,8 +5,7 @@ memory and values, part by part if the caller wishes, so that a rank never needs
 rest stays without values. Parameters keep their identity, so optimizers that were built before go on with them.
 
 Values come from the modules' own initialisers (:mod:`smp_strategy.initial_values`), or from a state dict that was
-loaded meanwhile: it is remembered, not copied. A state of an optimizer that is loaded meanwhile waits as well, since
-an optimizer would move it to where its parameters are.
+loaded meanwhile: it is remembered, not copied. Or the caller fills in what he has files for, once there is memory.
 
 Layers may be split meanwhile (:mod:`smp_strategy.tensor_parallel`). Then a rank gets its parts of the values that the
 whole layers would have: these are made, or looked up in the state dict, one module at a time.
@@ -17,7 +16,7 @@ its layers are built): tensors count changes in place also where they have no me
 changed more often than a rehearsal on the meta device changes them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -57,7 +56,7 @@ class DelayedModule:
         self._names = _on_meta(root)
         self._pending = dict(self._names)
         self._loaded: dict[Tensor, Tensor] = {}
-        self._late_states: dict[Optimizer, Any] = {}
+        self._expected: set[Tensor] = set()
         self._initialisers: Initialisers | None = None
         self._split: SplitLayers | None = None
         self._handles = _remember_loads(root, self._pending, self._loaded)
@@ -110,7 +109,7 @@ class DelayedModule:
         with ordinary():
             for tensor in wanted:
                 leave_meta(tensor, unset(tensor, self.device))
-            fresh = [tensor for tensor in wanted if tensor not in self._loaded]
+            fresh = self._fresh(wanted)
             with nullcontext() if self._split is None else self._split.looking_dense():
                 partial = self._initialisers.run(fresh, self._take)
             for tensor in set(wanted).intersection(self._loaded):
@@ -119,6 +118,20 @@ class DelayedModule:
             names = [self._names[tensor] for tensor in partial]
             raise UnsupportedError(f"Initialisers leave a part of {_listed(names)} without values. {_REMEDY}")
         self._forget(wanted)
+
+    def expect(self) -> None:
+        """Whatever has no memory now is going to get it without values: the caller will fill it in."""
+        self._expected.update(self._pending)
+
+    @property
+    def expected(self) -> dict[Tensor, str]:
+        """What still is to be filled in by the caller, and has no memory yet, with names."""
+        return {tensor: name for tensor, name in self._pending.items() if tensor in self._expected}
+
+    def take(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Take whole values for tensors without memory, as from a state dict."""
+        self._loaded.update(values)
+        self._expected.difference_update(values)
 
     def pretending(self) -> AbstractContextManager[None]:
         """In here all tensors have values, zero, in hardly any memory: the step can run, for somebody who watches."""
@@ -161,19 +174,6 @@ class DelayedModule:
                 leave_meta(tensor, without_memory(tensor, self.device))
         self._forget(passed)
 
-    def postponed(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """What of an optimizer's ``state`` can be loaded now; the rest waits for :meth:`load_late_states`."""
-        if not self._pending:
-            return state
-        self._late_states[optimizer] = state["state"]
-        return {**state, "state": {}}
-
-    def load_late_states(self, load: Callable[[Optimizer, dict[str, Any]], None]) -> None:
-        """Load what has waited; options of the optimizers, which schedulers may have changed meanwhile, stay."""
-        for optimizer, state in self._late_states.items():
-            load(optimizer, {**optimizer.state_dict(), "state": state})
-        self._late_states = {}
-
     def refuse_saving(self) -> None:
         """There is nothing to save before there are values.
 
@@ -189,7 +189,7 @@ class DelayedModule:
     def _rehearse(self) -> list[str]:
         """Run all initialisers on the meta device, and tell what is wrong with them."""
         assert self._initialisers is not None
-        fresh = [tensor for tensor in self._pending if tensor not in self._loaded]
+        fresh = self._fresh(self._pending)
         rehearsal = self._initialisers.rehearse()
         found = []
         without = [self._names[tensor] for tensor in fresh if tensor not in rehearsal.filled]
@@ -212,6 +212,10 @@ class DelayedModule:
             )
         return found
 
+    def _fresh(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of ``tensors`` that get their values from initialisers."""
+        return [tensor for tensor in tensors if tensor not in self._loaded and tensor not in self._expected]
+
     def _take(self, tensor: Tensor, whole: Tensor) -> None:
         if self._split is not None and self._split.parts.has(tensor):
             self._split.parts.fill(tensor, whole)
@@ -232,6 +236,7 @@ class DelayedModule:
         for tensor in tensors:
             self._pending.pop(tensor)
             self._loaded.pop(tensor, None)
+            self._expected.discard(tensor)
         if not self._pending:
             for handle in self._handles:
                 handle.remove()

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from smp_strategy.accelerator import chosen
 from smp_strategy.agreement import start_alike
 from smp_strategy.beforehand import choose_placed_units, place_beforehand
+from smp_strategy.checkpoint.late import Late
 from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs, measuring_device
 from smp_strategy.delayed import DelayedModule
@@ -45,6 +46,7 @@ from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.gradient_scaler import Found
 from smp_strategy.precision.half_units import HalfUnits
 from smp_strategy.precision.masters import parameters_without_masters, refuse_trained
+from smp_strategy.saved_state import SavedState
 from smp_strategy.shape import choose_shape
 from smp_strategy.share import Share
 from smp_strategy.step_results import EvalStep, TrainStep
@@ -58,7 +60,7 @@ EVALUATION, HOOK = 1, 2
 
 
 @final
-class Engine(Inspection):
+class Engine(SavedState, Inspection):
     """Runs a module under the layout that a configuration asks for. One engine serves one module.
 
     Args:
@@ -102,6 +104,7 @@ class Engine(Inspection):
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
         self.gradients_are_seen = False
+        self._late = Late()
         self._seed = self._num_steps = self._num_evaluations = 0
         self._kinds: set[str] = set()
 
@@ -205,6 +208,7 @@ class Engine(Inspection):
             failed: the other ranks may not come here; the module stays as it is.
         """
         self._calls.give_back()
+        self._late.give_optimizers()
         if not failed and self._share is not None:
             self._share.restore(self.config.restore_module)
 
@@ -256,8 +260,11 @@ class Engine(Inspection):
         layout = self.layout
         copies = list(self.copies())  # while they look like the module
         layout.decide(first, self._optimizers)
+        if copies:
+            self._late.give_whole(self._delayed)
         share = self._share = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
         share.take_optimizers(self._optimizers)
+        self._late.load(share.holdings)
         self.manual.begin(share.parameters, share.reduction, share.sharded)
         transport = layout.transport(self._timeout)
         parameters = list(self._module.parameters())
@@ -441,49 +448,6 @@ class Engine(Inspection):
             return self.views.run(hook, self._calls.runtime, seed=seed)
         finally:
             self._calls.in_hook = False
-
-    # State
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        assert self._module is not None
-        self._delayed.refuse_saving()
-        if self._share is not None:
-            with self.views.put_aside():
-                return self._share.full_state_dict()
-        return self._module.state_dict() if self.mesh.rank == 0 else {}
-
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
-        if self._share is None:
-            return optimizer.state_dict() if self.mesh.rank == 0 else {}
-        with self.views.put_aside():
-            return self._share.full_optimizer_state(optimizer)
-
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict; this rank keeps its share."""
-        if self._share is None:
-            assert self._module is not None
-            self._module.load_state_dict(state_dict, strict=strict)
-        else:
-            with self.views.put_aside():
-                self._share.load_state_dict(state_dict, strict=strict)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole optimizer state dict; this rank keeps its share."""
-        if self._share is None:
-            optimizer.load_state_dict(self._delayed.postponed(optimizer, state))
-        else:
-            self._share.load_optimizer_state(optimizer, state)
-
-    def state_dict(self) -> dict[str, int]:
-        """The engine's own state: where its random streams are."""
-        return {"seed": self._seed, "num_steps": self._num_steps, "num_evaluations": self._num_evaluations}
-
-    def load_state(self, state: dict[str, int]) -> None:
-        """Continue the random streams of another run."""
-        self._seed, self._num_steps = state["seed"], state["num_steps"]
-        self._num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none
 
     def close(self) -> None:
         """End the engine's threads and let go of its process groups; the module stays as it is."""

@@ -84,6 +84,7 @@ class ProcessMesh:
         self.replica_group = self._mine(shape.groups("pp", "tp")) if is_split else self.pp_group
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
+        self._saving_group: dist.ProcessGroup | None = None
         self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(shape.pp)): self.pp_group}
 
     @property
@@ -119,6 +120,14 @@ class ProcessMesh:
             self._groups[stages] = self._made(groups)
         return self._groups[stages]
 
+    def saving_group(self) -> dist.ProcessGroup:
+        """All ranks, on the host, for whoever writes files in the background; collective at the first call."""
+        if self._saving_group is None:
+            group = dist.new_group(backend="gloo", timeout=self._timeout)
+            assert group is not None
+            self._saving_group = group
+        return self._saving_group
+
     def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The one of some groups that this rank is in, if it is in one; collective over all ranks."""
         mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
@@ -135,6 +144,7 @@ class ProcessMesh:
         del self.device_mesh, self.pp_group, self.dp_group, self.replicate_group, self.shard_group
         del self.tp_group, self.replica_group
         self._groups.clear()
+        self._saving_group = None
 
     def draw(self) -> str:
         """See :meth:`MeshShape.draw`."""

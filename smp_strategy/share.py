@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.checkpoint import full
+from smp_strategy.checkpoint.holdings import Holdings
+from smp_strategy.checkpoint.loading import MODULE, load_module
 from smp_strategy.checkpoint.restore import restore
+from smp_strategy.checkpoint.whole import WholeState
 from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.delayed import DelayedModule
 from smp_strategy.mesh import ProcessMesh
@@ -69,6 +72,7 @@ class Share:
     Attributes:
         ownership: as given.
         sharded: the parameters that a shard group holds together, if there are any.
+        holdings: what this rank holds of each parameter, to those who save and load.
         parts_in_sight: shows hooks the whole of split layers, if there are any.
         reduction: sums up gradients.
         whole_on: where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread.
@@ -109,6 +113,7 @@ class Share:
         self.sharded = None
         if mesh.shard_group is not None:
             self.sharded = _sharded(ownership, mesh, config, delayed, _keeping(module, config))
+        self.holdings = Holdings(module, ownership, mesh, self._state, self.sharded, parts)
         self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
         sharded = self.sharded
         self._wide = WideGradients(each for each in self.parameters if sharded is None or not sharded.has(each))
@@ -129,6 +134,11 @@ class Share:
         names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
         members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
         return [each for each in members if self.sharded is None or not self.sharded.has(each)]
+
+    @property
+    def is_whole_here(self) -> bool:
+        """Whether this rank has all values of the module."""
+        return self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
 
     # Passes over the model
 
@@ -236,16 +246,20 @@ class Share:
         self.whole_on = where
 
     def full_state_dict(self) -> dict[str, Any]:
-        """See :meth:`smp_strategy.engine.Engine.full_state_dict`."""
+        """See :meth:`smp_strategy.saved_state.SavedState.full_state_dict`."""
         self.settle()
-        return full.state_dict(self._module, self._spread, self._mesh, self.sharded, self._parts)
+        if self.whole_on != "none":
+            return self._module.state_dict() if self._mesh.rank == 0 else {}
+        return full.state_dict(self.holdings)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
         """Take this rank's share of a whole state dict, or all of it where the module is whole."""
         self.settle()
-        is_whole_here = self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
-        ownership = None if is_whole_here else self.ownership
-        full.load_state_dict(self._module, state, ownership, self._mesh, self.sharded, self._parts, strict=strict)
+        if self.is_whole_here:
+            self._module.load_state_dict(state, strict=strict)
+        else:
+            entries = {f"{MODULE}.{name}": value for name, value in state.items()}
+            load_module(self._module, WholeState(entries), self.holdings, strict=strict)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Of state that ``optimizers`` have for whole parameters, keep this rank's share.
@@ -256,16 +270,6 @@ class Share:
         self._try_optimizers(optimizers)
         for optimizer in optimizers:
             full.keep_share(optimizer, self._state, self.sharded, self._parts)
-        self._delayed.load_late_states(self.load_optimizer_state)
-
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See :meth:`smp_strategy.engine.Engine.full_optimizer_state`."""
-        return full.optimizer_state(optimizer, self.ownership, self._mesh, self._state, self.sharded, self._parts)
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this rank's share of a whole optimizer state dict."""
-        optimizer.load_state_dict(state)
-        full.keep_share(optimizer, self._state, self.sharded, self._parts)
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that need whole parameters, also if what they train has been added or unfrozen since."""
@@ -286,10 +290,6 @@ class Share:
         """End what runs in the background."""
         if self.sharded is not None:
             self.sharded.close()
-
-    @property
-    def _spread(self) -> Ownership | None:
-        return self.ownership if self.whole_on == "none" else None
 
 
 def _trained_by(optimizer: Optimizer) -> list[int]:

@@ -1,73 +1,117 @@
-"""Collecting what the stages hold on one rank, item by item.
+"""A held state as one process would have it, on one rank.
 
-The collector receives one tensor at a time straight into the result, so no rank ever holds more than the result plus
-one tensor. Objects that are no tensors (step counts, names) travel together in one message per stage.
+All ranks say what they have; the first that has a rectangle sends it, and the collector receives one after the other
+straight into the result, so that no rank ever holds more than the result plus one tensor.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-__all__ = ["collect"]
+from smp_strategy.storage.held import Held, Opaque
+
+__all__ = ["collect", "merged"]
 
 
-def collect(
-    items: Mapping[str, Any], owner: Mapping[str, int], ranks: Sequence[int], group: dist.ProcessGroup | None
-) -> dict[str, Any]:
-    """Bring every item to the last of ``ranks``.
+class _Offer(NamedTuple):
+    """What one rank has of one entry."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """``None``: it is no tensor."""
+    aliases: tuple[str, ...]
+    rectangles: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """Offsets and sizes."""
+    value: Any = None
+    """What is no tensor."""
+
+
+def collect(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Put together on global rank 0 what all ranks have. Collective over all ranks.
 
     Args:
-        items: this rank's items by name; a value is a tensor or a nest of containers with tensors in it.
-        owner: for every name, in the order of the result, the index in ``ranks`` of the rank that has it.
-        ranks: global ranks of those who have something; the last one collects.
-        group: their process group; ``None``: that of all ranks.
+        state: entries of this rank by their names; a :class:`~smp_strategy.storage.held.Held` for each tensor.
 
     Returns:
-        All items on the collector, on the CPU; an empty dict elsewhere.
+        Every entry on global rank 0, tensors on the host, in an order in which each rank's entries stand as on that
+        rank; tied tensors are one. ``{}`` elsewhere.
     """
-    rank, collector = dist.get_rank(), ranks[-1]
-    result: dict[str, Any] = {}
-    for index, source in enumerate(ranks):
-        names = [name for name, holder in owner.items() if holder == index]
-        if source == collector == rank:
-            result.update({name: pytree.tree_map(_on_cpu, items[name]) for name in names})
-        elif source == rank:
-            _send({name: items[name] for name in names}, collector, group)
-        elif rank == collector:
-            result.update(_receive(source, group))
-    return {name: result[name] for name in owner} if rank == collector else {}
+    offers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(offers, {name: _offer(value) for name, value in state.items()})
+    rank = dist.get_rank()
+    result = _Result(merged(offers), offers) if rank == 0 else None
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for source, entries in enumerate(offers):
+        for name, offer in entries.items():
+            for number, (offsets, sizes) in enumerate(offer.rectangles):
+                if (name, offsets) in seen:
+                    continue
+                seen.add((name, offsets))
+                block = state[name].blocks[number].tensor if source == rank else None
+                if result is not None:
+                    result.take(name, offsets, sizes, block, source)
+                elif block is not None:
+                    dist.send(_on_host(block), 0)
+    return {} if result is None else result.entries()
 
 
-def _send(items: dict[str, Any], target: int, group: dist.ProcessGroup | None) -> None:
-    leaves, _ = pytree.tree_flatten(items)
-    skeleton = pytree.tree_map(lambda leaf: _meta(leaf) if isinstance(leaf, Tensor) else leaf, items)
-    dist.send_object_list([skeleton], target, group=group)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            dist.send(leaf.detach().cpu().contiguous(), target, group=group)
+class _Result:
+    """The collector's."""
+
+    def __init__(self, names: Iterable[str], offers: list[dict[str, _Offer]]) -> None:
+        self._first = {name: next(entries[name] for entries in offers if name in entries) for name in names}
+        self._tensors = {
+            name: torch.empty(offer.shape, dtype=offer.dtype, device="cpu")
+            for name, offer in self._first.items()
+            if offer.dtype is not None
+        }
+
+    def take(
+        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], block: Tensor | None, source: int
+    ) -> None:
+        """Put a rectangle in its place: this rank's ``block``, or what ``source`` sends."""
+        place = self._tensors[name]
+        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+            place = place.narrow(dim, offset, size)
+        if block is not None:
+            place.copy_(block)
+        elif place.is_contiguous():
+            dist.recv(place, source)
+        else:
+            received = torch.empty(sizes, dtype=place.dtype, device="cpu")
+            dist.recv(received, source)
+            place.copy_(received)
+
+    def entries(self) -> dict[str, Any]:
+        """All of them, under all their names."""
+        found: dict[str, Any] = {}
+        for name, offer in self._first.items():
+            found[name] = self._tensors.get(name, offer.value)
+            found.update((alias, found[name]) for alias in offer.aliases)
+        return found
 
 
-def _receive(source: int, group: dist.ProcessGroup | None) -> Any:
-    box: list[Any] = [None]
-    dist.recv_object_list(box, source, group=group)
-
-    def fill(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
-        dist.recv(tensor, source, group=group)
-        return tensor
-
-    return pytree.tree_map(fill, box[0])
+def _offer(value: Any) -> _Offer:
+    if not isinstance(value, Held):
+        return _Offer((), None, (), (), value.value if isinstance(value, Opaque) else value)
+    rectangles = tuple((block.offsets, tuple(block.tensor.shape)) for block in value.blocks)
+    return _Offer(value.shape, value.dtype, value.aliases, rectangles)
 
 
-def _meta(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous()
 
 
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf
+def merged(lists: Iterable[Iterable[str]]) -> list[str]:
+    """All names, each at the place that it has where it is known: a rank may have entries that others never see."""
+    merged: list[str] = []
+    known: set[str] = set()
+    for names in map(list, lists):
+        for before, name in zip([None, *names], names, strict=False):
+            if name not in known:
+                merged.insert(merged.index(before) + 1 if before is not None else 0, name)
+                known.add(name)
+    return merged

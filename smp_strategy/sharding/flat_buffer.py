@@ -42,8 +42,8 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.precision.accumulation import set_gradient_dtype
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.collectives import Collectives
-from smp_strategy.sharding.flat_views import common_base, elements, view
-from smp_strategy.sharding.layout import FlatLayout, Slot
+from smp_strategy.sharding.flat_views import Run, common_base, elements, view
+from smp_strategy.sharding.layout import FlatLayout, Piece, Slot
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import Resting, placeholder
@@ -323,6 +323,29 @@ class FlatBuffer:
         """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
         piece = self._own_pieces[number]
         return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
+
+    def own_piece(self, number: int) -> Piece:
+        """Which elements of the parameter ``number`` this rank updates."""
+        return self._own_pieces[number]
+
+    def run_of(self, number: int) -> Run:
+        """The values that this rank updates of the parameter ``number``."""
+        piece = self._own_pieces[number]
+        return Run(piece.start, self.own[piece.offset : piece.offset + piece.numel])
+
+    def runs_to_fill(self, number: int) -> list[Run]:
+        """All memory of this rank for values of the parameter ``number``, which rests: to be filled by the caller."""
+        self._retire()
+        self._wait_refreshed()
+        piece = self.layout.piece(self.layout.slots[number], self._collectives.rank)
+        shard = self._shard[piece.offset : piece.offset + piece.numel] if self._shard.numel() else None
+        found = [] if shard is None else [Run(piece.start, shard)]
+        # Otherwise what it updates is a part of that memory.
+        return [*found, self.run_of(number)] if shard is None or self.layout.is_cast else found
+
+    def take_gradient(self, number: int, piece: Tensor) -> None:
+        """Let the parameter ``number``, which rests, go on with this ``piece`` of a gradient."""
+        self.parameters[number].grad = self._in_disguise(number, piece, is_used=True)
 
     def restore(self, *, keep: bool) -> None:
         """Let the parameters own all of their values again, without gradients. Collective.

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
-from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.flat_views import Run
+from smp_strategy.sharding.layout import Entry, Piece, UnitLayout
 from smp_strategy.sharding.messages import Pending
 from smp_strategy.stage_tensors import in_plain_sight
 
@@ -221,36 +222,44 @@ class FlatUnit:
 
     def piece_of(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         """This rank's piece of a ``tensor`` with the shape of ``parameter``: one-dimensional, in memory of its own."""
-        buffer, number = next(
+        buffer, number = self._place(parameter)
+        with _untracked():
+            return buffer.piece_of(number, tensor)
+
+    def own_piece(self, parameter: nn.Parameter) -> Piece:
+        """Which elements of ``parameter`` this rank updates."""
+        buffer, number = self._place(parameter)
+        return buffer.own_piece(number)
+
+    def run_of(self, parameter: nn.Parameter) -> Run:
+        """The values that this rank updates of ``parameter``."""
+        buffer, number = self._place(parameter)
+        return buffer.run_of(number)
+
+    def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """How the elements of ``parameter`` stand in memory, from which runs are taken."""
+        buffer, number = self._place(parameter)
+        return buffer.layout.slots[number].entry.stride
+
+    def runs_to_fill(self, parameter: nn.Parameter) -> list[Run]:
+        """All memory of this rank for values of ``parameter``, to be filled while it rests, on all ranks alike."""
+        buffer, number = self._place(parameter)
+        with _untracked():
+            return buffer.runs_to_fill(number)
+
+    def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
+        """Let ``parameter``, which rests, go on with this ``piece`` of a gradient."""
+        buffer, number = self._place(parameter)
+        with _untracked():
+            buffer.take_gradient(number, piece)
+
+    def _place(self, parameter: nn.Parameter) -> tuple[FlatBuffer, int]:
+        return next(
             (buffer, number)
             for buffer in self._buffers
             for number, own in enumerate(buffer.parameters)
             if own is parameter
         )
-        with _untracked():
-            return buffer.piece_of(number, tensor)
-
-    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Put together what each rank has a piece of, for the same parameters on all ranks. Collective.
-
-        Args:
-            pieces: of something with the shape of the parameter; all of one dtype.
-        """
-        found: dict[nn.Parameter, Tensor] = {}
-        with _untracked():
-            for buffer in self._buffers:
-                whole = buffer.whole_of([pieces.get(parameter) for parameter in buffer.parameters])
-                found.update((p, value) for p, value in zip(buffer.parameters, whole, strict=True) if value is not None)
-        return found
-
-    def values(self) -> dict[nn.Parameter, Tensor]:
-        """All values of the parameters, in memory of their own. Collective."""
-        with _untracked():
-            return {
-                parameter: value
-                for buffer in self._buffers
-                for parameter, value in zip(buffer.parameters, buffer.values(), strict=True)
-            }
 
     def restore(self, *, keep: bool = True) -> None:
         """Give the parameters all of their values back, in memory of their own, without gradients. Collective.

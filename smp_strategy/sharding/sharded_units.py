@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
+from smp_strategy.sharding.flat_views import Run
+from smp_strategy.sharding.layout import Piece
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import Timing, UnitUses
@@ -361,19 +363,25 @@ class ShardedUnits:
         """This rank's piece of a ``tensor`` with the shape of ``parameter``."""
         return self._unit_of[parameter].piece_of(parameter, tensor)
 
-    def values(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """All values of the parameters, unit by unit. Collective."""
-        for unit in self.units.values():
-            yield unit.values()
+    def own_piece(self, parameter: nn.Parameter) -> Piece:
+        """Which elements of ``parameter`` this rank updates: a run of them."""
+        return self._unit_of[parameter].own_piece(parameter)
 
-    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Put together what each rank has a piece of, unit by unit. Collective.
+    def run_of(self, parameter: nn.Parameter) -> Run:
+        """The values of these, as long as the module is spread."""
+        return self._unit_of[parameter].run_of(parameter)
 
-        Args:
-            pieces: of something with the shape of the parameter, for the same parameters on all ranks; of one dtype.
-        """
-        for unit in self.units.values():
-            yield unit.whole_of({each: pieces[each] for each in unit.parameters if each in pieces})
+    def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """How the elements of ``parameter`` stand in memory, from which runs are taken."""
+        return self._unit_of[parameter].stride_of(parameter)
+
+    def runs_to_fill(self, parameter: nn.Parameter) -> list[Run]:
+        """All memory of this rank for values of ``parameter``, to be filled between passes, on all ranks alike."""
+        return self._unit_of[parameter].runs_to_fill(parameter)
+
+    def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
+        """Let ``parameter`` go on with this rank's ``piece`` of a gradient that is summed already."""
+        self._unit_of[parameter].take_gradient(parameter, piece)
 
     def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Give parameters new values, which are whole, on all ranks alike."""

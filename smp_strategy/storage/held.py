@@ -11,12 +11,12 @@ layer holds some of its columns, and one that shards holds a run of its elements
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Held"]
+__all__ = ["Block", "Held", "Opaque"]
 
 
 @final
@@ -39,7 +39,7 @@ class Held:
     dtype: torch.dtype
     blocks: tuple[Block, ...]
     aliases: tuple[str, ...] = ()
-    """Further names of the same tensor, which is tied: written once, found under each of them."""
+    """Further keys, in the same dict, of the same tensor, which is tied: written once, found under each of them."""
 
     @classmethod
     def whole(cls, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> "Held":
@@ -51,3 +51,11 @@ class Held:
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """An object that is stored as one, a dict for instance, which would otherwise be taken for a part of the state."""
+
+    value: Any

@@ -63,6 +63,13 @@ class Cut:
         """Of the part of ``rank`` along the dim that is cut."""
         return sum(parts[rank] for parts in self.blocks)
 
+    def segments(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """For each fused matrix the part of ``rank``: where it begins among its parts and in the whole, its length."""
+        mine = whole = 0
+        for lengths in self.blocks:
+            yield mine, whole + sum(lengths[:rank]), lengths[rank]
+            mine, whole = mine + lengths[rank], whole + sum(lengths)
+
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """What ``rank`` holds of ``whole``, in memory of its own."""
         return torch.cat(list(self._pieces(whole, rank)), self.dim)
@@ -74,10 +81,8 @@ class Cut:
             target.copy_(source)
 
     def _pieces(self, whole: Tensor, rank: int) -> Iterator[Tensor]:
-        start = 0
-        for lengths in self.blocks:
-            yield whole.narrow(self.dim, start + sum(lengths[:rank]), lengths[rank])
-            start += sum(lengths)
+        for _, start, length in self.segments(rank):
+            yield whole.narrow(self.dim, start, length)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor, from the parts of all ranks; the inverse of :meth:`part`."""

@@ -217,22 +217,6 @@ def test_a_state_dict_that_does_not_fit_is_an_error_as_ever():
         model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(3)})
 
 
-def test_states_of_optimizers_wait_for_their_parameters():
-    real, model = nn.Linear(2, 2), built(lambda: nn.Linear(2, 2))
-    source = torch.optim.Adam(real.parameters(), lr=0.5)
-    real(torch.ones(1, 2)).sum().backward()
-    source.step()
-    optimizer = torch.optim.Adam(model.parameters())
-    delayed = ready(model, optimizer)
-    optimizer.load_state_dict(delayed.postponed(optimizer, source.state_dict()))
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.param_groups[0]["lr"] = 0.25  # a scheduler
-    delayed.settle(lambda tensor: True)
-    delayed.load_late_states(lambda target, state: target.load_state_dict(state))
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    assert torch.equal(optimizer.state[model.weight]["exp_avg"], source.state[real.weight]["exp_avg"])
-
-
 class Replacing(Bare):
     def reset_parameters(self) -> None:
         self.scale = nn.Parameter(torch.arange(3.0, device=self.scale.device))
