@@ -6,7 +6,7 @@ than copying; so it is kept from one save to the next.
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -70,7 +70,8 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor whose values are in a row in host memory, to be read or written."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def _is_plain(tensor: Tensor) -> bool:

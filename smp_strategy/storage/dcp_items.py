@@ -11,16 +11,17 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.serialization import config
+from torch.utils.serialization import config as _config
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.checksums import DigestingFile
 from smp_strategy.storage.copies import raw
 from smp_strategy.storage.manifest import Region
 
-__all__ = ["Envelope", "Envelopes", "object_item", "write_item"]
+__all__ = ["Envelope", "Envelopes", "check_object", "object_item", "write_item"]
 
-_PLAIN = (int, float, bool, str, type(None))
+
+config: Any = _config  # without types
 
 
 class Envelope(NamedTuple):
@@ -78,30 +79,26 @@ def _envelope(tensor: Tensor) -> Envelope:
     return Envelope(bytes(splitter.before), bytes(splitter.behind))
 
 
-def object_item(name: str, value: Any) -> bytes:
-    """What ``torch.save`` makes of an object.
-
-    Raises:
-        CheckpointError: it could not be loaded without running code of the file.
-    """
+def object_item(value: Any) -> bytes:
+    """What ``torch.save`` makes of an object."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    if not _is_plain(value):
-        buffer.seek(0)
-        try:
-            torch.load(buffer, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"`{name}` cannot be saved: a checkpoint has tensors, numbers, texts, and lists and dicts of them, but "
-                f"this is {value!r:.200}. Convert it. ({error})"
-            ) from error
     return buffer.getvalue()
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN
+def check_object(name: str, item: bytes) -> None:
+    """Make sure that an object can be loaded without running code of the file.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    try:
+        torch.load(io.BytesIO(item), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"`{name}` cannot be saved: a checkpoint has tensors, numbers, texts, and lists and dicts of them; this "
+            f"is something else. Convert it. ({error})"
+        ) from error
 
 
 def write_item(file: DigestingFile, name: str, *stretches: bytes | memoryview) -> Region:

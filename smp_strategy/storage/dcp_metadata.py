@@ -32,6 +32,7 @@ __all__ = ["FILE_NAME", "Chunk", "Contents", "Place", "from_bytes", "to_bytes"]
 
 FILE_NAME: Final = ".metadata"
 
+_WITH_MANIFEST: Final = "with manifest.json of smp_strategy"  # in place of what PyTorch numbers a save with
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _ALLOWED: Final = {
     **dict.fromkeys(
@@ -88,6 +89,8 @@ class Contents(NamedTuple):
     objects: Mapping[str, Place]
     paths: Mapping[str, Path]
     """The way to each in the nested state, as far as it is known."""
+    has_manifest: bool
+    """Whether a manifest was written with it."""
 
 
 def to_bytes(contents: Contents) -> bytes:
@@ -104,7 +107,8 @@ def to_bytes(contents: Contents) -> bytes:
         kinds[name] = BytesStorageMetadata()
         storage[MetadataIndex(name)] = _StorageInfo(*place)
     paths = {name: contents.paths[name] for name in kinds}
-    metadata = Metadata(kinds, planner_data=paths, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
+    meta = StorageMeta(save_id=_WITH_MANIFEST if contents.has_manifest else None)
+    metadata = Metadata(kinds, planner_data=paths, storage_data=storage, storage_meta=meta, version="1.0.0")
     return pickle.dumps(metadata)
 
 
@@ -133,8 +137,8 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.memory_format):
             return found
         raise CheckpointError(
-            f"{FILE_NAME} asks for `{module}.{name}`, which no checkpoint of PyTorch does and which may run code when it "
-            "is read, so it is not. Do not use this file unless you know where it is from."
+            f"{FILE_NAME} asks for `{module}.{name}`, which no checkpoint of PyTorch does and which may run code when "
+            "it is read, so it is not. Do not use this file unless you know where it is from."
         )
 
     def persistent_load(self, pid: Any) -> Any:
@@ -160,7 +164,8 @@ def _contents(metadata: Metadata) -> Contents:
             objects[name] = places[name, None]
         else:
             raise TypeError(f"`{name}` is a {type(kind).__name__}")
-    return Contents(tensors, objects, _paths(metadata.planner_data))
+    has_manifest = getattr(metadata.storage_meta, "save_id", None) == _WITH_MANIFEST
+    return Contents(tensors, objects, _paths(metadata.planner_data), has_manifest)
 
 
 def _chunks(

@@ -20,7 +20,7 @@ from smp_strategy.storage import commit, dcp_metadata, manifest
 from smp_strategy.storage.assignment import Assigned, Offer, Plan, assign
 from smp_strategy.storage.checksums import DigestingFile, to_disk
 from smp_strategy.storage.copies import HostCopies, in_host_memory, raw
-from smp_strategy.storage.dcp_items import Envelopes, object_item, write_item
+from smp_strategy.storage.dcp_items import Envelopes, check_object, object_item, write_item
 from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place
 from smp_strategy.storage.flat_state import FlatState
 from smp_strategy.storage.manifest import Manifest, Region
@@ -71,12 +71,10 @@ class ShardedWriter:
         """
         if self._ranks is None:
             self._ranks = Ranks(None if self._group is None else self._group())
-        flat = FlatState.of(state)
-        plan = self._planned(Offer.of(flat))
-        share, rank = plan.shares[self._ranks.rank], self._ranks.rank
-        tensors = [_view(flat, item) for item in share]
-        # Made before training goes on: they may change afterwards, and must fail before that.
-        objects = {name: object_item(name, flat.objects[name]) for name in plan.objects[rank]}
+        flat, plan = self._planned(state)
+        tensors = [_view(flat, item) for item in plan.shares[self._ranks.rank]]
+        # Now, since they may change when training goes on.
+        objects = {name: object_item(flat.objects[name]) for name in plan.objects[self._ranks.rank]}
         copies = None
         if copy:
             copies, self._spare = self._spare, None
@@ -85,14 +83,24 @@ class ShardedWriter:
             tensors = copies.take(tensors)
         return Prepared(self, self._ranks, plan, tensors, objects, copies)
 
-    def _planned(self, offer: Offer) -> Plan:
+    def _planned(self, state: Mapping[str, Any]) -> tuple[FlatState, Plan]:
+        """The state by flat names, and the plan, which is made anew if any rank has other things than last time."""
         assert self._ranks is not None
-        if self._ranks.any(offer != self._offer):
-            self._plan = None
-            self._plan = assign(self._ranks.from_all(offer))
+        flat, failure = FlatState({}, {}, {}, {}), ""
+        try:
+            flat = FlatState.of(state)
+        except CheckpointError as error:
+            failure = str(error)
+        offer = Offer.of(flat)
+        if self._ranks.any(bool(failure) or offer != self._offer):
+            self._offer = self._plan = None
+            found = self._ranks.from_all((offer, failure))
+            if failures := [f"Rank {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed]:
+                raise CheckpointError(" ".join(failures))
+            self._plan = assign([each for each, _ in found])
             self._offer = offer
         assert self._plan is not None
-        return self._plan
+        return flat, self._plan
 
 
 def _view(flat: FlatState, item: Assigned) -> Tensor:
@@ -130,7 +138,7 @@ class Prepared:
 
         Args:
             target: the directory; one that is there is replaced.
-            rest: what else belongs to the checkpoint, for its ``meta.pt``. Of the first rank; must not change meanwhile.
+            rest: what else belongs to the checkpoint, for its ``meta.pt``. Of the first rank. Must stay as it is.
             note: what the directory should tell of itself, as JSON has it. Of the first rank.
 
         Raises:
@@ -159,6 +167,7 @@ class Prepared:
                 before, behind = envelopes.of(values)
                 written.append(_Written(item.part, write_item(file, item.name, before, raw(values), behind)))
             for name, data in self._objects.items():
+                check_object(name, data)
                 written.append(_Written(None, write_item(file, name, data, b"", b"")))
             to_disk(raw_file)
         return written
@@ -200,7 +209,7 @@ class Prepared:
         tensors = {name: (described, tuple(chunks[name])) for name, described in self._plan.tensors.items()}
         for name, aliases in self._plan.aliases.items():
             tensors.update(dict.fromkeys(aliases, tensors[name]))
-        return Contents(tensors, objects, self._plan.paths)
+        return Contents(tensors, objects, self._plan.paths, has_manifest=True)
 
 
 def _write_whole(path: Path, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
