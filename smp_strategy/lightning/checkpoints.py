@@ -13,8 +13,10 @@ What Lightning calls, on all ranks::
 """
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from smp_strategy.engine import Engine
 from smp_strategy.errors import CheckpointError, UnsupportedError
 from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.division import divided, put_together, snapshot
+from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume import KEY, Resumption
 from smp_strategy.lightning.saves import Saves
@@ -53,6 +56,10 @@ class CheckpointHooks(CommunicationHooks):
     _resumption: Resumption | None
     _saves: Saves | None = None
     _has_failed: bool
+    # An error has come out of a step: ranks may be in different places of it.
+    _is_torn = False
+    # Whether all ranks were stopped by the error that ends the run; None: nobody has asked.
+    _stopped_together: bool | None = None
     _stand_ins: ExitStack
 
     @property
@@ -73,6 +80,7 @@ class CheckpointHooks(CommunicationHooks):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights under their plain names, as the module's docstring says. Collective."""
+        self._refuse_alone()
         if self._is_sharded:
             return _with_all_names(self.engine.held_state(())["state_dict"])
         return _described_elsewhere(self.engine.full_state_dict())
@@ -140,6 +148,30 @@ class CheckpointHooks(CommunicationHooks):
             own[KEY] = self._resumption.collected(self._trainer)
         return own
 
+    def _refuse_alone(self) -> None:
+        """An error has ended the run, and a callback wants a checkpoint of that: if all ranks do, of the same step.
+
+        Otherwise the error goes on its way, as if nobody had asked for one.
+        """
+        error, trainer = sys.exception(), getattr(self.lightning_module, "_trainer", None)
+        if error is None or trainer is None or trainer.state.status != "interrupted":
+            return
+        if self._stopped_together is None:
+            place = f"{trainer.global_step}/{trainer.current_epoch}/{type(error).__name__}"
+            self._stopped_together = have_all_stopped(None if self._is_torn else place)
+        if self._stopped_together:
+            assert self._saves is not None
+            self._saves.in_background = False  # this process may end soon
+            return
+        warnings.warn(
+            f"No checkpoint is saved of the {type(error).__name__} that ends this run: that takes all ranks, but they "
+            "have not all stopped between the same steps. Save at intervals (`every_n_train_steps`).",
+            stacklevel=2,
+        )
+        self.on_exception(error)
+        trainer._teardown()
+        raise error
+
     # Loading
 
     @property
@@ -166,7 +198,8 @@ class CheckpointHooks(CommunicationHooks):
         path = self._local(checkpoint_path)
         with allowing_plain_values():
             if path is not None and is_sharded(path):
-                checkpoint = put_together(Stored.open(path))
+                stored = Stored.open(path)
+                checkpoint = put_together(stored, stored.rest(weights_only=weights_only))
             elif path is None or self._has_own_io:
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             else:
@@ -238,6 +271,15 @@ class CheckpointHooks(CommunicationHooks):
         return Path(str(path).removeprefix("file://").removeprefix("local://"))
 
     # A run
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What happens in here is done by all ranks, or half done."""
+        try:
+            yield
+        except BaseException:
+            self._is_torn = True
+            raise
 
     def _begin_saving(self, trainer: Any) -> None:
         """A run begins: its callbacks and loggers meet checkpoints that are written in the background."""

@@ -15,7 +15,7 @@ of the user may drop, rename and change them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from torch import Tensor
@@ -33,8 +33,9 @@ _MARK: Final = "smp_strategy/spread"
 class Directory(Readable, Protocol):
     """An opened checkpoint of many files."""
 
-    def rest(self) -> dict[str, Any]:
-        """What is in ``meta.pt``."""
+    @property
+    def paths(self) -> Mapping[str, tuple[Any, ...]]:
+        """The way to each entry in dicts of dicts, or its name alone."""
 
 
 def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -58,24 +59,29 @@ def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return {**state, _SPREAD: found} if found else state, rest
 
 
-def put_together(stored: Directory) -> dict[str, Any]:
-    """The checkpoint that was :func:`divided`, with tensors that are read when they are used."""
-    entries: dict[str, Any] = {name: UnreadTensor.of(stored, name) for name in stored.tensors}
-    entries.update(stored.read_objects(stored.objects))
-    parts: dict[str, Any] = {}
-    for name, value in entries.items():
-        part, dot, inside = name.partition(".")
-        if dot:
-            parts.setdefault(part, {})[inside] = value
-        else:  # of other writers
-            parts[name] = value
+def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint that was :func:`divided`, with tensors that are read when they are used.
+
+    Args:
+        stored: by the ranks.
+        rest: everything else.
+    """
+    parts: dict[Any, Any] = {}
+    values: dict[str, Any] = {name: UnreadTensor.of(stored, name) for name in stored.tensors}
+    values.update(stored.read_objects(stored.objects))
+    for name, value in values.items():
+        *way, last = _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name]
+        inside = parts
+        for key in way:
+            inside = inside.setdefault(key, {})
+        inside[last] = value
     spread = parts.pop(_SPREAD, {})
     whole: dict[str, Any] = pytree.tree_map(
-        lambda node: spread[node[_MARK]] if _is_mark(node) else node, stored.rest(), is_leaf=_is_mark
+        lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
     )
     optimizers = sorted(filter(_is_optimizer, parts), key=lambda key: int(key.rpartition("_")[2]))
     if optimizers:
-        whole[_OPTIMIZERS] = [_optimizer_state(parts.pop(key)) for key in optimizers]
+        whole[_OPTIMIZERS] = [{"state": {}, **parts.pop(key)} for key in optimizers]
     return {**whole, **parts}
 
 
@@ -105,8 +111,8 @@ def _is_mark(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() == {_MARK}
 
 
-def _is_optimizer(key: str) -> bool:
-    return key.startswith("optimizer_") and key.removeprefix("optimizer_").isdecimal()
+def _is_optimizer(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("optimizer_") and key.removeprefix("optimizer_").isdecimal()
 
 
 def _is_spread_dict(value: Any) -> bool:
@@ -143,22 +149,10 @@ def _with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _optimizer_state(part: Mapping[str, Any]) -> dict[str, Any]:
-    """By names of parameters, as those that the groups name."""
-    groups = part.get("param_groups", [])
-    known = {name for group in groups for name in group.get("params", ())}
-    state: dict[str, Any] = {}
-    for key, value in part.items():
-        prefix, _, inside = key.partition(".")
-        if prefix == "state":
-            parameter = _longest_beginning(inside, known)
-            state.setdefault(parameter, {})[inside.removeprefix(f"{parameter}.")] = value
-    return {"state": state, "param_groups": groups}
-
-
-def _longest_beginning(name: str, known: Collection[str]) -> str:
-    beginning = name
-    while beginning := beginning.rpartition(".")[0]:
-        if beginning in known:
-            return beginning
-    return name.rpartition(".")[0]
+def _way_of(name: str) -> tuple[str, ...]:
+    """To what a writer has called ``name`` without telling where it was."""
+    part, _, inside = name.partition(".")
+    if _is_optimizer(part) and inside.startswith("state."):
+        parameter, _, key = inside.removeprefix("state.").rpartition(".")
+        return part, "state", parameter, key
+    return (part, inside) if inside else (name,)

@@ -7,7 +7,6 @@ comes by. If a save fails nothing of it happens, so that the checkpoint before s
 """
 
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Any, final
 
 import torch.distributed as dist
 
+from smp_strategy.storage import commit
 from smp_strategy.storage.background import Background
 from smp_strategy.storage.writer import ShardedWriter
 
@@ -63,12 +63,12 @@ class Saves:
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint of either form, once the one in flight is there. On one rank."""
-        self._later(lambda: _remove(path), path, leaves=False)
+        self._later(lambda: commit.remove(path), path, leaves=False)
 
     def link(self, target: Path, link: Path) -> None:
         """Let ``link`` lead to the checkpoint ``target``, once that is there. On one rank."""
         if _absolute(target) != _absolute(link):
-            self._later(lambda: _link(target, link), link, leaves=True)
+            self._later(lambda: commit.link(target, link), link, leaves=True)
 
     def announce(self, tell: Callable[[], None]) -> None:
         """Call ``tell`` on the main thread, once the checkpoint in flight is there."""
@@ -130,23 +130,3 @@ class Saves:
 
 def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))  # links are names of their own
-
-
-def _remove(path: Path) -> None:
-    """So that a reader finds all of it or nothing."""
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    elif path.is_dir():
-        hidden = path.with_name(f".{path.name}.removed.{os.getpid()}")
-        path.replace(hidden)
-        shutil.rmtree(hidden)
-
-
-def _link(target: Path, link: Path) -> None:
-    """So that ``link`` leads to its old target or to the new one at any time."""
-    new = link.with_name(f".{link.name}.link.{os.getpid()}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(os.path.relpath(target, link.parent))
-    if link.is_dir() and not link.is_symlink():
-        _remove(link)
-    new.replace(link)
