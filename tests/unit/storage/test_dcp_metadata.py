@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place, from_bytes, to_bytes
 from smp_strategy.storage.assignment import Described
+from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place, from_bytes, to_bytes
 from smp_strategy.storage.rectangles import Rectangle
 
 CONTENTS = Contents(
