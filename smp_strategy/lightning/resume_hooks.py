@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from smp_strategy.checkpoint.edited import EditedState
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.lightning.communication import CommunicationHooks
@@ -62,7 +63,7 @@ class ResumeHooks(CommunicationHooks):
         if self._resumption is not None and KEY in own:
             self._resumption.read(own, self._trainer)
         if _GRADIENTS in checkpoint:
-            self.engine.load_gradients(checkpoint[_GRADIENTS])
+            self.engine.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
 
     def on_train_start(self) -> None:
         """Go on with the data and the random numbers of an earlier run. See [Note: going on]."""

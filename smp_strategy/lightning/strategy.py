@@ -177,7 +177,8 @@ class SMPHooks(CheckpointHooks):
         backend = self.process_group_backend or backend_for(self.parallel_devices or [])
         options = {} if self._timeout is None else {"timeout": self._timeout}
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
-        self._has_failed = False
+        self._has_failed = self._is_torn = False
+        self._stopped_together = None
         # An earlier run may have left the module spread over the ranks. Everything from here on, callbacks that copy
         # it in `setup` for instance, meets an ordinary module.
         restore_left(self.lightning_module)
@@ -214,6 +215,7 @@ class SMPHooks(CheckpointHooks):
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
+        self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
 
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
@@ -328,23 +330,26 @@ class SMPHooks(CheckpointHooks):
         """Forward and backward of all microbatches. See [Note: commit]."""
         module, batch = self.lightning_module, (*args, *kwargs.values())
         assert module is not None
+        self._look_after_saves()
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
             self._has_stepped = False
-            return run_manual_step(self.engine, module, batch, context=context)
+            with self._in_step():
+                return run_manual_step(self.engine, module, batch, context=context)
         number, length = accumulation_window(module.trainer)
         if number == 0 and self._forgets_early:
             forget_gradients(map(unwrap, self.optimizers))
         scaler = self.precision_plugin.scaler
-        return run_training_step(
-            self.engine,
-            module,
-            batch,
-            context=context,
-            reduce=lambda: self._may_reduce,
-            continues=number > 0,
-            factor=(1.0 if scaler is None else scaler.get_scale()) / length,
-        )
+        with self._in_step():
+            return run_training_step(
+                self.engine,
+                module,
+                batch,
+                context=context,
+                reduce=lambda: self._may_reduce,
+                continues=number > 0,
+                factor=(1.0 if scaler is None else scaler.get_scale()) / length,
+            )
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Backward of the loss that a step has returned, or, under manual optimization, of the microbatches' losses."""
@@ -366,11 +371,13 @@ class SMPHooks(CheckpointHooks):
         return self._eval_step("predict_step", self.precision_plugin.predict_step_context, *args, *kwargs.values())
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
-        return run_eval_step(self.engine, self.lightning_module, name, args, context=context, is_joint=self._is_joint)
+        with self._in_step():
+            module, is_joint = self.lightning_module, self._is_joint
+            return run_eval_step(self.engine, module, name, args, context=context, is_joint=is_joint)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
-        with self.engine.views.put_aside():
+        with self._in_step(), self.engine.views.put_aside():
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
@@ -432,6 +439,7 @@ class SMPHooks(CheckpointHooks):
         """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._end_saving()
         self._stand_ins.close()
         self._manual = None
         if self._engine is not None:
