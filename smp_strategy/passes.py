@@ -29,7 +29,7 @@ from smp_strategy.errors import CheckpointError
 from smp_strategy.random_states import RngState, global_state, packed, set_global_state, unpacked
 from smp_strategy.readers import Reading
 
-__all__ = ["Pass", "follow", "generators_of", "pass_of", "set_generators"]
+__all__ = ["Pass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
 
 _END = object()
 # How often others may draw from the stream of a pass before that is too much to note.
@@ -182,6 +182,7 @@ class Pass:
             "generators_began": self._began[1],
             "generators": self._generator_states(),
             "num_given": self._num_given,
+            "batch_size": batch_size_of(self._loader),
             "num_unused": num_unused,
             "others_drew": self._reading.state() != self._left,
             "jumps": [[number, packed(state)] for number, state in self._jumps],
@@ -222,7 +223,8 @@ class Pass:
             with self._reading.elsewhere(unpacked(place["before"])):  # [5]
                 set_generators(self._generators, place["generators_before"])
                 self._ready.extend(self._existing(lambda: next(self._inner)) for _ in range(place["num_unused"]))
-        set_generators(self._generators, place["generators"])
+        if not place.get("is_of_others"):
+            set_generators(self._generators, place["generators"])
         self._left = None if place["others_drew"] else self._reading.state()
 
     def _restart(self) -> None:
@@ -246,6 +248,8 @@ class Pass:
             before, here = here, _flat(global_state(), self._generator_states())
             if done:
                 has_drawn = [each or one != other for each, one, other in zip(has_drawn, before, here, strict=True)]
+        if place.get("is_of_others"):  # there are no such numbers
+            return True
         there = _flat(self._reading.state(), place["generators"])
         if place["num_unused"]:
             there = _flat(unpacked(place["before"]), place["generators_before"])
@@ -297,6 +301,12 @@ class _Sized:
 
 def _flat(state: RngState, generators: Iterable[Tensor]) -> list[Any]:
     return [*state, *(each.numpy().tobytes() for each in generators)]
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Samples of a batch of ``loader``; ``None``: nobody knows."""
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def set_generators(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
