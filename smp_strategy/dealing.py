@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-__all__ = ["balanced"]
+__all__ = ["balanced", "balanced_among"]
 
 
 def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
@@ -24,4 +24,23 @@ def balanced(sizes: Sequence[int], num_shares: int) -> list[int]:
         total, share = totals[0]
         shares[item] = share
         heapq.heapreplace(totals, (total + sizes[item], share))
+    return shares
+
+
+def balanced_among(sizes: Sequence[int], choices: Sequence[Sequence[int]], num_shares: int) -> list[int]:
+    """Deal out items of which not every share can have each, so that the shares are about equally large.
+
+    Args:
+        sizes: of the items.
+        choices: the shares that can have each item; at least one.
+        num_shares: how many shares there are.
+
+    Returns:
+        The share of each item.
+    """
+    shares, totals = [0] * len(sizes), [0] * num_shares
+    # What has no choice comes first: the others fill up beside it.
+    for item in sorted(range(len(sizes)), key=lambda item: (len(choices[item]) > 1, -sizes[item], item)):
+        shares[item] = min(choices[item], key=lambda share: (totals[share], share))
+        totals[shares[item]] += sizes[item]
     return shares

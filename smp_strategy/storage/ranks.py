@@ -1,0 +1,86 @@
+"""What ranks that write together tell each other, and how all of them learn that one has failed."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["Ranks"]
+
+T = TypeVar("T")
+
+
+@final
+class Ranks:
+    """Ranks that call the same methods in the same order.
+
+    Args:
+        group: of the backend gloo; ``None``: this process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank."""
+        if self._group is None:
+            return here
+        flag = torch.tensor(int(here))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag)
+
+    def from_all(self, value: T) -> list[T]:
+        """The value of each rank, on all of them."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def first_does(self, what: Callable[[], T], failure: str) -> T:
+        """Call ``what`` on the first rank; all get its result, or a CheckpointError that begins with ``failure``."""
+        found, error = _outcome(what, self.rank == 0)
+        if self._group is None:
+            message = self._message(error)
+        else:
+            both = [found, self._message(error)]
+            dist.broadcast_object_list(both, group=self._group, group_src=0)
+            found, message = both
+        if message:
+            raise CheckpointError(f"{failure} {message}") from error
+        return found
+
+    def all_do(self, what: Callable[[], T], failure: str) -> list[T]:
+        """Call ``what`` on all ranks; the first gets the results, the others their own.
+
+        If a rank fails, all of them get a CheckpointError that begins with ``failure`` and names it.
+        """
+        found, error = _outcome(what, True)
+        outcomes: list[Any] = [(found, self._message(error))]
+        if self._group is not None:
+            mine, outcomes = outcomes[0], [None] * self.size
+            dist.gather_object(mine, outcomes if self.rank == 0 else None, group=self._group, group_dst=0)
+        failed = self.first_does(lambda: [message for _, message in outcomes if message], failure)
+        if failed:
+            raise CheckpointError(f"{failure} {' '.join(failed)}") from error
+        return [result for result, _ in outcomes] if self.rank == 0 else [found]
+
+    def _message(self, error: BaseException | None) -> str:
+        if error is None:
+            return ""
+        what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return f"Rank {self.rank}: {what}" if self.size > 1 else what
+
+
+def _outcome(what: Callable[[], T], is_called: bool) -> tuple[Any, Exception | None]:
+    if not is_called:
+        return None, None
+    try:
+        return what(), None
+    except Exception as error:
+        return None, error

@@ -1,0 +1,305 @@
+"""Reading a directory that several ranks have written: ours, or any that PyTorch's distributed checkpointing writes.
+
+Each rank reads what it needs. A directory of ours has a manifest: then all bytes that are read are verified, and values
+are found without taking files apart. Another one is read by ``torch.load(..., weights_only=True)``, item by item.
+"""
+
+import io
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_strategy.errors import CheckpointError
+from smp_strategy.storage import commit, dcp_metadata, manifest
+from smp_strategy.storage.assignment import Described
+from smp_strategy.storage.checksums import digest
+from smp_strategy.storage.copies import in_host_memory, raw
+from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place
+from smp_strategy.storage.flat_state import Path as Way
+from smp_strategy.storage.held import Held
+from smp_strategy.storage.manifest import Manifest, Region
+from smp_strategy.storage.regions import Files, RegionReader
+from smp_strategy.storage.scattering import WINDOW, check_cover, copies_of, scatter, tensor_in
+from smp_strategy.storage.writer import REST
+
+__all__ = ["Stored", "is_sharded"]
+
+
+def is_sharded(path: Path | str) -> bool:
+    """Whether ``path`` is a directory of PyTorch's distributed checkpoints, ours or another's."""
+    path = Path(path)
+    commit.recover(path)
+    return path.is_dir() and (path / dcp_metadata.FILE_NAME).is_file()
+
+
+@final
+class Stored:
+    """A directory, opened to be read; see :meth:`open`."""
+
+    note: Mapping[str, Any]
+    """What the writer has told of it; empty, if another program was that."""
+    tensors: Mapping[str, Described]
+    """All tensors, by their flat names."""
+    objects: Collection[str]
+    """The flat names of everything else. A list of dicts is one object, though it is stored in pieces."""
+    paths: Mapping[str, Way]
+    """The way to each in the nested state. Where the writer has told none, it is the flat name."""
+
+    def __init__(self, directory: Path, contents: Contents, found: Manifest | None) -> None:
+        self._directory, self._contents, self._manifest = directory, contents, found
+        self._regions: dict[tuple[str, int], Region] = {}
+        for file, regions in found.files.items() if found else ():
+            self._regions.update({(file, region.offset): region for region in regions})
+        self._lists = _lists(contents)
+        hidden = {name for parts in self._lists.values() for name in parts}
+        self.note = found.note if found else {}
+        self.tensors = {name: each for name, (each, _) in contents.tensors.items() if name not in hidden}
+        self.objects = [*(name for name in contents.objects if name not in hidden), *self._lists]
+        self.paths = {name: self._way(name) for name in (*self.tensors, *self.objects)}
+
+    @classmethod
+    def open(cls, path: Path | str) -> "Stored":
+        """Read what is in a directory, but no values.
+
+        Raises:
+            CheckpointError: it is none, damaged, or hostile.
+        """
+        path = Path(path)
+        if not is_sharded(path):
+            raise CheckpointError(
+                f"{path} is no directory that ranks have written together: there is no {dcp_metadata.FILE_NAME} in it."
+            )
+        try:
+            data = (path / dcp_metadata.FILE_NAME).read_bytes()
+            found = None
+            if (path / manifest.FILE_NAME).is_file():
+                found = Manifest.from_bytes((path / manifest.FILE_NAME).read_bytes())
+                _verify_whole(found, dcp_metadata.FILE_NAME, data)
+            contents = dcp_metadata.from_bytes(data)
+            if contents.has_manifest and found is None:
+                raise CheckpointError(f"{manifest.FILE_NAME}, which was written with it, is missing.")
+            stored = cls(path, contents, found)
+            stored._check_places()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} is damaged, or no checkpoint: {error} Load another one.") from error
+        return stored
+
+    def fill(self, wanted: Mapping[str, Held]) -> None:
+        """Write values of tensors to the blocks of this rank. Only what these need is read, and it is verified.
+
+        Args:
+            wanted: by flat names. Blocks may be on any device, and of another floating-point dtype than in the file.
+
+        Raises:
+            CheckpointError: a tensor is missing, of another shape, not complete, or damaged. Blocks may be written to
+                before that is found.
+        """
+        work: list[tuple[Place, str, Held, Chunk]] = []
+        for name, held in wanted.items():
+            chunks = self._checked(name, held)
+            check_cover(name, held, chunks)
+            work += [(chunk.place, name, held, chunk) for chunk in chunks]
+        work.sort(key=lambda each: each[0])
+        with Files(self._directory) as files, torch.no_grad():
+            scratch = torch.from_numpy(np.empty(WINDOW, dtype=np.uint8))
+            small = memoryview(bytearray(self._manifest.piece)) if self._manifest else memoryview(b"")
+            for place, name, held, chunk in work:
+                described = self._contents.tensors[name][0]
+                for _, copies in copies_of(held, [chunk]):
+                    region = self._regions.get((place.file, place.offset))
+                    if region is None:
+                        values: Any = _Loaded(tensor_in(files, name, chunk))
+                    else:
+                        values = RegionReader(files, place.file, region, len(small), small)
+                    scatter(values, chunk.part.sizes, described.dtype, copies, scratch)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as a whole, in host memory.
+
+        Raises:
+            CheckpointError: see :meth:`fill`.
+        """
+        if name not in self._contents.tensors:
+            raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
+        described, chunks = self._contents.tensors[name]
+        # Before memory is taken: a shape can be anything, but what is in files has been compared to their sizes.
+        check_cover(name, Held.whole(torch.empty(described.shape, dtype=described.dtype, device="meta")), chunks)
+        tensor = torch.empty(described.shape, dtype=described.dtype)
+        self.fill({name: Held.whole(tensor)})
+        return tensor
+
+    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
+        """Objects by their flat names.
+
+        Raises:
+            CheckpointError: there is none of a name, it is damaged, or cannot be loaded without running code.
+        """
+        found = {}
+        with Files(self._directory) as files:
+            for name in names:
+                if name in self._lists:
+                    found[name] = _assembled({way: self._part(files, part) for part, way in self._lists[name].items()})
+                elif name in self._contents.objects:
+                    found[name] = self._part(files, name)
+                else:
+                    raise CheckpointError(f"{self._directory} has no object `{name}`.")
+        return found
+
+    def rest(self, *, weights_only: bool = True) -> dict[str, Any]:
+        """What else belongs to the checkpoint; empty, if there is nothing.
+
+        Args:
+            weights_only: see ``torch.load``. Without it a file can run code: only for files that one trusts.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be loaded.
+        """
+        path = self._directory / REST
+        listed = self._manifest is not None and REST in self._manifest.files
+        if not listed and not path.is_file():
+            return {}
+        try:
+            data = path.read_bytes()
+            if self._manifest is not None and listed:
+                _verify_whole(self._manifest, REST, data)
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except Exception as error:  # what torch.load raises depends on where it stumbles
+            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path} should have a dict, but has a {type(found).__name__}.")
+        return found
+
+    def place(self, name: str) -> str:
+        """The files that have a tensor or an object, for people."""
+        if name in self._lists:
+            return ", ".join(dict.fromkeys(self.place(part) for part in self._lists[name]))
+        if name in self._contents.objects:
+            return self._contents.objects[name].file
+        return ", ".join(dict.fromkeys(chunk.place.file for chunk in self._contents.tensors[name][1]))
+
+    def _way(self, name: str) -> Way:
+        if name in self._lists:
+            part, inside = next(iter(self._lists[name].items()))
+            return self._contents.paths[part][: -len(inside)]
+        return self._contents.paths.get(name, (name,))
+
+    def _checked(self, name: str, held: Held) -> tuple[Chunk, ...]:
+        if name not in self._contents.tensors:
+            raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
+        described, chunks = self._contents.tensors[name]
+        if described.shape != tuple(held.shape):
+            raise CheckpointError(
+                f"`{name}` has shape {list(described.shape)} in {self._directory}, but {list(held.shape)} here. Load "
+                "it into the model that it was saved from."
+            )
+        if described.dtype != held.dtype and not (described.dtype.is_floating_point and held.dtype.is_floating_point):
+            raise CheckpointError(
+                f"`{name}` is {described.dtype} in {self._directory}, but {held.dtype} here, and only floating-point "
+                "values are converted."
+            )
+        return chunks
+
+    def _part(self, files: Files, name: str) -> Any:
+        if name in self._contents.tensors:
+            return self.read(name)
+        place = self._contents.objects[name]
+        data = bytearray(min(place.length, files.size(place.file)))
+        region = self._regions.get((place.file, place.offset))
+        if region is None:
+            files.read_into(place.file, place.offset, memoryview(data))
+        else:
+            assert self._manifest is not None
+            piece = self._manifest.piece
+            for (start, stop), expected in zip(region.pieces(piece), region.digests, strict=True):
+                memory = memoryview(data)[start - place.offset : stop - place.offset]
+                files.read_into(place.file, start, memory)
+                if digest(memory) != expected:
+                    raise CheckpointError(
+                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written. Load "
+                        "another checkpoint."
+                    )
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # what torch.load raises depends on where it stumbles
+            raise CheckpointError(f"`{name}` in {self._directory / place.file} cannot be loaded: {error}") from error
+
+    def _check_places(self) -> None:
+        """What is to be read is there, as far as sizes tell; and the two descriptions of it agree."""
+        with Files(self._directory) as files:
+            for file, regions in self._manifest.files.items() if self._manifest else ():
+                size, expected = files.size(file), sum(region.length for region in regions)
+                if size != expected:
+                    raise CheckpointError(f"{file} has {size} bytes, but was written with {expected}.")
+            for name, (described, chunks) in self._contents.tensors.items():
+                for chunk in chunks:
+                    self._check_place(files, name, chunk.place, chunk.part.numel * described.dtype.itemsize)
+            for name, place in self._contents.objects.items():
+                self._check_place(files, name, place, 0)
+
+    def _check_place(self, files: Files, name: str, place: Place, num_bytes: int) -> None:
+        if place.offset + place.length > files.size(place.file):
+            raise CheckpointError(
+                f"{place.file} ends after {files.size(place.file)} bytes, before the end of `{name}`."
+            )
+        if self._manifest is None:
+            return
+        region = self._regions.get((place.file, place.offset))
+        if region is None or region.length != place.length or (num_bytes and region.values != num_bytes):
+            raise CheckpointError(f"{manifest.FILE_NAME} tells of `{name}` other than {dcp_metadata.FILE_NAME}.")
+
+
+@final
+class _Loaded:
+    """The values of a tensor in memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = raw(in_host_memory(tensor))
+
+    def read_into(self, start: int, memory: memoryview) -> None:
+        """See :class:`~smp_strategy.storage.scattering.Values`."""
+        memory[:] = self._bytes[start : start + len(memory)]
+
+
+def _verify_whole(found: Manifest, file: str, data: bytes) -> None:
+    """Compare a file that is one region."""
+    regions = found.files.get(file, ())
+    pieces = [piece for region in regions for piece in region.pieces(found.piece)]
+    digests = [each for region in regions for each in region.digests]
+    is_whole = len(data) == sum(region.length for region in regions) and len(pieces) == len(digests)
+    if not is_whole or any(digest(data[slice(*piece)]) != each for piece, each in zip(pieces, digests, strict=True)):
+        raise CheckpointError(f"{file} has changed since it was written.")
+
+
+def _lists(contents: Contents) -> dict[str, dict[str, Way]]:
+    """Lists with other things than tensors in them: by their names, the parts, and where these are inside."""
+    found: dict[str, dict[str, Way]] = defaultdict(dict)
+    for name in (*contents.objects, *contents.tensors):
+        path = contents.paths.get(name, ())
+        number = next((number for number, key in enumerate(path) if isinstance(key, int)), 0)
+        if number:
+            found[".".join(map(str, path[:number]))][name] = path[number:]
+    return {
+        name: parts
+        for name, parts in found.items()
+        if any(part in contents.objects for part in parts) and name not in contents.objects
+    }
+
+
+def _assembled(leaves: Mapping[Way, Any]) -> Any:
+    """The list, dict or leaf of which these are the parts."""
+    if list(leaves) == [()]:
+        return leaves[()]
+    inside: dict[str | int, dict[Way, Any]] = defaultdict(dict)
+    for (key, *way), leaf in leaves.items():
+        inside[key][tuple(way)] = leaf
+    items = {key: _assembled(parts) for key, parts in inside.items()}
+    if all(isinstance(key, int) for key in items):
+        return [items[key] for key in sorted(items, key=int)]
+    return items
