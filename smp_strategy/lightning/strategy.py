@@ -10,7 +10,7 @@ one subject each. The order in which Lightning calls (fit)::
                             process_dataloader           per loader
     per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
                             under manual optimization all of it in training_step: see manual.py
-    checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint
+    checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint: see checkpoints.py
     end                     teardown                     the module is whole again
 
 ``fit``, ``validate``, ``test`` and ``predict`` each run through all of it, so every hook may be called again. The
@@ -20,7 +20,7 @@ model is partitioned inside the first step, on real shapes; until then it is who
 import gc
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ from smp_strategy.explain.explanation import Explanation
 from smp_strategy.failure import publish
 from smp_strategy.leaving import call_at_exit
 from smp_strategy.left_spread import leave_spread, restore_left
-from smp_strategy.lightning.communication import CommunicationHooks
+from smp_strategy.lightning.checkpoints import CheckpointHooks, unwrap
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import backend_for, devices_of_launcher, submitit_environment
 from smp_strategy.lightning.gradients import for_all_ranks, forget_gradients
@@ -56,11 +56,8 @@ from smp_strategy.timeline.timeline import Timeline
 
 __all__ = ["SMPHooks"]
 
-# Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
-CHECKPOINT_KEY = "smp_strategy"
 
-
-class SMPHooks(CommunicationHooks):
+class SMPHooks(CheckpointHooks):
     """Train an unmodified LightningModule with its layers spread over pipeline ranks.
 
     Example::
@@ -207,7 +204,7 @@ class SMPHooks(CommunicationHooks):
         refuse_unsupported(trainer, module, self.optimizers)
         self.setup_precision_plugin()
         self._engine.attach(
-            module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
+            module, [unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
         )
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
@@ -275,14 +272,14 @@ class SMPHooks(CommunicationHooks):
                 plugin,
                 self.tree,
                 lambda *arguments: self.engine.clip_grad_norm_(*arguments),
-                lambda optimizer: self.engine.begin_update(_unwrap(optimizer)),
+                lambda optimizer: self.engine.begin_update(unwrap(optimizer)),
                 self._scaler_of,
             )
         self._precision_plugin = plugin
 
     def _scaler_of(self, plugin: Any) -> GradientScaler | None:
         return make_scaler(
-            plugin, self.config, lambda *given: self.engine.unscale(*given), lambda: map(_unwrap, self.optimizers)
+            plugin, self.config, lambda *given: self.engine.unscale(*given), lambda: map(unwrap, self.optimizers)
         )
 
     def explain(self) -> Explanation:
@@ -332,7 +329,7 @@ class SMPHooks(CommunicationHooks):
             return run_manual_step(self.engine, module, batch, context=context)
         number, length = accumulation_window(module.trainer)
         if number == 0 and self._forgets_early:
-            forget_gradients(map(_unwrap, self.optimizers))
+            forget_gradients(map(unwrap, self.optimizers))
         scaler = self.precision_plugin.scaler
         return run_training_step(
             self.engine,
@@ -372,7 +369,7 @@ class SMPHooks(CommunicationHooks):
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
-            self.engine.end_update(_unwrap(optimizer))
+            self.engine.end_update(unwrap(optimizer))
             return result
 
     @contextmanager
@@ -408,42 +405,6 @@ class SMPHooks(CommunicationHooks):
         self._data_stream.check(batch)
         with self._data_stream.draws():
             return super().batch_to_device(batch, device, dataloader_idx)
-
-    # Checkpoints: one ordinary Lightning file, whatever the layout that writes or reads it
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights under their plain names on global rank 0, nothing on the others. Collective."""
-        return self.engine.full_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """All of the optimizer's state as one process has it, on global rank 0. Collective."""
-        return self.engine.full_optimizer_state(_unwrap(optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the file on global rank 0; the Trainer lets the others wait. Collective."""
-        checkpoint[CHECKPOINT_KEY] = self.engine.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded when the engine exists, which remembers them for tensors without memory."""
-        return self.config.delayed_parameter_initialization
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's share of the weights; before the first step that is all of them."""
-        module = self.lightning_module
-        assert module is not None
-        if self._engine is not None and self._engine.serves(module):
-            self._engine.load_state_dict(checkpoint["state_dict"], strict=strict)
-        else:
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's share of the optimizers' state and the engine's own."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_optimizer_state(_unwrap(optimizer), state)
-        if CHECKPOINT_KEY in checkpoint:
-            self.engine.load_state(checkpoint[CHECKPOINT_KEY])
 
     # The end
 
@@ -481,9 +442,3 @@ class SMPHooks(CommunicationHooks):
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # what earlier runs have left may hold groups, too
-
-
-def _unwrap(optimizer: Any) -> Optimizer:
-    """The user's optimizer inside a LightningOptimizer."""
-    unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
-    return unwrapped

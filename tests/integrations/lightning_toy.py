@@ -15,6 +15,7 @@ from smp_strategy.testing import run_ranks
 
 NEWER, OLDER = "lightning.pytorch", "pytorch_lightning"
 FEATURES, CLASSES = 8, 4
+make_strategy(NEWER)  # what it imports costs a second, and forked ranks have it already
 
 
 def toy_data(samples: int = 48) -> TensorDataset:
