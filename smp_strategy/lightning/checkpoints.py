@@ -27,14 +27,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.edited import EditedState
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
 from smp_strategy.errors import CheckpointError, UnsupportedError
-from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.division import divided, put_together, snapshot
 from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
-from smp_strategy.lightning.resume import KEY, Resumption
+from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
 from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.held import Held
@@ -44,16 +41,10 @@ from smp_strategy.storage.unread import UnreadTensor
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
-# Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
-CHECKPOINT_KEY = "smp_strategy"
 
-
-class CheckpointHooks(CommunicationHooks):
+class CheckpointHooks(ResumeHooks):
     """The strategy's hooks that save and load. See the module's docstring."""
 
-    config: SMPConfig
-    _engine: Engine | None
-    _resumption: Resumption | None
     _saves: Saves | None = None
     _has_failed: bool
     # An error has come out of a step: ranks may be in different places of it.
@@ -61,16 +52,6 @@ class CheckpointHooks(CommunicationHooks):
     # Whether all ranks were stopped by the error that ends the run; None: nobody has asked.
     _stopped_together: bool | None = None
     _stand_ins: ExitStack
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the module that is being trained; exists from ``setup`` on."""
-        raise NotImplementedError
-
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @property
     def _is_sharded(self) -> bool:
@@ -94,7 +75,7 @@ class CheckpointHooks(CommunicationHooks):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write it, or begin to; the Trainer lets all ranks wait for each other afterwards. Collective."""
-        checkpoint[CHECKPOINT_KEY] = self._own_state(checkpoint)
+        self._add_own_state(checkpoint)
         saves = self._saves
         assert saves is not None
         saves.wait()
@@ -140,13 +121,6 @@ class CheckpointHooks(CommunicationHooks):
             super().remove_checkpoint(filepath)
         else:
             self._saves.remove(path)
-
-    def _own_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """What plain Lightning passes over; on global rank 0 it is complete. Collective."""
-        own: dict[str, Any] = dict(self.engine.state_dict())
-        if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
-            own[KEY] = self._resumption.collected(self._trainer)
-        return own
 
     def _refuse_alone(self) -> None:
         """An error has ended the run, and a callback wants a checkpoint of that: if all ranks do, of the same step.
@@ -240,22 +214,7 @@ class CheckpointHooks(CommunicationHooks):
                 self.engine.load_stored_optimizer(source, number, unwrap(optimizer))
             else:
                 self.engine.load_optimizer_state(unwrap(optimizer), state)
-        if CHECKPOINT_KEY in checkpoint:
-            self.engine.load_state(checkpoint[CHECKPOINT_KEY])
-            if self._resumption is not None and KEY in checkpoint[CHECKPOINT_KEY]:
-                self._resumption.read(checkpoint[CHECKPOINT_KEY], self._trainer)
-
-    def on_train_start(self) -> None:
-        """Go on with data and random numbers of an earlier run. See [Note: going on]."""
-        if self._resumption is not None:
-            own = self._resumption.training_starts(self._trainer)
-            if own is not None:
-                self.engine.load_state(dict(own))  # a trial of validation has counted its batches
-
-    def on_train_end(self) -> None:
-        """Lightning lets go of the data."""
-        if self._resumption is not None:
-            self._resumption.training_ends(self._trainer)
+        self._load_own_state(checkpoint)
 
     # Where
 

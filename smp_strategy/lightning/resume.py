@@ -58,6 +58,11 @@ class Resumption:
         self._at_end: dict[str, Any] | None = None
         self._progress_at_end: dict[str, bool] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether training has ended."""
+        return self._at_end is not None
+
     # To a checkpoint
 
     def collected(self, trainer: Any) -> dict[str, Any]:

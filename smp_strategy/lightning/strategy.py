@@ -103,7 +103,6 @@ class SMPHooks(CheckpointHooks):
         self._timeout = timeout
         self._engine: Engine | None = None
         self._data_stream: DataStream | None = None
-        self._resumption: Resumption | None = None
         self._manual: ManualOptimization | None = None
         self._stand_ins = ExitStack()  # closed at the end of a run, which gives back what was replaced for it
         self._may_reduce = True
@@ -334,6 +333,7 @@ class SMPHooks(CheckpointHooks):
         self._look_after_saves()
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
+            self._has_stepped = False
             with self._in_step():
                 return run_manual_step(self.engine, module, batch, context=context)
         number, length = accumulation_window(module.trainer)
@@ -382,6 +382,7 @@ class SMPHooks(CheckpointHooks):
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
             self.engine.end_update(unwrap(optimizer))
+            self._has_stepped = True
             return result
 
     @contextmanager
