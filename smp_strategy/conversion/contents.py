@@ -3,14 +3,14 @@
 Every form is opened as :class:`Contents` and written from :class:`Contents`, so that any can become any other.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-__all__ = ["Contents", "LazyTensor", "OptimizerContents", "map_tensors", "nested", "tensors_of"]
+__all__ = ["Contents", "LazyTensor", "OptimizerContents", "map_tensors", "tensors_of"]
 
 
 @final
@@ -22,17 +22,19 @@ class LazyTensor:
     dtype: torch.dtype
     read: Callable[[], Tensor]
     """Returns the values, on the host; must not be written to."""
-    memory: object = None
+    memory: Hashable = None
     """Tensors that are one in memory or in a file have an equal one; ``None``: not known to be shared."""
+    is_mapped: bool = False
+    """Whether reading takes no memory, or none besides what is taken already."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> "LazyTensor":
         """Of a tensor that is there, or is mapped from a file."""
         tensor = tensor.detach()
-        memory = None
+        memory: Hashable = None
         if tensor.layout == torch.strided and tensor.numel():
             memory = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, memory)
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, memory, True)
 
     @property
     def num_bytes(self) -> int:
@@ -65,12 +67,12 @@ class Contents:
     weights: dict[str, Any]
     """By the names of the state dict; other objects than :class:`LazyTensor` are extra state of modules."""
     optimizers: list[OptimizerContents] = field(default_factory=list)
-    gradients: dict[str, LazyTensor] = field(default_factory=dict)
-    """Of a step that was not at its end."""
     rest: dict[str, Any] = field(default_factory=dict)
-    """What a Lightning checkpoint has besides; empty for others."""
+    """What a Lightning checkpoint has besides; empty for others. Tensors may be :class:`LazyTensor`."""
     note: dict[str, Any] = field(default_factory=dict)
     """Which layout wrote it, and when."""
+    has_digests: bool = False
+    """Whether damage would be noticed."""
     remarks: list[str] = field(default_factory=list)
     """What was left out or guessed while it was opened."""
 
@@ -105,14 +107,3 @@ def tensors_of(value: Any) -> Iterator[LazyTensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_of(item)
-
-
-def nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
-    """Values by the keys on the way to them, as dicts in dicts."""
-    found: dict[str, Any] = {}
-    for path, value in flat.items():
-        level = found
-        for key in path[:-1]:
-            level = level.setdefault(key, {})
-        level[path[-1]] = value
-    return found

@@ -9,17 +9,19 @@ a bare state dict                       names and tensors
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from smp_strategy.conversion.contents import Contents, LazyTensor, OptimizerContents, tensors_of
-from smp_strategy.conversion.parameter_numbers import Shape, named_groups
+from smp_strategy.conversion.parameter_numbers import NAMES, Shape, named_groups
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["contents_of", "parameter_shapes", "read_optimizer"]
+__all__ = ["PARAMETER_NAMES", "contents_of", "parameter_shapes", "read_optimizer"]
 
-MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict", "weights")
-OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
+# In a full file, for each optimizer and each of its groups the names of the parameters, which PyTorch numbers.
+PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
+MODEL_KEYS: Final = ("state_dict", "model", "module", "model_state_dict", "weights")
+OPTIMIZER_KEYS: Final = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
 
 
 def contents_of(
@@ -48,19 +50,34 @@ def contents_of(
     else:
         others = {key: value for key, value in tree.items() if key != taken}
         found = Contents(kind=kind, weights=dict(weights))
-    shapes = parameter_shapes(found.weights)
-    for number, (where, state) in enumerate(_take_optimizers(others)):
-        optimizer = read_optimizer(state, shapes, where, found.remarks)
-        if optimizer is None:
-            # Numbers must stay what they were.
-            found.remarks.extend(f"`{later}` was left out, too." for later, _ in _take_optimizers(tree)[number + 1 :])
-            break
-        found.optimizers.append(optimizer)
-    gradients = others.pop("gradients", None)
-    if isinstance(gradients, Mapping):
-        found.gradients = {name: value for name, value in gradients.items() if isinstance(value, LazyTensor)}
+    _add_optimizers(found, _take_optimizers(others), others.pop(PARAMETER_NAMES, None))
     _add_rest(found, others if rest is None else {**others, **rest})
     return found
+
+
+def _add_optimizers(found: Contents, states: Sequence[tuple[str, Mapping[str, Any]]], names: Any) -> None:
+    shapes = parameter_shapes(found.weights)
+    for number, (where, state) in enumerate(states):
+        known = names[number] if isinstance(names, list) and len(names) == len(states) else None
+        optimizer = read_optimizer(_with_names(state, known), shapes, where, found.remarks)
+        if optimizer is None:
+            # Later ones would get its number.
+            found.remarks += [f"`{later}` was left out, too." for later, _ in states[number + 1 :]]
+            break
+        found.optimizers.append(optimizer)
+
+
+def _with_names(state: Mapping[str, Any], names: Any) -> Mapping[str, Any]:
+    groups = state["param_groups"]
+    if not isinstance(names, list) or len(names) != len(groups):
+        return state
+    return {
+        **state,
+        "param_groups": [
+            {**group, NAMES: own} if len(own) == len(group["params"]) else group
+            for group, own in zip(groups, names, strict=True)
+        ],
+    }
 
 
 def _weights(tree: Mapping[str, Any], source: str, at: str | None) -> tuple[str | None, Mapping[str, Any]]:

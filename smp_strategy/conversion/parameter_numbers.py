@@ -11,11 +11,13 @@ of what is kept decide, if there is one way only to find a group's parameters in
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["find_parameters", "named_groups", "numbered_groups"]
+__all__ = ["NAMES", "Shape", "find_parameters", "named_groups", "numbered_groups"]
 
 Shape = tuple[int, ...]
+# Of a group: names that are known from elsewhere.
+NAMES: Final = "smp_strategy/names"
 
 
 def find_parameters(shapes: Sequence[Shape | None], weights: Mapping[str, Shape]) -> list[str] | None:
@@ -64,8 +66,8 @@ def named_groups(
         numbers = list(group["params"])
         if all(isinstance(number, str) for number in numbers):
             names: list[str] | None = numbers
-        elif len(group.get("param_names", ())) == len(numbers):
-            names = [str(name) for name in group["param_names"]]
+        elif (given := group.get(NAMES, group.get("param_names"))) is not None and len(given) == len(numbers):
+            names = [str(name) for name in given]
         else:
             names, is_guess = find_parameters([shapes.get(number) for number in numbers], weights), True
         if names is None:
