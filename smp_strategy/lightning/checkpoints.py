@@ -128,9 +128,11 @@ class CheckpointHooks(CommunicationHooks):
         """Remove one of either form, on global rank 0; not before a newer one is there that is being written."""
         if self.global_rank != 0:
             return
-        path = self._local(filepath)
-        if path is None or self._has_own_io or self._saves is None:
+        path, io = self._local(filepath), self.checkpoint_io
+        if self._saves is None:
             super().remove_checkpoint(filepath)
+        elif path is None or self._has_own_io:
+            self._saves.remove(Path(filepath), lambda: io.remove_checkpoint(filepath))
         else:
             self._saves.remove(path)
 

@@ -208,7 +208,8 @@ def test_nothing_in_a_file_is_run_unless_it_is_trusted(form, more, tmp_path, mon
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     on_ranks(save_both, 2, tmp_path, PP2)
     path = tmp_path / f"{form}.ckpt"
-    (path / "manifest.json").unlink(missing_ok=True)
+    if form == "sharded":
+        (path / "manifest.json").unlink()
     rest = path / "meta.pt" if form == "sharded" else path
     torch.save({**torch.load(rest), "bomb": Bomb()}, rest)
     with pytest.raises(RuntimeError, match=f"CheckpointError: .*{rest.name}(?s:.)*weights_only"):
