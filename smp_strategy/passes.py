@@ -29,7 +29,7 @@ from smp_strategy.errors import CheckpointError
 from smp_strategy.random_states import RngState, global_state, packed, set_global_state, unpacked
 from smp_strategy.readers import Reading
 
-__all__ = ["Pass", "follow", "generators_of", "pass_of", "set_generators"]
+__all__ = ["Pass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
 
 _END = object()
 # How often others may draw from the stream of a pass before that is too much to note.
@@ -108,7 +108,8 @@ class Pass:
         self._began = self._before = self._reading.state(), self._generator_states()  # [1]
         self._state_before: dict[str, Any] | None = None
         self._num_given = 0
-        self._jumps: list[tuple[int, RngState]] | None = []
+        self._jumps: list[tuple[int, RngState]] = []
+        self._has_all_jumps = True
         self._is_over = False
         with self._reading.draws():
             self._inner = self._iterate()
@@ -159,8 +160,11 @@ class Pass:
     def _note(self) -> None:
         """Where everything is before the next batch, and whether others have drawn from the stream."""
         self._before = self._reading.state(), self._generator_states()
-        if self._jumps is not None and self._before[0] != self._left:
-            self._jumps = [*self._jumps, (self._num_given, self._before[0])] if len(self._jumps) < _MAX_JUMPS else None
+        if self._before[0] != self._left:
+            if len(self._jumps) < _MAX_JUMPS:
+                self._jumps.append((self._num_given, self._before[0]))
+            else:
+                self._has_all_jumps = False
         if isinstance(self._loader, _Stateful) and self._length() is None:
             self._state_before = self._loader.state_dict()
 
@@ -178,9 +182,11 @@ class Pass:
             "generators_began": self._began[1],
             "generators": self._generator_states(),
             "num_given": self._num_given,
+            "batch_size": batch_size_of(self._loader),
             "num_unused": num_unused,
             "others_drew": self._reading.state() != self._left,
-            "jumps": None if self._jumps is None else [[number, packed(state)] for number, state in self._jumps],
+            "jumps": [[number, packed(state)] for number, state in self._jumps],
+            "has_all_jumps": self._has_all_jumps,
         }
         if num_unused:
             found |= {"before": packed(self._before[0]), "generators_before": self._before[1]}
@@ -203,9 +209,8 @@ class Pass:
         self._reading.go_on()
         self._began = unpacked(place["began"]), place["generators_began"]
         self._num_given = place["num_given"]
-        self._jumps = (
-            None if place["jumps"] is None else [(number, unpacked(state)) for number, state in place["jumps"]]
-        )
+        self._jumps = [(number, unpacked(state)) for number, state in place["jumps"]]
+        self._has_all_jumps = place["has_all_jumps"]
         self._is_over = False
         num_used = place["num_given"] - place["num_unused"]
         with self._reading.elsewhere(self._began[0]):
@@ -218,7 +223,8 @@ class Pass:
             with self._reading.elsewhere(unpacked(place["before"])):  # [5]
                 set_generators(self._generators, place["generators_before"])
                 self._ready.extend(self._existing(lambda: next(self._inner)) for _ in range(place["num_unused"]))
-        set_generators(self._generators, place["generators"])
+        if not place.get("is_of_others"):
+            set_generators(self._generators, place["generators"])
         self._left = None if place["others_drew"] else self._reading.state()
 
     def _restart(self) -> None:
@@ -231,27 +237,35 @@ class Pass:
         if self._loader.num_workers or isinstance(self._loader.dataset, IterableDataset):
             return False
         self._restart()
-        after_first = _flat(global_state(), self._generator_states())
-        for done in range(number):
-            self._existing(self._inner._next_index)  # type: ignore[attr-defined]
-            if done == 0:
-                after_first = _flat(global_state(), self._generator_states())
+        jumps = dict(self._jumps)
         here = _flat(global_state(), self._generator_states())
+        has_drawn = [False] * len(here)
+        for done in range(number):
+            if done in jumps:
+                set_global_state(jumps[done])
+                here = _flat(jumps[done], self._generator_states())
+            self._existing(self._inner._next_index)  # type: ignore[attr-defined]
+            before, here = here, _flat(global_state(), self._generator_states())
+            if done:
+                has_drawn = [each or one != other for each, one, other in zip(has_drawn, before, here, strict=True)]
+        if place.get("is_of_others"):  # there are no such numbers
+            return True
         there = _flat(self._reading.state(), place["generators"])
         if place["num_unused"]:
             there = _flat(unpacked(place["before"]), place["generators_before"])
-        return all(one in (other, third) for one, other, third in zip(here, after_first, there, strict=True))
+        return all(one == other or not drawn for drawn, one, other in zip(has_drawn, here, there, strict=True))
 
     def _read(self, number: int) -> None:
         """Read the first batches, and drop them."""
         self._restart()
         began = global_state()
-        jumps = dict(self._jumps or ())
+        jumps = dict(self._jumps)
         for done in range(number):
             if done in jumps:
+                began = jumps[done] if global_state() == began else began
                 set_global_state(jumps[done])
             self._existing(lambda: next(self._inner))
-        if self._jumps is None and global_state() != began:
+        if not self._has_all_jumps and global_state() != began:
             warnings.warn(
                 "Others have drawn random numbers between batches (`on_after_batch_transfer`, say), which cannot be "
                 "repeated for an iterable dataset: after this batch it may not draw what it would have drawn. Use a "
@@ -287,6 +301,12 @@ class _Sized:
 
 def _flat(state: RngState, generators: Iterable[Tensor]) -> list[Any]:
     return [*state, *(each.numpy().tobytes() for each in generators)]
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Samples of a batch of ``loader``; ``None``: nobody knows."""
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
 
 
 def set_generators(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:

@@ -25,9 +25,10 @@ import torch.distributed as dist
 from smp_strategy.lightning.counters import do_due, is_epoch_read, progress_of, put_in_order
 from smp_strategy.lightning.data import DataStream
 from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.other_shares import dealt_out_again, go_on_after
 from smp_strategy.lightning.sums import go_on_adding, sums_of
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.passes import Pass, generators_of, pass_of, set_generators
+from smp_strategy.passes import batch_size_of, generators_of, pass_of, set_generators
 from smp_strategy.random_states import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
 
 __all__ = ["KEY", "Resumption"]
@@ -129,6 +130,10 @@ class Resumption:
         """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters."""
         self._pending = state
         put_in_order(trainer.fit_loop, state[KEY]["progress"])
+        places = self._mine(state[KEY])["loaders"]
+        if places is not None:  # Lightning has those of global rank 0
+            states = [place["loader"] for place in places if place is not None and "loader" in place]
+            trainer.fit_loop._combined_loader_states_to_load = states
         # Lightning says so of loaders that have no state of their own.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
@@ -139,15 +144,14 @@ class Resumption:
         if own is None:
             return None
         state = own[KEY]
-        mine = state["by_data_rank"][self._data_rank % len(state["by_data_rank"])]
-        fit = trainer.fit_loop
+        mine, fit = self._mine(state), trainer.fit_loop
         loaders = _loaders(fit)
         for loader, states in zip(loaders, mine["generators_of_loaders"], strict=False):
             _set_generators(loader, states)
         self._pending_evaluation = list(mine["generators_of_evaluation"])
         for loader in _loaders(fit.epoch_loop.val_loop):
             self.set_evaluation(loader)
-        self._set_passes(fit, loaders, mine)
+        self._set_passes(fit, loaders, mine, len(state["by_data_rank"]))
         is_same = state["data_ranks"] == self._data_ranks
         exception = state["generators_of_others"].get(self._rank) if is_same else None
         set_of_rank(mine["generators"] if exception is None else exception, self._device)
@@ -167,28 +171,53 @@ class Resumption:
         if self._pending_evaluation:
             _set_generators(loader, self._pending_evaluation.pop(0))
 
-    def _set_passes(self, fit: Any, loaders: Sequence[Any], mine: Mapping[str, Any]) -> None:
+    def _mine(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the rank has kept that read what this one reads, if as many shared the samples."""
+        found: Mapping[str, Any] = state["by_data_rank"][self._data_rank % len(state["by_data_rank"])]
+        return found
+
+    def _set_passes(self, fit: Any, loaders: Sequence[Any], mine: Mapping[str, Any], num_before: int) -> None:
         places = mine["loaders"]
-        if places is not None and len(places) != len(loaders):
-            warnings.warn(
-                f"The checkpoint was written in the middle of an epoch over {len(places)} training data loaders, but "
-                f"there are {len(loaders)} now: they begin anew. Use as many as before to go on with the same data.",
-                stacklevel=2,
-            )
-            places = None
+        if places is not None:
+            places = self._places_for(fit, loaders, places, num_before)
         for number, loader in enumerate(loaders):
             found, place = pass_of(loader), None if places is None else places[number]
-            if isinstance(found, Pass):
-                if place is None:
-                    found.begin_again()
-                else:
-                    found.go_on(place)
-            elif place is not None and "loader" in place and hasattr(loader, "load_state_dict"):
-                loader.load_state_dict(place["loader"])
+            if found is not None and place is not None:
+                found.go_on(place)
+            elif found is not None:
+                found.begin_again()
         if places is None:
             fit._resuming_from_checkpoint = False  # else the loop would use the pass that it has begun before
         elif mine["are_consumed"]:
             fit._combined_loader._iterator._consumed = list(mine["are_consumed"])
+
+    def _places_for(
+        self, fit: Any, loaders: Sequence[Any], places: Sequence[Any], num_before: int
+    ) -> Sequence[Any] | None:
+        if len(places) != len(loaders):
+            self._warn(
+                f"The checkpoint was written in the middle of an epoch over {len(places)} training data loaders, but "
+                f"there are {len(loaders)} now: they begin anew. Use as many as before to go on with the same data."
+            )
+            return None
+        num_now = len(self._data_ranks)
+        if num_now == num_before:
+            return places
+        found, told = dealt_out_again(places, [batch_size_of(loader) for loader in loaders], num_before, num_now)
+        lengths = [place["num_given"] for place in found if place is not None]
+        if lengths:
+            go_on_after(fit.epoch_loop.batch_progress, max(lengths))
+        self._warn(
+            f"The checkpoint was written in the middle of an epoch whose samples {num_before} ranks shared; now "
+            f"{num_now} share them. The run goes on after {max(lengths, default=0)} batches of each"
+            f"{'' if told is None else f' ({told})'}. A sampler that deals out one order of all samples "
+            "(`DistributedSampler`) gives those that were not read yet; another one may give others. Resume with as "
+            "many replicas, or from the end of an epoch, for exactly the same data."
+        )
+        return found
+
+    def _warn(self, text: str) -> None:
+        self._tree.pytorch("utilities.rank_zero").rank_zero_warn(text)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
         """Read again what the loop has read in advance."""
