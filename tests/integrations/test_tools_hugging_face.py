@@ -105,7 +105,11 @@ def test_weights_of_hugging_face_become_a_checkpoint_and_come_back(tmp_path):
     wrapped = Wrapped(MODELS["t5"]())
     missing, unexpected = wrapped.load_state_dict(checkpoint["state_dict"], strict=False)
     assert not unexpected
-    assert set(missing) <= {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "model.lm_head.weight"}
+    assert set(missing) <= {
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "model.lm_head.weight",
+    }
     assert main(["export", str(ours), str(back), "--hf", str(tmp_path / "theirs"), "--quiet"]) == 0
     loaded, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(back, output_loading_info=True)
     assert not info["missing_keys"]
