@@ -9,23 +9,25 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from smp_strategy.cli.verifying import verdict
+from smp_strategy.cli.verifying import VERDICTS, verdict
 from smp_strategy.conversion.opening import open_checkpoint
 from smp_strategy.conversion.summary import summary
 from smp_strategy.sizes import show_bytes, show_count
 
 __all__ = ["run"]
 
+_WIDTH = 1000  # names are not cut; tables are as wide as they must be
+
 
 def run(given: Namespace) -> int:
     """Carry out the command; returns its exit status."""
     path = Path(given.checkpoint)
-    contents = open_checkpoint(path, weights_at=given.weights)
+    contents = open_checkpoint(path, weights_at=given.weights, verify=False)
     found = summary(contents, path)
     status = 0
     if given.verify:
         status, said = verdict(path)
-        found["verified"] = {"status": ("intact", "damaged", "unknown")[status], "problems": said}
+        found["verified"] = {"status": VERDICTS[status], "problems": said}
     if given.json:
         print(json.dumps(found, indent=2, default=str))
     else:
@@ -34,7 +36,7 @@ def run(given: Namespace) -> int:
 
 
 def _print(found: Mapping[str, Any], *, is_short: bool) -> None:
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False)
     disk = f"{show_count(found['files'], 'file')}, {show_bytes(found['bytes_on_disk'])}"
     console.print(f"{found['path']}: {found['kind']}, {disk}")
     for name, value in _facts(found):

@@ -30,10 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return import_module(f"smp_strategy.cli.{given.run}").run(given)
     except (SMPError, OSError) as error:
         print(f"smp {given.command}: {error}", file=sys.stderr)
-        return FAILED
+    except RecursionError:
+        print(f"smp {given.command}: something in the checkpoint is nested too deeply, or in itself.", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"smp {given.command}: interrupted; nothing was written.", file=sys.stderr)
         return 130
+    return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,7 +119,7 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--like",
         metavar="CHECKPOINT",
         help="a checkpoint of the same model with whole tensors, which tells how SageMaker's parts of split layers go "
-        "together",
+        "together, and which names are of the same tensor",
     )
     _add_common(parser)
     parser.set_defaults(run="importing")

@@ -10,27 +10,36 @@ from smp_strategy.conversion.sagemaker import find_sagemaker, open_sagemaker
 from smp_strategy.conversion.sharded import open_sharded
 from smp_strategy.conversion.torch_files import open_torch_file
 from smp_strategy.errors import CheckpointError
+from smp_strategy.storage import commit
 from smp_strategy.storage.stored import is_sharded
 
 __all__ = ["open_checkpoint"]
 
 
-def open_checkpoint(path: Path, *, weights_at: str | None = None, like: Mapping[str, Shape] | None = None) -> Contents:
+def open_checkpoint(
+    path: Path,
+    *,
+    weights_at: str | None = None,
+    like: Mapping[str, Shape] | None = None,
+    verify: bool = True,
+) -> Contents:
     """Open a checkpoint of any kind; tensors are read later.
 
     Args:
         path: a file or a directory.
         weights_at: the keys to the weights, with dots between; ``None``: one of the usual ones.
         like: whole shapes of the weights, for parts of SageMaker's split layers.
+        verify: compare a file to its digests now. What is read of a directory is verified when it is.
 
     Raises:
         CheckpointError: it cannot be read, or what it is cannot be told.
     """
+    commit.recover(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     if path.is_file():
         is_safe = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-        return open_safetensors(path) if is_safe else open_torch_file(path, weights_at=weights_at)
+        return open_safetensors(path) if is_safe else open_torch_file(path, weights_at=weights_at, verify=verify)
     if is_sharded(path):
         return open_sharded(path, weights_at=weights_at)
     if (sagemaker := find_sagemaker(path)) is not None:

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from smp_strategy.conversion.contents import Contents, LazyTensor, OptimizerContents, map_tensors
+from smp_strategy.conversion.contents import Contents, LazyTensor, OptimizerContents
 from smp_strategy.conversion.flat_groups import flat_weights, shapes_in
 from smp_strategy.conversion.joining import Shape, join_parts, union
 from smp_strategy.conversion.layouts import contents_of, parameter_shapes, read_optimizer
-from smp_strategy.conversion.torch_files import load_torch_file
+from smp_strategy.conversion.torch_files import read_dict
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["find_sagemaker", "open_sagemaker"]
@@ -77,11 +77,9 @@ def _files(path: Path) -> dict[str, dict[Place, Path]]:
 
 
 def _open_model(file: Path) -> Contents:
-    tree = load_torch_file(file)
-    if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{file} has no dict with weights, but a {type(tree).__name__}.")
-    lazy = {key: map_tensors(value, LazyTensor.of) for key, value in tree.items() if key != "_smp_is_partial"}
-    return contents_of(lazy, kind="", source=str(file)) if lazy else Contents(kind="", weights={})
+    tree = read_dict(file)
+    tree.pop("_smp_is_partial", None)
+    return contents_of(tree, kind="", source=str(file)) if tree else Contents(kind="", weights={})
 
 
 def _grid(path: Path, models: Mapping[Place, Any]) -> tuple[list[int], list[int]]:
@@ -129,15 +127,14 @@ def _add_optimizer(
 
 
 def _open_optimizer(file: Path, place: Place, models: Mapping[Place, Contents]) -> OptimizerContents:
-    tree = load_torch_file(file)
-    if not isinstance(tree, Mapping) or not {"state", "param_groups"} <= tree.keys():
+    tree = read_dict(file)
+    if not {"state", "param_groups"} <= tree.keys():
         raise _NotTold(f"{file.name} has no `state` and `param_groups`.")
     model = next((models[other] for other in (place, place[:2]) if other in models), None)
     if model is None:
         raise _NotTold(f"there is no model file for {file.name}.")
     remarks: list[str] = []
-    lazy = map_tensors(dict(tree), LazyTensor.of)
-    optimizer = read_optimizer(lazy, parameter_shapes(model.weights), file.name, remarks)
+    optimizer = read_optimizer(tree, parameter_shapes(model.weights), file.name, remarks)
     if optimizer is None:
         raise _NotTold(" ".join(remarks))
     return optimizer
@@ -187,15 +184,15 @@ def _join_columns(
 
 def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> Contents:
     user_content = path / "user_content.pt"
-    content = load_torch_file(user_content) if user_content.is_file() else None
-    if not isinstance(content, Mapping) or "param_shapes" not in content:
+    content = read_dict(user_content) if user_content.is_file() else {}
+    if "param_shapes" not in content:
         raise CheckpointError(
             f"{path} has weights in flat groups, for which user_content.pt must have `param_shapes` (and "
             "`buffer_names`), but it is lacking, or has none."
         )
     numbers = sorted(place[0] for place in optimizers)
-    loaded = [map_tensors(load_torch_file(optimizers[place]), LazyTensor.of) for place in sorted(optimizers)]
-    states = [state.get("optimizer_state_dict", state) if isinstance(state, Mapping) else {} for state in loaded]
+    loaded = [read_dict(optimizers[place]) for place in sorted(optimizers)]
+    states: list[Any] = [state.get("optimizer_state_dict", state) for state in loaded]
     count = states[0].get("partition_count", len(numbers))
     count = max(count) if isinstance(count, list | tuple) and count else count
     if numbers != list(range(len(numbers))) or any(len(place) != 1 for place in optimizers) or count != len(numbers):
@@ -207,12 +204,12 @@ def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> Contents:
         raise CheckpointError(f"{path}: no `fp32_flat_groups` in the optimizer files of ranks {', '.join(lacking)}.")
     shapes = shapes_in(content["param_shapes"], str(user_content))
     weights: dict[str, Any] = dict(flat_weights([state["fp32_flat_groups"] for state in states], shapes, str(path)))
-    tree = load_torch_file(path / "model_0.pt")
-    module = tree.get("module", tree) if isinstance(tree, Mapping) else {}
+    tree = read_dict(path / "model_0.pt")
+    module: Any = tree.get("module", tree)
     for name in content.get("buffer_names", ()):
-        if name not in module:
+        if not isinstance(module, Mapping) or not isinstance(module.get(name), LazyTensor):
             raise CheckpointError(f"{path / 'model_0.pt'} lacks the buffer `{name}`.")
-        weights[name] = LazyTensor.of(module[name])
+        weights[name] = module[name]
     found = Contents(kind="files of SageMaker's library, sharded data parallelism", weights=weights)
     found.remarks.append("The state of the optimizer was left out: it is flat, and only weights have names there.")
     return found

@@ -1,55 +1,45 @@
 """Files that ``torch.save`` has written: mapped into memory, and only values are made of what they say."""
 
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from smp_strategy.conversion.contents import Contents, LazyTensor, map_tensors
 from smp_strategy.conversion.layouts import contents_of
 from smp_strategy.errors import CheckpointError
+from smp_strategy.storage.full_digests import has_digests
+from smp_strategy.storage.full_file import read_full
 
-__all__ = ["load_torch_file", "open_torch_file"]
+__all__ = ["open_torch_file", "read_dict"]
 
 
-def load_torch_file(path: Path) -> Any:
-    """What a file has; tensors are mapped, and read when they are used.
+def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:
+    """The dict that a file has, its tensors as :class:`LazyTensor`.
+
+    Args:
+        path: the file.
+        verify: compare all of it to its digests, if it has some.
 
     Raises:
-        CheckpointError: it is damaged, of another kind, or names classes, which could run code.
+        CheckpointError: it is damaged, has no dict, or names classes, which could run code.
     """
-    try:
-        # Files of older versions of PyTorch are no zip files, and cannot be mapped.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} is not read, as it is damaged or not made of values only: {_first(error)}"
-        ) from error
-    except (RuntimeError, ValueError, KeyError, TypeError, EOFError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} is damaged, or no file of PyTorch: {_first(error)}") from error
+    found = read_full(path, verify=verify)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} has no dict with weights, but a {type(found).__name__}.")
+    return {key: map_tensors(value, LazyTensor.of) for key, value in found.items()}
 
 
-def _first(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def open_torch_file(path: Path, *, weights_at: str | None = None) -> Contents:
+def open_torch_file(path: Path, *, weights_at: str | None = None, verify: bool = True) -> Contents:
     """A Lightning checkpoint, a script's own dict, or a bare state dict.
 
     Args:
         path: the file.
         weights_at: see :func:`~smp_strategy.conversion.layouts.contents_of`.
+        verify: see :func:`read_dict`.
 
     Raises:
         CheckpointError: it cannot be read, or has no weights.
     """
-    tree = load_torch_file(path)
-    if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{path} has no dict with weights, but a {type(tree).__name__}.")
-    lazy = map_tensors(dict(tree), LazyTensor.of)
-    return contents_of(lazy, kind="PyTorch file", source=str(path), weights_at=weights_at)
+    found = contents_of(read_dict(path, verify=verify), kind="PyTorch file", source=str(path), weights_at=weights_at)
+    found.has_digests = has_digests(path)
+    return found

@@ -117,10 +117,10 @@ def test_hostile_and_damaged_files_are_refused(model, tmp_path, capsys):
     write(tmp_path / "set", *model)
     file = tmp_path / "set" / "model_1_0.pt"
     torch.save({"a": Evil()}, file)
-    with pytest.raises(CheckpointError, match="model_1_0.pt is not read"):
+    with pytest.raises(CheckpointError, match="model_1_0.pt cannot be loaded without running code"):
         open_sagemaker(tmp_path / "set")
     file.write_bytes(b"nothing of that kind")
-    with pytest.raises(CheckpointError, match="model_1_0.pt is"):
+    with pytest.raises(CheckpointError, match="model_1_0.pt .*is damaged"):
         open_sagemaker(tmp_path / "set")
     torch.save([1, 2], file)
     with pytest.raises(CheckpointError, match="no dict"):
