@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from lightning_toy import on_ranks, toy_loader
 from resume_runs import (
