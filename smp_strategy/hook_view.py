@@ -32,6 +32,7 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import Home, StageTensor, home_of, in_plain_sight
+from smp_strategy.storage.held import Held
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten_call, unflatten_call
 from smp_strategy.whole_view import PartsInSight, WholeView
@@ -200,6 +201,21 @@ class HookView:
             return None if value is None else value.cpu().clone()
 
         return pytree.tree_map(collect, tree)
+
+    def held(self, tree: Any) -> Any:
+        """``tree`` with what this rank has of each of its tensors that live on stages."""
+
+        def hold(leaf: Any) -> Any:
+            leaf = self._settled(leaf)
+            if not isinstance(leaf, StageTensor):
+                return leaf
+            with in_plain_sight():
+                spec, value = spec_of(leaf), leaf.detach()
+            if _home(leaf).is_here:
+                return Held.whole(value)
+            return Held(shape=tuple(spec.size), dtype=spec.dtype, blocks=())
+
+        return pytree.tree_map(hold, tree)
 
     # Operations
 
@@ -449,6 +465,10 @@ class Views:
     def collected(self, tree: Any) -> Any:
         """``tree``, made by the hook that runs, with values on the first rank of the replica; collective."""
         return tree if self._view is None else self._view.collected(tree)
+
+    def held(self, tree: Any) -> Any:
+        """``tree``, made by the hook that runs, with :class:`Held` in the place of tensors that are spread."""
+        return self._view.held(tree) if isinstance(self._view, HookView) else tree
 
 
 def _home(tensor: Any) -> Home:

@@ -10,7 +10,7 @@ one subject each. The order in which Lightning calls (fit)::
                             process_dataloader           per loader
     per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
                             under manual optimization all of it in training_step: see manual.py
-    checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint
+    checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint: see checkpoints.py
     end                     teardown                     the module is whole again
 
 ``fit``, ``validate``, ``test`` and ``predict`` each run through all of it, so every hook may be called again. The
@@ -20,7 +20,7 @@ model is partitioned inside the first step, on real shapes; until then it is who
 import gc
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +37,7 @@ from smp_strategy.explain.explanation import Explanation
 from smp_strategy.failure import publish
 from smp_strategy.leaving import call_at_exit
 from smp_strategy.left_spread import leave_spread, restore_left
-from smp_strategy.lightning.communication import CommunicationHooks
+from smp_strategy.lightning.checkpoints import CheckpointHooks, unwrap
 from smp_strategy.lightning.data import DataStream, following
 from smp_strategy.lightning.environment import backend_for, devices_of_launcher, submitit_environment
 from smp_strategy.lightning.gradients import for_all_ranks, forget_gradients
@@ -46,6 +46,7 @@ from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.memory.report import MemoryReport
@@ -56,11 +57,8 @@ from smp_strategy.timeline.timeline import Timeline
 
 __all__ = ["SMPHooks"]
 
-# Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
-CHECKPOINT_KEY = "smp_strategy"
 
-
-class SMPHooks(CommunicationHooks):
+class SMPHooks(CheckpointHooks):
     """Train an unmodified LightningModule with its layers spread over pipeline ranks.
 
     Example::
@@ -179,7 +177,8 @@ class SMPHooks(CommunicationHooks):
         backend = self.process_group_backend or backend_for(self.parallel_devices or [])
         options = {} if self._timeout is None else {"timeout": self._timeout}
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
-        self._has_failed = False
+        self._has_failed = self._is_torn = False
+        self._stopped_together = None
         # An earlier run may have left the module spread over the ranks. Everything from here on, callbacks that copy
         # it in `setup` for instance, meets an ordinary module.
         restore_left(self.lightning_module)
@@ -201,18 +200,22 @@ class SMPHooks(CommunicationHooks):
         # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataStream(self._engine.mesh, is_joint=self._is_joint)
+        self._resumption = (
+            Resumption(self._engine.mesh, self._data_stream, self.root_device, self.tree) if fitting else None
+        )
         if fitting:
             # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
             self.setup_optimizers(trainer)
         refuse_unsupported(trainer, module, self.optimizers)
         self.setup_precision_plugin()
         self._engine.attach(
-            module, [_unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
+            module, [unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)
         )
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
+        self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
 
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
@@ -275,14 +278,14 @@ class SMPHooks(CommunicationHooks):
                 plugin,
                 self.tree,
                 lambda *arguments: self.engine.clip_grad_norm_(*arguments),
-                lambda optimizer: self.engine.begin_update(_unwrap(optimizer)),
+                lambda optimizer: self.engine.begin_update(unwrap(optimizer)),
                 self._scaler_of,
             )
         self._precision_plugin = plugin
 
     def _scaler_of(self, plugin: Any) -> GradientScaler | None:
         return make_scaler(
-            plugin, self.config, lambda *given: self.engine.unscale(*given), lambda: map(_unwrap, self.optimizers)
+            plugin, self.config, lambda *given: self.engine.unscale(*given), lambda: map(unwrap, self.optimizers)
         )
 
     def explain(self) -> Explanation:
@@ -327,22 +330,26 @@ class SMPHooks(CommunicationHooks):
         """Forward and backward of all microbatches. See [Note: commit]."""
         module, batch = self.lightning_module, (*args, *kwargs.values())
         assert module is not None
+        self._look_after_saves()
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
-            return run_manual_step(self.engine, module, batch, context=context)
+            self._has_stepped = False
+            with self._in_step():
+                return run_manual_step(self.engine, module, batch, context=context)
         number, length = accumulation_window(module.trainer)
         if number == 0 and self._forgets_early:
-            forget_gradients(map(_unwrap, self.optimizers))
+            forget_gradients(map(unwrap, self.optimizers))
         scaler = self.precision_plugin.scaler
-        return run_training_step(
-            self.engine,
-            module,
-            batch,
-            context=context,
-            reduce=lambda: self._may_reduce,
-            continues=number > 0,
-            factor=(1.0 if scaler is None else scaler.get_scale()) / length,
-        )
+        with self._in_step():
+            return run_training_step(
+                self.engine,
+                module,
+                batch,
+                context=context,
+                reduce=lambda: self._may_reduce,
+                continues=number > 0,
+                factor=(1.0 if scaler is None else scaler.get_scale()) / length,
+            )
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Backward of the loss that a step has returned, or, under manual optimization, of the microbatches' losses."""
@@ -364,15 +371,18 @@ class SMPHooks(CommunicationHooks):
         return self._eval_step("predict_step", self.precision_plugin.predict_step_context, *args, *kwargs.values())
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
-        return run_eval_step(self.engine, self.lightning_module, name, args, context=context, is_joint=self._is_joint)
+        with self._in_step():
+            module, is_joint = self.lightning_module, self._is_joint
+            return run_eval_step(self.engine, module, name, args, context=context, is_joint=is_joint)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
-        with self.engine.views.put_aside():
+        with self._in_step(), self.engine.views.put_aside():
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
-            self.engine.end_update(_unwrap(optimizer))
+            self.engine.end_update(unwrap(optimizer))
+            self._has_stepped = True
             return result
 
     @contextmanager
@@ -399,7 +409,10 @@ class SMPHooks(CommunicationHooks):
         if not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
         assert self._data_stream is not None
-        return following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
+        twin = following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
+        if self._resumption is not None and self._trainer.validating:
+            self._resumption.set_evaluation(twin)
+        return twin
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move the batch with the user's transfer hooks, whose draws belong to the data path."""
@@ -408,42 +421,6 @@ class SMPHooks(CommunicationHooks):
         self._data_stream.check(batch)
         with self._data_stream.draws():
             return super().batch_to_device(batch, device, dataloader_idx)
-
-    # Checkpoints: one ordinary Lightning file, whatever the layout that writes or reads it
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights under their plain names on global rank 0, nothing on the others. Collective."""
-        return self.engine.full_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """All of the optimizer's state as one process has it, on global rank 0. Collective."""
-        return self.engine.full_optimizer_state(_unwrap(optimizer))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write the file on global rank 0; the Trainer lets the others wait. Collective."""
-        checkpoint[CHECKPOINT_KEY] = self.engine.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded when the engine exists, which remembers them for tensors without memory."""
-        return self.config.delayed_parameter_initialization
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's share of the weights; before the first step that is all of them."""
-        module = self.lightning_module
-        assert module is not None
-        if self._engine is not None and self._engine.serves(module):
-            self._engine.load_state_dict(checkpoint["state_dict"], strict=strict)
-        else:
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's share of the optimizers' state and the engine's own."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self.engine.load_optimizer_state(_unwrap(optimizer), state)
-        if CHECKPOINT_KEY in checkpoint:
-            self.engine.load_state(checkpoint[CHECKPOINT_KEY])
 
     # The end
 
@@ -462,6 +439,7 @@ class SMPHooks(CommunicationHooks):
         """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._end_saving()
         self._stand_ins.close()
         self._manual = None
         if self._engine is not None:
@@ -481,9 +459,3 @@ class SMPHooks(CommunicationHooks):
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # what earlier runs have left may hold groups, too
-
-
-def _unwrap(optimizer: Any) -> Optimizer:
-    """The user's optimizer inside a LightningOptimizer."""
-    unwrapped: Optimizer = getattr(optimizer, "_optimizer", optimizer)
-    return unwrapped

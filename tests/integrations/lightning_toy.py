@@ -15,6 +15,7 @@ from smp_strategy.testing import run_ranks
 
 NEWER, OLDER = "lightning.pytorch", "pytorch_lightning"
 FEATURES, CLASSES = 8, 4
+make_strategy(NEWER)  # what it imports costs a second, and forked ranks have it already
 
 
 def toy_data(samples: int = 48) -> TensorDataset:
@@ -100,14 +101,14 @@ def quiet():
         yield
 
 
-def on_ranks(body, world_size: int, *args, timeout: float = 150.0):
+def on_ranks(body, world_size: int, *args, timeout: float = 150.0, **options):
     """``run_ranks`` with Lightning's warnings ignored."""
-    return run_ranks(_quietly, world_size, body, args, timeout=timeout)
+    return run_ranks(_quietly, world_size, body, args, options, timeout=timeout)
 
 
-def _quietly(body, args):
+def _quietly(body, args, options):
     with quiet():
-        return body(*args)
+        return body(*args, **options)
 
 
 def metrics_of(trainer) -> dict[str, float]:

@@ -226,9 +226,14 @@ def test_what_is_removed_does_not_come_back(tmp_path, old):
 def test_an_error_leaves_the_old_one_and_nothing_else(tmp_path):
     target = tmp_path / "x.ckpt"
     target.write_text("old")
-    with pytest.raises(ValueError, match="no more"), replacing(target, is_folder=False) as staging:
-        staging.write_text("half")
-        raise ValueError("no more")
+
+    def save():
+        with replacing(target, is_folder=False) as staging:
+            staging.write_text("half")
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        save()
     assert content(target) == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["x.ckpt"]
 

@@ -1,0 +1,77 @@
+"""A checkpoint that is one ordinary file of ``torch.save``: written in one pass, read once it is verified.
+
+Nothing is copied to memory on the way to the disk, where Lightning has all of it twice. The file has digests of its own
+(:mod:`~smp_strategy.storage.full_digests`), which other readers do not notice; files of other programs have none, and
+are read without.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_strategy.errors import CheckpointError
+from smp_strategy.storage import commit
+from smp_strategy.storage.file_loading import UnreadableError, load_file
+from smp_strategy.storage.full_digests import ListeningFile, append_digests, problems_of_bytes
+from smp_strategy.storage.previous import advice
+
+__all__ = ["read_full", "verify_full", "write_full"]
+
+_BUFFER = 2**20  # bytes
+
+
+def write_full(path: Path | str, content: Mapping[str, Any]) -> None:
+    """Let ``path`` be a file with ``content``; until all of it is on the disk, it is what it was.
+
+    Args:
+        path: of the file. Missing folders are made.
+        content: what ``torch.save`` takes. Tensors may be on any device, they are copied one by one.
+    """
+    with commit.replacing(Path(path), is_folder=False) as staging:
+        with open(staging, "wb", buffering=_BUFFER) as file:
+            listening = ListeningFile(file)
+            torch.save(content, listening)  # type: ignore[arg-type] # writing is all that it asks for
+        append_digests(staging, listening.heard)
+
+
+def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = True) -> Any:
+    """What a file has. Tensors are in host memory, read when they are used.
+
+    They stay what they are when the file is replaced or deleted, by us or by a rename; but not if somebody writes into
+    it, as ``cp`` over it does, while they are used.
+
+    Args:
+        path: of the file, by us or by another program.
+        weights_only: see ``torch.load``. Without it the file can run code: only for files that one trusts.
+        verify: compare all of it to its digests first. Of ranks that read the same file one may do that for all.
+
+    Raises:
+        CheckpointError: it is damaged, no checkpoint, or cannot be loaded without running code. If it is damaged, an
+            undamaged one beside it is named.
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if verify:
+        verify_full(path)
+    try:
+        return load_file(path, weights_only=weights_only)
+    except UnreadableError as error:
+        raise CheckpointError(f"{error} {advice(path)}") from error
+
+
+def verify_full(path: Path | str) -> None:
+    """Compare all of a file to its digests, if it has some.
+
+    Raises:
+        CheckpointError: it has changed since it was written, or is no checkpoint; an undamaged one beside it is named.
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if problems := problems_of_bytes(path):
+        first, more = problems[0], f" ({len(problems) - 1} more.)" if len(problems) > 1 else ""
+        what = f"tensor `{first.tensor}` " if first.tensor else ""
+        raise CheckpointError(f"{path} is damaged: {what}{first.what}{more} {advice(path)}")
