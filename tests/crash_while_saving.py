@@ -12,6 +12,7 @@ they are on the disk is another test: ``tests/unit/storage/test_commit.py``.
 
 import argparse
 import contextlib
+import importlib
 import os
 import random
 import re
@@ -68,6 +69,7 @@ def crash(kills: int, folder: Path, seed: int = 0) -> Outcome:
     Raises:
         AssertionError: a checkpoint is missing, damaged, or has other values.
     """
+    importlib.import_module("torch._dynamo")  # what ranks need: once here, and not once in every run
     chance = random.Random(seed)
     counts: Counter[str] = Counter()
     times: dict[tuple[str, bool], float] = {}
