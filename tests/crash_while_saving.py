@@ -32,8 +32,8 @@ from smp_strategy.storage import commit
 from smp_strategy.storage.background import Background
 from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.held import Block, Held
-from smp_strategy.storage.previous import problems_of
 from smp_strategy.storage.stored import Stored
+from smp_strategy.storage.verify import problems_of
 from smp_strategy.storage.writer import ShardedWriter
 from smp_strategy.testing import run_ranks
 

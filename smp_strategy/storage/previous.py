@@ -8,42 +8,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, stored, verify
-from smp_strategy.storage.file_loading import load_file
+from smp_strategy.storage import commit, dcp_metadata
+from smp_strategy.storage.damage import problems_of_files
 from smp_strategy.storage.full_digests import problems_of_bytes
-from smp_strategy.storage.verify import Problem
 
-__all__ = ["advice", "is_checkpoint", "previous", "problems_of"]
+__all__ = ["advice", "is_checkpoint", "previous"]
 
 _FIRST_BYTES = b"PK\x03\x04"
 _MOST_TRIED = 10
-
-
-def problems_of(path: Path | str) -> list[Problem]:
-    """Read all of a checkpoint of either form, and say what has changed since it was written, or that it is none.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-    """
-    path = Path(path)
-    commit.recover(path)
-    if path.is_dir():
-        return verify.problems_of(path)
-    if problems := problems_of_bytes(path):
-        return problems
-    try:
-        load_file(path, weights_only=True)
-    except (CheckpointError, OSError) as error:
-        return [Problem(path.name, "", str(error))]
-    return []
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether it looks like one of either form."""
     try:
         if path.is_dir():
-            return stored.is_sharded(path)
+            return (path / dcp_metadata.FILE_NAME).is_file()
         with open(path, "rb") as file:
             return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
     except OSError:
@@ -64,7 +43,8 @@ def previous(path: Path | str) -> Path | None:
     for number, each in enumerate(_newest_first(folder, path)):
         if number == _MOST_TRIED:
             break
-        if not problems_of(each):
+        # `None` is that there are no digests.
+        if (problems_of_files(each) if each.is_dir() else problems_of_bytes(each)) == []:
             return each
     return None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import CheckpointError, DamagedError
 from smp_strategy.storage.checksums import digest
 from smp_strategy.storage.manifest import Region
 
@@ -48,7 +48,7 @@ class Files:
             except OSError as error:
                 raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
             if not count:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{self.directory / file} ends after {self.size(file)} bytes, but should have more: it is damaged."
                 )
             rest, offset = rest[count:], offset + count
@@ -116,9 +116,9 @@ class RegionReader:
         region = self._region
         if digest(memory) != region.digests[number]:
             start, stop = region.pieces(self._piece)[number]
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self._files.directory / self._file} is damaged: bytes {start} to {stop}, of `{region.name}`, have "
-                "changed since they were written. Load another checkpoint."
+                "changed since they were written."
             )
         self._verified.add(number)
 

@@ -6,7 +6,8 @@ are found without taking files apart. Another one is read by ``torch.load(..., w
 
 import io
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import CheckpointError, DamagedError
 from smp_strategy.storage import commit, dcp_metadata, manifest
 from smp_strategy.storage.assignment import Described
 from smp_strategy.storage.checksums import digest
@@ -23,6 +24,7 @@ from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place
 from smp_strategy.storage.flat_state import Path as Way
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.manifest import Manifest, Region
+from smp_strategy.storage.previous import advice
 from smp_strategy.storage.regions import Files, RegionReader
 from smp_strategy.storage.scattering import WINDOW, check_cover, copies_of, scatter, tensor_in
 from smp_strategy.storage.writer import REST
@@ -52,6 +54,7 @@ class Stored:
 
     def __init__(self, directory: Path, contents: Contents, found: Manifest | None) -> None:
         self._directory, self._contents, self._manifest = directory, contents, found
+        self._advises = True
         self._regions: dict[tuple[str, int], Region] = {}
         for file, regions in found.files.items() if found else ():
             self._regions.update({(file, region.offset): region for region in regions})
@@ -63,8 +66,12 @@ class Stored:
         self.paths = {name: self._way(name) for name in (*self.tensors, *self.objects)}
 
     @classmethod
-    def open(cls, path: Path | str) -> "Stored":
+    def open(cls, path: Path | str, *, advise: bool = True) -> "Stored":
         """Read what is in a directory, but no values.
+
+        Args:
+            path: the directory.
+            advise: whether errors about damage, here and later, tell what to load instead.
 
         Raises:
             CheckpointError: it is none, damaged, or hostile.
@@ -85,10 +92,12 @@ class Stored:
                 raise CheckpointError(f"{manifest.FILE_NAME}, which was written with it, is missing.")
             stored = cls(path, contents, found)
             stored._check_places()
+            stored._advises = advise
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         except CheckpointError as error:
-            raise CheckpointError(f"{path} is damaged, or no checkpoint: {error} Load another one.") from error
+            remedy = f" {advice(path)}" if advise else ""
+            raise DamagedError(f"{path} is damaged, or no checkpoint: {error}{remedy}") from error
         return stored
 
     def fill(self, wanted: Mapping[str, Held]) -> None:
@@ -101,6 +110,10 @@ class Stored:
             CheckpointError: a tensor is missing, of another shape, not complete, or damaged. Blocks may be written to
                 before that is found.
         """
+        with self._advising():
+            self._fill(wanted)
+
+    def _fill(self, wanted: Mapping[str, Held]) -> None:
         work: list[tuple[Place, str, Held, Chunk]] = []
         for name, held in wanted.items():
             chunks = self._checked(name, held)
@@ -126,13 +139,17 @@ class Stored:
         Raises:
             CheckpointError: see :meth:`fill`.
         """
+        with self._advising():
+            return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         if name not in self._contents.tensors:
             raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
         described, chunks = self._contents.tensors[name]
         # Before memory is taken: a shape can be anything, but what is in files has been compared to their sizes.
         check_cover(name, Held.whole(torch.empty(described.shape, dtype=described.dtype, device="meta")), chunks)
         tensor = torch.empty(described.shape, dtype=described.dtype)
-        self.fill({name: Held.whole(tensor)})
+        self._fill({name: Held.whole(tensor)})
         return tensor
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
@@ -142,7 +159,7 @@ class Stored:
             CheckpointError: there is none of a name, it is damaged, or cannot be loaded without running code.
         """
         found = {}
-        with Files(self._directory) as files:
+        with self._advising(), Files(self._directory) as files:
             for name in names:
                 if name in self._lists:
                     found[name] = _assembled({way: self._part(files, part) for part, way in self._lists[name].items()})
@@ -168,8 +185,11 @@ class Stored:
         try:
             data = path.read_bytes()
             if self._manifest is not None and listed:
-                _verify_whole(self._manifest, REST, data)
+                with self._advising(f"{self._directory} is damaged: "):
+                    _verify_whole(self._manifest, REST, data)
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except DamagedError:
+            raise
         except Exception as error:  # what torch.load raises depends on where it stumbles
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
         if not isinstance(found, dict):
@@ -200,6 +220,14 @@ class Stored:
             return self._contents.objects[name].file
         return ", ".join(dict.fromkeys(chunk.place.file for chunk in self._contents.tensors[name][1]))
 
+    @contextmanager
+    def _advising(self, prefix: str = "") -> Iterator[None]:
+        try:
+            yield
+        except DamagedError as error:
+            remedy = f" {advice(self._directory)}" if self._advises else ""
+            raise DamagedError(f"{prefix}{error}{remedy}") from error
+
     def _way(self, name: str) -> Way:
         if name in self._lists:
             part, inside = next(iter(self._lists[name].items()))
@@ -224,7 +252,7 @@ class Stored:
 
     def _part(self, files: Files, name: str) -> Any:
         if name in self._contents.tensors:
-            return self.read(name)
+            return self._read(name)
         place = self._contents.objects[name]
         data = bytearray(min(place.length, files.size(place.file)))
         region = self._regions.get((place.file, place.offset))
@@ -237,9 +265,8 @@ class Stored:
                 memory = memoryview(data)[start - place.offset : stop - place.offset]
                 files.read_into(place.file, start, memory)
                 if digest(memory) != expected:
-                    raise CheckpointError(
-                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written. Load "
-                        "another checkpoint."
+                    raise DamagedError(
+                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
                     )
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -290,7 +317,7 @@ def _verify_whole(found: Manifest, file: str, data: bytes) -> None:
     digests = [each for region in regions for each in region.digests]
     is_whole = len(data) == sum(region.length for region in regions) and len(pieces) == len(digests)
     if not is_whole or any(digest(data[slice(*piece)]) != each for piece, each in zip(pieces, digests, strict=True)):
-        raise CheckpointError(f"{file} has changed since it was written.")
+        raise DamagedError(f"{file} has changed since it was written.")
 
 
 def _lists(contents: Contents) -> dict[str, dict[str, Way]]:
