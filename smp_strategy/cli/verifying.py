@@ -8,8 +8,9 @@ from smp_strategy.sizes import show_count
 from smp_strategy.storage import commit
 from smp_strategy.storage.full_digests import has_digests
 from smp_strategy.storage.manifest import FILE_NAME as MANIFEST
-from smp_strategy.storage.previous import advice, problems_of
+from smp_strategy.storage.previous import advice
 from smp_strategy.storage.stored import is_sharded
+from smp_strategy.storage.verify import problems_of
 
 __all__ = ["VERDICTS", "run", "verdict"]
 
