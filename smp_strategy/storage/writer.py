@@ -18,7 +18,7 @@ from torch import Tensor
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import commit, dcp_metadata, manifest
 from smp_strategy.storage.assignment import Assigned, Offer, Plan, assign
-from smp_strategy.storage.checksums import DigestingFile, to_disk
+from smp_strategy.storage.checksums import DigestingFile
 from smp_strategy.storage.copies import HostCopies, in_host_memory, raw
 from smp_strategy.storage.dcp_items import Envelopes, check_object, object_item, write_item
 from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place
@@ -26,6 +26,7 @@ from smp_strategy.storage.flat_state import FlatState
 from smp_strategy.storage.manifest import Manifest, Region
 from smp_strategy.storage.ranks import Ranks
 from smp_strategy.storage.rectangles import Rectangle, cut_out
+from smp_strategy.storage.to_disk import to_disk
 
 __all__ = ["REST", "Prepared", "ShardedWriter"]
 
