@@ -66,8 +66,6 @@ def test_what_is_not_there_has_no_problems_but_is_missing(tmp_path):
 def save_folder(path, age):
     state = {"state_dict": {"w": torch.full((50,), float(age))}, "step": age}
     ShardedWriter().prepare(state).write(path, rest={"n": 1})
-        path, rest={"n": 1}
-    )
     for each in path.iterdir():
         os.utime(each, (10_000 - age, 10_000 - age))
 
