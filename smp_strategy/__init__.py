@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from smp_strategy.accelerate.plugin import SMPPlugin as SMPPlugin
     from smp_strategy.activations.functions import checkpoint_sequential as checkpoint_sequential
     from smp_strategy.activations.notes import set_activation_checkpointing as set_activation_checkpointing
+    from smp_strategy.checkpoint_calls import resume_from_checkpoint as resume_from_checkpoint
+    from smp_strategy.checkpoint_calls import save_checkpoint as save_checkpoint
     from smp_strategy.config import SMPConfig as SMPConfig
     from smp_strategy.engine import Engine as Engine
     from smp_strategy.errors import CheckpointError as CheckpointError
@@ -49,6 +51,8 @@ __all__ = [
     "checkpoint_sequential",
     "partition",
     "plan_partition",
+    "resume_from_checkpoint",
+    "save_checkpoint",
     "set_activation_checkpointing",
     "set_partition",
     "set_tensor_parallelism",
@@ -72,6 +76,8 @@ _HOME = {
     "checkpoint_sequential": "smp_strategy.activations.functions",
     "partition": "smp_strategy.placement",
     "plan_partition": "smp_strategy.plan_ahead",
+    "resume_from_checkpoint": "smp_strategy.checkpoint_calls",
+    "save_checkpoint": "smp_strategy.checkpoint_calls",
     "set_activation_checkpointing": "smp_strategy.activations.notes",
     "set_partition": "smp_strategy.placement",
     "set_tensor_parallelism": "smp_strategy.tensor_parallel.notes",

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from smp_strategy import attached
 from smp_strategy.accelerator import chosen
 from smp_strategy.agreement import start_alike
 from smp_strategy.beforehand import choose_placed_units, place_beforehand
@@ -118,6 +119,21 @@ class Engine(SavedState, Inspection):
         return self._mesh
 
     @property
+    def module(self) -> nn.Module | None:
+        """What is attached, or was, until the engine is closed."""
+        return self._module
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """What trains it."""
+        return self._optimizers
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether calls of the module come here."""
+        return self._calls.are_intercepted
+
+    @property
     def layout(self) -> Layout:
         """Which rank gets what; exists once a module is attached."""
         if self._layout is None:
@@ -190,6 +206,7 @@ class Engine(SavedState, Inspection):
                 report=self._report,
             )
         self._calls.intercept(self._units)
+        attached.note(self)
 
     def serves(self, module: nn.Module) -> bool:
         """Whether this engine has taken on ``module``, with the units and the stages by hand that it has now."""
@@ -451,6 +468,7 @@ class Engine(SavedState, Inspection):
 
     def close(self) -> None:
         """End the engine's threads and let go of its process groups; the module stays as it is."""
+        attached.forget(self)
         self._calls.close()
         self.manual, self.views = ManualSteps(self._calls), Views()  # the last ones know the groups
         if self._share is not None:

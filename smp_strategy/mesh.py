@@ -84,7 +84,7 @@ class ProcessMesh:
         self.replica_group = self._mine(shape.groups("pp", "tp")) if is_split else self.pp_group
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
-        self._saving_group: dist.ProcessGroup | None = None
+        self._saving_groups: dict[str, dist.ProcessGroup] = {}
         self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(shape.pp)): self.pp_group}
 
     @property
@@ -120,13 +120,16 @@ class ProcessMesh:
             self._groups[stages] = self._made(groups)
         return self._groups[stages]
 
-    def saving_group(self) -> dist.ProcessGroup:
-        """All ranks, on the host, for whoever writes files in the background; collective at the first call."""
-        if self._saving_group is None:
+    def saving_group(self, use: str = "background") -> dist.ProcessGroup:
+        """All ranks, on the host, for whoever writes files; collective at the first call for a ``use``.
+
+        What writes in the background needs one that nobody else uses.
+        """
+        if use not in self._saving_groups:
             group = dist.new_group(backend="gloo", timeout=self._timeout)
             assert group is not None
-            self._saving_group = group
-        return self._saving_group
+            self._saving_groups[use] = group
+        return self._saving_groups[use]
 
     def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The one of some groups that this rank is in, if it is in one; collective over all ranks."""
@@ -144,7 +147,7 @@ class ProcessMesh:
         del self.device_mesh, self.pp_group, self.dp_group, self.replicate_group, self.shard_group
         del self.tp_group, self.replica_group
         self._groups.clear()
-        self._saving_group = None
+        self._saving_groups.clear()
 
     def draw(self) -> str:
         """See :meth:`MeshShape.draw`."""

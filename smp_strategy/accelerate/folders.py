@@ -1,7 +1,9 @@
 """Folders of checkpoints: which one is written or read, and how none looks complete before it is.
 
-Everything is written beside its place and moved there at the end: whoever looks for the newest checkpoint finds a
-complete one. A folder that exists already keeps its other files, so its new ones are moved in one by one.
+Everything is written beside its place, brought to the disk, and takes its place at the end
+(:mod:`smp_strategy.storage.commit`): whoever looks for the newest checkpoint finds a complete one. A folder that has an
+earlier checkpoint and nothing else is replaced as a whole, too. One that has other files keeps them, so new ones are
+moved in one by one; whoever reads it in the middle of that is told so by its digests.
 """
 
 import os
@@ -10,13 +12,20 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from smp_strategy.errors import ConfigError
+from smp_strategy.errors import CheckpointError, ConfigError
+from smp_strategy.storage import commit
+from smp_strategy.storage.manifest import FILE_NAME, Manifest
 
-__all__ = ["STATES", "WEIGHTS", "begin", "delete_oldest", "move_in", "newest", "numbered", "remove"]
+__all__ = ["SHARDED", "STATES", "WEIGHTS", "begin", "delete_oldest", "move_in", "newest", "numbered", "remove"]
 
-# Files of earlier calls that would be read together with, or in the place of, those that are written now.
+# Where ranks write together what is spread, if they do.
+SHARDED: Final = "sharded_state"
+# Of earlier calls, what would be read together with, or in the place of, that which is written now.
 WEIGHTS: Final = r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
-STATES: Final = r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+STATES: Final = (
+    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|optimizer(_\d+)?\.bin|random_states_\d+\.pkl|"
+    rf"custom_checkpoint_\d+\.pkl|{SHARDED}|{re.escape(FILE_NAME)}"
+)
 
 _BESIDE: Final = ".incomplete"
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
@@ -36,6 +45,7 @@ def newest(folder: Path) -> Path:
     Raises:
         ValueError: there is none.
     """
+    commit.recover_all(folder)
     found = numbered(folder)
     if not found:
         raise ValueError(
@@ -50,7 +60,9 @@ def delete_oldest(folder: Path, limit: int) -> list[Path]:
     found = numbered(folder)
     surplus = found[: max(len(found) - limit, 0)]
     for each in surplus:
-        shutil.rmtree(each)
+        commit.remove(each)
+    if surplus:
+        commit.clean(folder)
     return surplus
 
 
@@ -62,7 +74,8 @@ def begin(target: Path) -> Path:
     """
     if target.is_file():
         raise ConfigError(f"{target} is a file, but a folder is to be written. Name another one.")
-    if target.exists():  # may be a mount point, or the only place where one may write
+    commit.recover(target)
+    if target.exists() and not _can_be_replaced(target):
         place = target
     elif _NUMBERED.fullmatch(target.name) and target.parent.name == "checkpoints":
         place = target.parent.parent  # Accelerate takes whatever it finds in there for a checkpoint
@@ -80,18 +93,36 @@ def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
     Args:
         staging: from :func:`begin`.
         target: may exist; files of the same names are replaced.
-        replaces: pattern of the names of further files in ``target`` that are out of date then.
+        replaces: pattern of the names of further files and folders in ``target`` that are out of date then.
     """
-    new = {each.name for each in staging.iterdir()}
-    if target.exists():
-        _merge(staging, target)
-        for each in target.iterdir():
-            if each.is_file() and each.name not in new and re.fullmatch(replaces, each.name):
-                each.unlink()
-    else:
+    beside = staging.parent
+    if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(staging, target)
+        commit.commit(staging, target)
+    elif not staging.is_relative_to(target) and _has_nothing_else(target):
+        commit.commit(staging, target)
+    else:
+        new = {each.name for each in staging.iterdir()}
+        commit.merge(staging, target)
+        for each in target.iterdir():
+            if each.name not in new and each != beside and re.fullmatch(replaces, each.name):
+                commit.remove(each)
     remove(staging)
+
+
+def _can_be_replaced(target: Path) -> bool:
+    """Whether another folder may take its place: it is not mounted, nobody works in it, one may write beside it."""
+    is_busy = target.is_symlink() or os.path.ismount(target) or Path.cwd().is_relative_to(target.resolve())
+    return not is_busy and os.access(target.parent, os.W_OK | os.X_OK)
+
+
+def _has_nothing_else(target: Path) -> bool:
+    """Whether all that is in there are files of a checkpoint, as its manifest tells."""
+    try:
+        ours = {*Manifest.from_bytes((target / FILE_NAME).read_bytes()).files, FILE_NAME, SHARDED}
+    except (OSError, CheckpointError):
+        return False
+    return {each.name for each in target.iterdir()} <= ours
 
 
 def remove(staging: Path) -> None:
@@ -99,12 +130,3 @@ def remove(staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     if staging.parent.name == _BESIDE and staging.parent.is_dir() and not any(staging.parent.iterdir()):
         staging.parent.rmdir()
-
-
-def _merge(source: Path, target: Path) -> None:
-    for each in sorted(source.iterdir()):
-        there = target / each.name
-        if each.is_dir() and there.is_dir() and not there.is_symlink():
-            _merge(each, there)
-        else:
-            os.replace(each, there)

@@ -9,7 +9,7 @@ The parts are collected on global rank 0, which writes (with ``save_on_each_node
 the others wait, and fail if it fails. Everything is written beside its place and moved there when it is complete
 (:mod:`smp_strategy.accelerate.folders`).
 
-All ranks must make these calls together, and are told so if they do not (:mod:`smp_strategy.accelerate.meeting`).
+All ranks must make these calls together, and are told so if they do not (:mod:`smp_strategy.meeting`).
 """
 
 import os
@@ -26,13 +26,13 @@ from torch import nn
 
 from smp_strategy.accelerate import folders, random_states, state_files, whole_states
 from smp_strategy.accelerate.host import Host
-from smp_strategy.accelerate.meeting import alike, meet
 from smp_strategy.accelerate.model import ModelCalls
 from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.accelerate.session import Session
 from smp_strategy.accelerate.state_calls import StateCalls
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError
+from smp_strategy.meeting import alike, meet
 
 __all__ = ["OWN_FILE", "SavingHooks"]
 

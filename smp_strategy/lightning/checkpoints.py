@@ -27,13 +27,11 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.edited import EditedState
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
 from smp_strategy.errors import CheckpointError, UnsupportedError
-from smp_strategy.lightning.communication import CommunicationHooks
 from smp_strategy.lightning.division import divided, listed, put_together, snapshot
 from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
+from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
 from smp_strategy.storage.advised import AdvisedDirectory
 from smp_strategy.storage.full_file import read_full, write_full
@@ -44,15 +42,10 @@ from smp_strategy.storage.unread import UnreadTensor
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
-# Where the engine's own state stands in a checkpoint; plain Lightning passes over it.
-CHECKPOINT_KEY = "smp_strategy"
 
-
-class CheckpointHooks(CommunicationHooks):
+class CheckpointHooks(ResumeHooks):
     """The strategy's hooks that save and load. See the module's docstring."""
 
-    config: SMPConfig
-    _engine: Engine | None
     _saves: Saves | None = None
     _has_failed: bool
     # An error has come out of a step: ranks may be in different places of it.
@@ -60,11 +53,6 @@ class CheckpointHooks(CommunicationHooks):
     # Whether all ranks were stopped by the error that ends the run; None: nobody has asked.
     _stopped_together: bool | None = None
     _stand_ins: ExitStack
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the module that is being trained; exists from ``setup`` on."""
-        raise NotImplementedError
 
     @property
     def _is_sharded(self) -> bool:
@@ -88,7 +76,7 @@ class CheckpointHooks(CommunicationHooks):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write it, or begin to; the Trainer lets all ranks wait for each other afterwards. Collective."""
-        checkpoint[CHECKPOINT_KEY] = self.engine.state_dict()
+        self._add_own_state(checkpoint)
         saves = self._saves
         assert saves is not None
         saves.wait()
@@ -229,8 +217,7 @@ class CheckpointHooks(CommunicationHooks):
                 self.engine.load_stored_optimizer(source, number, unwrap(optimizer))
             else:
                 self.engine.load_optimizer_state(unwrap(optimizer), state)
-        if CHECKPOINT_KEY in checkpoint:
-            self.engine.load_state(checkpoint[CHECKPOINT_KEY])
+        self._load_own_state(checkpoint)
 
     # Where
 

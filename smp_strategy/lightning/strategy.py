@@ -46,6 +46,7 @@ from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.memory.report import MemoryReport
@@ -199,6 +200,9 @@ class SMPHooks(CheckpointHooks):
         # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataStream(self._engine.mesh, is_joint=self._is_joint)
+        self._resumption = (
+            Resumption(self._engine.mesh, self._data_stream, self.root_device, self.tree) if fitting else None
+        )
         if fitting:
             # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
             self.setup_optimizers(trainer)
@@ -329,6 +333,7 @@ class SMPHooks(CheckpointHooks):
         self._look_after_saves()
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
+            self._has_stepped = False
             with self._in_step():
                 return run_manual_step(self.engine, module, batch, context=context)
         number, length = accumulation_window(module.trainer)
@@ -377,6 +382,7 @@ class SMPHooks(CheckpointHooks):
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
             self.engine.end_update(unwrap(optimizer))
+            self._has_stepped = True
             return result
 
     @contextmanager
@@ -403,7 +409,10 @@ class SMPHooks(CheckpointHooks):
         if not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
         assert self._data_stream is not None
-        return following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
+        twin = following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
+        if self._resumption is not None and self._trainer.validating:
+            self._resumption.set_evaluation(twin)
+        return twin
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move the batch with the user's transfer hooks, whose draws belong to the data path."""

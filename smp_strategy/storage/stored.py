@@ -176,6 +176,22 @@ class Stored:
             raise CheckpointError(f"{path} should have a dict, but has a {type(found).__name__}.")
         return found
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tensors that are stored once, and the first name of each."""
+        first: dict[tuple[Chunk, ...], str] = {}
+        found = {}
+        for name in self.tensors:
+            chunks = self._contents.tensors[name][1]
+            if chunks and first.setdefault(chunks, name) != name:
+                found[name] = first[chunks]
+        return found
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether what is read is verified."""
+        return self._manifest is not None
+
     def place(self, name: str) -> str:
         """The files that have a tensor or an object, for people."""
         if name in self._lists:

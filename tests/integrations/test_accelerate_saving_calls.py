@@ -11,7 +11,7 @@ from test_accelerate_saving import LAYOUTS, PP2, go_on, start, tied
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from smp_strategy.accelerate import meeting
+from smp_strategy import meeting
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline import watch
 

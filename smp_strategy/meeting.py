@@ -151,7 +151,7 @@ def _story(present: dict[int, tuple[str, str]]) -> str:
 
 
 _REMEDY: Final = (
-    "The model is spread over the ranks, so all of them must make such calls, in the same order: take "
-    "`accelerator.save_state`, `load_state`, `save_model`, `get_state_dict` out of `if accelerator.is_main_process:` "
-    "(files are written by the main process alone in any case)."
+    "The model is spread over the ranks, so all of them must make such calls, in the same order: take `save_state`, "
+    "`load_state`, `save_model`, `get_state_dict`, `save_checkpoint`, `resume_from_checkpoint` out of `if "
+    "accelerator.is_main_process:` or `if rank == 0:` (each process writes only what is its own in any case)."
 )
