@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.edited import EditedState
-from smp_strategy.errors import CheckpointError, UnsupportedError
+from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
 from smp_strategy.lightning.division import divided, listed, put_together, snapshot
 from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
@@ -135,7 +135,8 @@ class CheckpointHooks(ResumeHooks):
             return
         if self._stopped_together is None:
             place = f"{trainer.global_step}/{trainer.current_epoch}/{type(error).__name__}"
-            self._stopped_together = have_all_stopped(None if self._is_torn else place)
+            is_in_midst = self._is_torn or isinstance(error, PeerFailedError)
+            self._stopped_together = have_all_stopped(None if is_in_midst else place)
         if self._stopped_together:
             assert self._saves is not None
             self._saves.in_background = False  # this process may end soon
