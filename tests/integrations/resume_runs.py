@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from lightning_toy import toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import Dataset
 
@@ -35,7 +35,7 @@ class Noisy(Dataset):
         return inputs + 0.1 * (torch.rand(()) + random.random() + float(numpy.random.rand())), target
 
 
-class Saver(Callback):
+class Saver(Checkpoint):  # whose hooks Lightning calls last
     """Writes a checkpoint at every moment."""
 
     def __init__(self, folder):
@@ -91,7 +91,7 @@ def validation():
     return toy_loader(dataset=toy_data(16), shuffle=False)
 
 
-def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), validates=True, **options):
+def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), validates=True, is_noisy=True, **options):
     """A run from the start or from ``checkpoint``; returns the content of its last checkpoint."""
     if checkpoint is None:
         torch.manual_seed(3)
@@ -99,7 +99,7 @@ def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), vali
         numpy.random.seed(3)
     else:
         unseed()
-    module = noisy_module(**(overrides or {}))
+    module = (noisy_module if is_noisy else toy_module)(**(overrides or {}))
     if checkpoint is not None:
         unseed()
         with torch.no_grad():

@@ -5,9 +5,10 @@ import random
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_toy import on_ranks, toy_loader
+from lightning_toy import on_ranks, toy_data, toy_loader
 from resume_runs import (
     SAMPLES,
     Noisy,
@@ -22,7 +23,7 @@ from resume_runs import (
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-ONE = {"microbatches": 2}
+ONE = {"pipeline_parallel_degree": 1, "microbatches": 2}
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}
 
 
@@ -142,7 +143,6 @@ LAYOUTS = {
         2,
         {
             **ONE,
-            "pipeline_parallel_degree": 1,
             "tensor_parallel_degree": 2,
             "tensor_parallel": {"net.0": "column", "net.3": "row"},
         },
@@ -162,8 +162,18 @@ def test_a_run_resumes_under_each_layout(layout, form, tmp_path):
         assert not any(found.values()), found
 
 
+def callbacks():
+    return [EarlyStopping("train_loss", patience=0, min_delta=0.05), EMAWeightAveraging(decay=0.5)]
+
+
+def test_callbacks_go_on(tmp_path):
+    chosen = slice(0, None, 3)
+    options = {"callbacks": callbacks, "max_epochs": 4, "validates": False}
+    for found in on_ranks(interrupted_everywhere, 2, tmp_path, PP2, noisy, chosen, **options):
+        assert not any(found.values()), found
+
+
 SETTINGS = {
-    "one stage": (1, ONE),
     "three stages": (3, {**PP2, "pipeline_parallel_degree": 3}),
     "activation checkpointing": (2, {**PP2, "activation_checkpointing": "all"}),
     "offload": (2, {**PP2, "activation_checkpointing": "all", "offload_activations": True}),
@@ -193,3 +203,51 @@ def test_a_run_resumes_under_another_pipeline_with_the_same_bits(setting, tmp_pa
         assert not differences(found[part], expected[part])
     by_data_rank = [each["smp_strategy"]["resume"]["by_data_rank"] for each in (found, expected)]
     assert not differences(*by_data_rank)
+
+
+SHARES = {
+    "shards of all": (4, {**ONE, "sharded_data_parallel_degree": 4}, 2),
+    "shards of some": (4, {**ONE, "sharded_data_parallel_degree": 2}, 2),
+    "larger shares": (2, ONE, 4),
+    "smaller batches": (2, ONE, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A run of four replicas, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("shared")
+    on_ranks(shared_run, 4, folder)
+    return folder
+
+
+def shared_run(folder):
+    # Each step is 8 samples, in all. Everything is deterministic but the order of samples.
+    run(folder, ONE, clean(2), callbacks=[Saver(folder)], is_noisy=False)
+
+
+def clean(batch_size):
+    return lambda: toy_loader(dataset=toy_data(SAMPLES), batch_size=batch_size)
+
+
+def resumed(folder, smp, batch_size, checkpoint):
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            seen.append((trainer.current_epoch, batch[0][:, 0].tolist()))
+
+    run(folder, smp, clean(batch_size), None, checkpoint, [Watch()], is_noisy=False)
+    return [value for epoch, values in seen if epoch == 0 for value in values]
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_run_resumes_with_the_samples_that_are_left_however_they_are_shared(share, tmp_path, shared):
+    ranks, smp, batch_size = SHARES[share]
+    found = on_ranks(resumed, ranks, tmp_path, smp, batch_size, shared / "01-batch.ckpt")
+    samples = [value for each in found for value in each]
+    assert len(samples) == len(set(samples)) == SAMPLES // 2
+    if share != "smaller batches":
+        states = (content(shared / "start.ckpt")["state_dict"], content(tmp_path / "resumed.ckpt")["state_dict"])
+        for name, value in states[0].items():
+            torch.testing.assert_close(states[1][name], value, rtol=1e-5, atol=1e-6, msg=name)
