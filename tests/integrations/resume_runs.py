@@ -105,7 +105,8 @@ def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), vali
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.fill_(float("nan"))
-    trainer = toy_trainer(folder, smp=smp, callbacks=list(callbacks), **options)
+    saves = any(isinstance(each, Checkpoint) for each in callbacks)
+    trainer = toy_trainer(folder, smp=smp, callbacks=list(callbacks), enable_checkpointing=saves, **options)
     trainer.fit(module, loader(), validation() if validates else None, ckpt_path=checkpoint)
     target = Path(folder) / ("start.ckpt" if checkpoint is None else "resumed.ckpt")
     trainer.save_checkpoint(target)
