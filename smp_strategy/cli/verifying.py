@@ -7,10 +7,9 @@ from typing import Final
 from smp_strategy.sizes import show_count
 from smp_strategy.storage import commit
 from smp_strategy.storage.full_digests import has_digests
-from smp_strategy.storage.full_file import problems_of_file
 from smp_strategy.storage.manifest import FILE_NAME as MANIFEST
+from smp_strategy.storage.previous import advice, problems_of
 from smp_strategy.storage.stored import is_sharded
-from smp_strategy.storage.verify import problems_of
 
 __all__ = ["VERDICTS", "run", "verdict"]
 
@@ -28,6 +27,8 @@ def run(given: Namespace) -> int:
         statuses.add(status)
         more = [f"{show_count(len(problems) - _MOST, 'more problem')}"] if len(problems) > _MOST else []
         said = "; ".join([*problems[:_MOST], *more])
+        if status == _DAMAGED:
+            said = f"{said}. {advice(name)}"
         print(f"{name}: {VERDICTS[status]}{f': {said}' if said else ''}", flush=True)
     return next((status for status in (_DAMAGED, _UNKNOWN) if status in statuses), _INTACT)
 
@@ -40,7 +41,7 @@ def verdict(path: Path) -> tuple[int, list[str]]:
         if [each.file for each in problems] == [MANIFEST] and not (path / MANIFEST).exists():
             return _UNKNOWN, ["another program wrote it, without digests"]
     elif path.is_file() and path.suffix != ".safetensors":
-        problems = problems_of_file(path)
+        problems = problems_of(path)
         if not problems and not has_digests(path):
             return _UNKNOWN, ["another program wrote it, without digests"]
     else:

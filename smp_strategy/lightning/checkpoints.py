@@ -33,7 +33,7 @@ from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
-from smp_strategy.storage.full_file import read_full, verified, write_full
+from smp_strategy.storage.full_file import read_full, verify_full, write_full
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.safe_types import allowing_plain_values
 from smp_strategy.storage.stored import Stored, is_sharded
@@ -281,7 +281,7 @@ def _verify_once(path: Path, *, is_mine: bool) -> None:
     problem = None
     try:
         if is_mine:
-            verified(path)
+            verify_full(path)
     except CheckpointError as error:
         problem = str(error)
     problems: list[Any] = [problem]

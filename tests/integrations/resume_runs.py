@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from smp_strategy.random_states import are_equal
 from smp_strategy.storage.stored import Stored
 
-SAMPLES = 32
+SAMPLES = 24
 
 
 class Noisy(Dataset):

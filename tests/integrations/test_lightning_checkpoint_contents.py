@@ -13,8 +13,6 @@ from lightning_toy import NEWER, on_ranks, quiet, toy_loader, toy_module, toy_tr
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from smp_strategy.errors import CheckpointError, UnsupportedError
-
 callbacks = import_module(f"{NEWER}.callbacks")
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 4}
 SDP2 = {"pipeline_parallel_degree": 1, "sharded_data_parallel_degree": 2}

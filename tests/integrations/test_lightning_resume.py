@@ -44,15 +44,16 @@ def manual(self):
 
 
 MANUAL = {"training_step": by_hand, "automatic_optimization": property(manual)}
+SOME = slice(1, None, 3)
 MOMENTS = {
     "epochs": {},
     # After the last step a resumed run has nothing to do, and does not end the epoch either.
-    "steps": {"max_steps": 6, "max_epochs": -1, "chosen": slice(-1)},
-    "no validation": {"validates": False, "max_steps": 6, "max_epochs": -1, "chosen": slice(-1)},
-    "validation within the epoch": {"val_check_interval": 0.5, "overrides": {"configure_optimizers": plateau}},
-    "accumulation": {"accumulate_grad_batches": 3},
-    "accumulation by hand": {"overrides": MANUAL},
-    "part of the data": {"limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 1},
+    "steps": {"max_steps": 5, "max_epochs": -1, "chosen": slice(-1)},
+    "no validation": {"validates": False, "max_steps": 5, "max_epochs": -1, "chosen": slice(2, -1)},
+    "validation within the epoch": {"val_check_interval": 2, "overrides": {"configure_optimizers": plateau}},
+    "accumulation": {"accumulate_grad_batches": 2, "chosen": SOME},
+    "accumulation by hand": {"overrides": MANUAL, "chosen": slice(0, None, 2)},
+    "part of the data": {"limit_train_batches": 2, "reload_dataloaders_every_n_epochs": 1, "chosen": SOME},
 }
 
 
@@ -91,7 +92,7 @@ def own():
 
 
 def replaced():
-    sampler = RandomSampler(Noisy(), generator=own(), replacement=True, num_samples=40)
+    sampler = RandomSampler(Noisy(), generator=own(), replacement=True, num_samples=32)
     return DataLoader(Noisy(), batch_size=8, sampler=sampler)
 
 
@@ -127,7 +128,7 @@ OF_TWO = {"training_step": step_of_two, "on_after_batch_transfer": transfer_two}
 @pytest.mark.parametrize("name", LOADERS)
 def test_loaders_go_on_with_the_batches_that_they_have_not_given(name, tmp_path):
     overrides = OF_TWO if name == "several" else {}
-    chosen = slice(1, None, 6)  # in the first epoch and in the second one
+    chosen = slice(1, None, 4)  # in the first epoch and in the second one
     [found] = on_ranks(
         interrupted_everywhere, 1, tmp_path, ONE, LOADERS[name], chosen, validates=False, overrides=overrides
     )
@@ -156,7 +157,7 @@ LAYOUTS = {
 def test_a_run_resumes_under_each_layout(layout, form, tmp_path):
     ranks, smp = LAYOUTS[layout]
     smp = {**smp, "state_dict_type": form}
-    chosen = slice(0, None, 7)  # within an accumulation window, and in the second epoch
+    chosen = slice(0, None, 5)  # within an accumulation window, and in the second epoch
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     for found in on_ranks(interrupted_everywhere, ranks, tmp_path, smp, noisy, chosen, **options):
         assert not any(found.values()), found
@@ -167,7 +168,7 @@ def callbacks():
 
 
 def test_callbacks_go_on(tmp_path):
-    chosen = slice(0, None, 3)
+    chosen = slice(0, None, 4)
     options = {"callbacks": callbacks, "max_epochs": 4, "validates": False}
     for found in on_ranks(interrupted_everywhere, 2, tmp_path, PP2, noisy, chosen, **options):
         assert not any(found.values()), found
@@ -227,7 +228,7 @@ def shared_run(folder):
 
 
 def clean(batch_size):
-    return lambda: toy_loader(dataset=toy_data(SAMPLES), batch_size=batch_size)
+    return lambda: toy_loader(dataset=toy_data(32), batch_size=batch_size)
 
 
 def resumed(folder, smp, batch_size, checkpoint):
@@ -246,7 +247,7 @@ def test_a_run_resumes_with_the_samples_that_are_left_however_they_are_shared(sh
     ranks, smp, batch_size = SHARES[share]
     found = on_ranks(resumed, ranks, tmp_path, smp, batch_size, shared / "01-batch.ckpt")
     samples = [value for each in found for value in each]
-    assert len(samples) == len(set(samples)) == SAMPLES // 2
+    assert len(samples) == len(set(samples)) == 16
     if share != "smaller batches":
         states = (content(shared / "start.ckpt")["state_dict"], content(tmp_path / "resumed.ckpt")["state_dict"])
         for name, value in states[0].items():
