@@ -11,8 +11,9 @@ from typing import BinaryIO, Final, final
 
 import xxhash
 
-__all__ = ["PIECE", "DigestingFile", "digest", "pieces_of", "to_disk"]
+__all__ = ["DIGITS", "PIECE", "DigestingFile", "digest", "pieces_of", "to_disk"]
 
+DIGITS: Final = 32  # of a digest
 PIECE: Final = 2**20  # bytes; in a file that has others, readers take them from there
 
 

@@ -70,7 +70,8 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor whose values are in a row in host memory, to be read or written."""
-    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    # Not a view, for which the strides of dims of one element would matter.
+    array: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(array)
 
 

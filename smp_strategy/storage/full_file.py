@@ -5,8 +5,6 @@ Nothing is copied to memory on the way to the disk, where Lightning has all of i
 are read without.
 """
 
-import pickle
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import torch
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import commit
+from smp_strategy.storage.file_loading import UnreadableError, load_file
 from smp_strategy.storage.full_digests import ListeningFile, append_digests, problems_of_bytes
-from smp_strategy.storage.safe_types import allowing_plain_values
-from smp_strategy.storage.verify import Problem
+from smp_strategy.storage.previous import advice
 
-__all__ = ["problems_of_file", "read_full", "verified", "write_full"]
+__all__ = ["read_full", "write_full"]
 
 _BUFFER = 2**20  # bytes
 
@@ -50,55 +48,17 @@ def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = Tru
         verify: compare all of it to its digests first. Of ranks that read the same file one may do that for all.
 
     Raises:
-        CheckpointError: it is damaged, no checkpoint, or cannot be loaded without running code.
+        CheckpointError: it is damaged, no checkpoint, or cannot be loaded without running code. If it is damaged, an
+            undamaged one beside it is named.
         FileNotFoundError: there is none.
     """
     path = Path(path)
     commit.recover(path)
-    if verify:
-        verified(path)
+    if verify and (problems := problems_of_bytes(path)):
+        first, more = problems[0], f" ({len(problems) - 1} more.)" if len(problems) > 1 else ""
+        what = f"tensor `{first.tensor}` " if first.tensor else ""
+        raise CheckpointError(f"{path} is damaged: {what}{first.what}{more} {advice(path)}")
     try:
-        with allowing_plain_values():
-            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
-    except (FileNotFoundError, PermissionError):
-        raise
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        if weights_only and isinstance(error, pickle.UnpicklingError):
-            raise CheckpointError(
-                f"{path} cannot be loaded without running code that it names, or is damaged: {reason} Load it with "
-                "`weights_only=False` if you trust whoever wrote it; or allow its classes, if you know them, by "
-                "`torch.serialization.add_safe_globals`."
-            ) from error
-        if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
-            raise  # of a class of the user
-        raise CheckpointError(
-            f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason} Load another one."
-        ) from error
-
-
-def verified(path: Path) -> None:
-    """Compare a file to its digests, if it has some.
-
-    Raises:
-        CheckpointError: it has changed since it was written.
-        FileNotFoundError: there is none.
-    """
-    if problems := problems_of_bytes(path):
-        first = problems[0]
-        more = f" ({len(problems) - 1} more.)" if len(problems) > 1 else ""
-        what = f"tensor `{first.tensor}`: " if first.tensor else ""
-        raise CheckpointError(f"{path} is damaged: {what}{first.what}{more} Load another one.")
-
-
-def problems_of_file(path: Path | str) -> list[Problem]:
-    """Read all of a file, and say what has changed in it since it was written, or that it is none."""
-    path = Path(path)
-    commit.recover(path)
-    try:
-        problems = problems_of_bytes(path)
-        if not problems:
-            read_full(path, verify=False)
-    except (CheckpointError, OSError) as error:
-        return [Problem(path.name, "", str(error))]
-    return problems or []
+        return load_file(path, weights_only=weights_only)
+    except UnreadableError as error:
+        raise CheckpointError(f"{error} {advice(path)}") from error

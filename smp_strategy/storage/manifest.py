@@ -14,13 +14,14 @@ from pathlib import PurePosixPath
 from typing import Any, Final, final
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage.checksums import PIECE, digest, pieces_of
+from smp_strategy.storage.checksums import DIGITS, PIECE, digest, pieces_of
 
 __all__ = ["FILE_NAME", "Manifest", "Region", "is_plain_name"]
 
 FILE_NAME: Final = "manifest.json"
 FORMAT: Final = "smp_strategy sharded checkpoint"
 VERSION: Final = 1
+LARGEST_PIECE: Final = 2**30  # bytes: readers take memory for one
 
 _END: Final = b',\n"digest": "'
 _LAST: Final = b'"}\n'
@@ -99,8 +100,13 @@ class Manifest:
                 )
             files = {name: _regions(name, rows) for name, rows in content["files"].items()}
             piece = content["piece"]
-            if not isinstance(piece, int) or piece < 1 or not isinstance(content["note"], dict):
+            if type(piece) is not int or piece not in range(1, LARGEST_PIECE + 1):
                 raise ValueError(f"pieces of {piece!r} bytes")
+            if not isinstance(content["note"], dict):
+                raise ValueError("no note")
+            for name, regions in files.items():
+                if any(len(each.pieces(piece)) != len(each.digests) for each in regions):
+                    raise ValueError(f"the digests of {name!r} are not as many as its pieces")
             return cls(note=content["note"], files=files, piece=piece)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{FILE_NAME} is not one: {type(error).__name__}: {error}") from error
@@ -111,11 +117,11 @@ def _regions(file: str, rows: list[list[Any]]) -> tuple[Region, ...]:
         raise ValueError(f"{file!r} is not the name of a file in the directory")
     regions, offset = [], 0
     for name, before, values, behind, digests in rows:
-        if not (
-            isinstance(name, str) and all(isinstance(each, int) and each >= 0 for each in (before, values, behind))
-        ):
+        if not (isinstance(name, str) and all(type(each) is int and each >= 0 for each in (before, values, behind))):
             raise ValueError(f"a region of {file!r} is {[name, before, values, behind]}")
-        parts = tuple(digests[start : start + 32] for start in range(0, len(digests), 32))
+        parts = tuple(digests[start : start + DIGITS] for start in range(0, len(digests), DIGITS))
+        if len(digests) % DIGITS:
+            raise ValueError(f"the digests of {name!r} are cut off")
         regions.append(Region(name=name, offset=offset, before=before, values=values, behind=behind, digests=parts))
         offset += regions[-1].length
     return tuple(regions)

@@ -54,7 +54,7 @@ def copies_of(held: Held, chunks: Sequence[Chunk]) -> list[tuple[Chunk, list[Cop
             common = shared(chunk.part, Rectangle(block.offsets, tuple(block.tensor.shape)))
             if common is not None and common.numel:
                 copies.append(Copy(chunk, block, common))
-        if copies:
+        if copies or not chunk.part.numel:  # an empty tensor can be damaged, too
             found.append((chunk, copies))
     return found
 

@@ -226,6 +226,7 @@ def test_what_is_removed_does_not_come_back(tmp_path, old):
 def test_an_error_leaves_the_old_one_and_nothing_else(tmp_path):
     target = tmp_path / "x.ckpt"
     target.write_text("old")
+
     def save():
         with replacing(target, is_folder=False) as staging:
             staging.write_text("half")

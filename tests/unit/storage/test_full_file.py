@@ -11,7 +11,8 @@ from torch import nn
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import full_digests
-from smp_strategy.storage.full_file import problems_of_file, read_full, write_full
+from smp_strategy.storage.full_file import read_full, write_full
+from smp_strategy.storage.previous import problems_of
 
 FLIPS = 500
 
@@ -61,7 +62,7 @@ def test_a_file_has_what_was_written_for_us_and_for_all_others(tmp_path, width):
     expected = content(width=width)
     write_full(path, expected)
     assert [each.name for each in path.parent.iterdir()] == ["x.ckpt"]
-    assert problems_of_file(path) == []
+    assert problems_of(path) == []
     found = read_full(path)
     assert_same(found, expected)
     assert found["state_dict"]["tied"].data_ptr() == found["state_dict"]["tied_too"].data_ptr()
@@ -119,7 +120,7 @@ def test_each_flipped_bit_is_found_and_the_tensor_is_named(path):
     in_values = random.choices(list(places), k=FLIPS // 2)
     for bit in [*everywhere, *(byte * 8 + random.randrange(8) for byte in in_values)]:
         flipped(path, bit)
-        problems = problems_of_file(path)
+        problems = problems_of(path)
         with pytest.raises(CheckpointError, match=r"x\.ckpt is damaged: ") as raised:
             read_full(path)
         flipped(path, bit)
@@ -132,14 +133,14 @@ def test_each_flipped_bit_is_found_and_the_tensor_is_named(path):
         else:
             assert not problems[0].tensor
             assert "the file's structure has changed" in str(problems[0])
-    assert problems_of_file(path) == []
+    assert problems_of(path) == []
 
 
 def test_each_byte_of_the_last_part_counts(path):
     for byte in range(path.stat().st_size - 200, path.stat().st_size):
         for bit in (0, 6):
             flipped(path, byte * 8 + bit)
-            assert problems_of_file(path), byte
+            assert problems_of(path), byte
             flipped(path, byte * 8 + bit)
 
 
@@ -149,14 +150,14 @@ def test_a_file_that_was_cut_off_is_an_error(path, kept):
     path.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
     with pytest.raises(CheckpointError, match=r"x\.ckpt is damaged|or is damaged"):
         read_full(path)
-    assert problems_of_file(path)
+    assert problems_of(path)
 
 
 def test_a_file_that_grew_or_was_cut_at_its_end_is_an_error(path):
     data = path.read_bytes()
     for changed in (data + b"x", data[:-1], data[:-40]):
         path.write_bytes(changed)
-        assert problems_of_file(path)
+        assert problems_of(path)
         with pytest.raises(CheckpointError, match="damaged"):
             read_full(path)
 
@@ -165,7 +166,7 @@ def test_a_file_that_grew_or_was_cut_at_its_end_is_an_error(path):
 def test_files_of_other_programs_are_read_without_digests(tmp_path, new_zip):
     path = tmp_path / "x.ckpt"
     torch.save(content(), path, _use_new_zipfile_serialization=new_zip)
-    assert problems_of_file(path) == []
+    assert problems_of(path) == []
     assert_same(read_full(path), content())
     with pytest.raises(FileNotFoundError):
         read_full(tmp_path / "missing.ckpt")
@@ -212,7 +213,7 @@ def test_hostile_and_wrong_files_are_errors_and_run_nothing(tmp_path, kind, monk
     hostile(path, kind)
     with pytest.raises(CheckpointError, match=r"x\.ckpt (is damaged|cannot be loaded)") as raised:
         read_full(path)
-    assert problems_of_file(path)
+    assert problems_of(path)
     assert not (tmp_path / "exploded").exists()
     if kind in ("full", "plain"):
         assert "weights_only=False" in str(raised.value)
@@ -224,7 +225,7 @@ def test_a_damaged_file_with_a_bomb_runs_nothing_while_names_are_looked_up(tmp_p
     write_full(path, {"bomb": Bomb(), "w": torch.full((1000,), 7.0)})
     place = path.read_bytes().index(torch.full((100,), 7.0).numpy().tobytes())
     flipped(path, place * 8)
-    assert [each.tensor for each in problems_of_file(path)] == ["w"]
+    assert [each.tensor for each in problems_of(path)] == ["w"]
     assert not (tmp_path / "exploded").exists()
 
 

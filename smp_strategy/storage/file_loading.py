@@ -1,0 +1,50 @@
+"""Loading what ``torch.save`` has written, whoever did: values are read when they are used, and errors are clear.
+
+Nothing that a file names is run, unless its reader asks for that.
+"""
+
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_strategy.errors import CheckpointError
+from smp_strategy.storage.safe_types import allowing_plain_values
+
+__all__ = ["UnreadableError", "load_file"]
+
+
+class UnreadableError(CheckpointError):
+    """A file is damaged, or no checkpoint."""
+
+
+def load_file(path: Path, *, weights_only: bool) -> Any:
+    """What a file has, in host memory.
+
+    Args:
+        path: of the file.
+        weights_only: see ``torch.load``.
+
+    Raises:
+        CheckpointError: it cannot be loaded without running code.
+        UnreadableError: it is damaged, or no checkpoint.
+        FileNotFoundError, PermissionError: it cannot be opened.
+    """
+    try:
+        with allowing_plain_values():
+            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        if weights_only and isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(
+                f"{path} cannot be loaded without running code that it names, or is damaged: {reason} Load it with "
+                "`weights_only=False` if you trust whoever wrote it; or allow its classes, if you know them, by "
+                "`torch.serialization.add_safe_globals`."
+            ) from error
+        if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
+            raise  # of a class of the user
+        raise UnreadableError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error

@@ -1,0 +1,95 @@
+"""What to load in the place of a checkpoint that is damaged: the newest other one beside it that is not.
+
+Only what can be verified is offered. All of it is read for that, so this is for one rank, or for the few files that are
+read as a whole by everyone anyway.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from smp_strategy.errors import CheckpointError
+from smp_strategy.storage import commit, stored, verify
+from smp_strategy.storage.file_loading import load_file
+from smp_strategy.storage.full_digests import problems_of_bytes
+from smp_strategy.storage.verify import Problem
+
+__all__ = ["advice", "is_checkpoint", "previous", "problems_of"]
+
+_FIRST_BYTES = b"PK\x03\x04"
+_MOST_TRIED = 10
+
+
+def problems_of(path: Path | str) -> list[Problem]:
+    """Read all of a checkpoint of either form, and say what has changed since it was written, or that it is none.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if path.is_dir():
+        return verify.problems_of(path)
+    if problems := problems_of_bytes(path):
+        return problems
+    try:
+        load_file(path, weights_only=True)
+    except (CheckpointError, OSError) as error:
+        return [Problem(path.name, "", str(error))]
+    return []
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether it looks like one of either form."""
+    try:
+        if path.is_dir():
+            return stored.is_sharded(path)
+        with open(path, "rb") as file:
+            return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
+    except OSError:
+        return False
+
+
+def previous(path: Path | str) -> Path | None:
+    """The newest checkpoint beside ``path`` that is undamaged, of either form; ``None`` if there is none.
+
+    Args:
+        path: the damaged one.
+    """
+    path = Path(path)
+    folder = path.parent
+    if not folder.is_dir():
+        return None
+    commit.recover_all(folder)
+    for number, each in enumerate(_newest_first(folder, path)):
+        if number == _MOST_TRIED:
+            break
+        if not problems_of(each):
+            return each
+    return None
+
+
+def advice(path: Path | str) -> str:
+    """A sentence about what to do without ``path``, which is damaged."""
+    found = previous(path)
+    if found is None:
+        return f"There is no undamaged checkpoint beside it in {Path(path).parent}: restore it from a copy."
+    return f"The newest undamaged checkpoint beside it is {found}: load that one (`ckpt_path={str(found)!r}`)."
+
+
+def _newest_first(folder: Path, damaged: Path) -> Iterator[Path]:
+    found = []
+    for each in folder.iterdir():
+        # A link leads to one that is in the list itself, or to the damaged one.
+        if each.name.startswith(".") or each.is_symlink() or _is_same(each, damaged) or not is_checkpoint(each):
+            continue
+        newest = max((part.stat().st_mtime_ns for part in each.iterdir()), default=0) if each.is_dir() else 0
+        found.append((newest or each.stat().st_mtime_ns, each))
+    yield from (each for _, each in sorted(found, reverse=True))
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
