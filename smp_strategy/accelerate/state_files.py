@@ -106,7 +106,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        reason = str(error).strip().partition("\n")[0]
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"{named[1]}." if named else str(error).strip().partition("\n")[0]
         raise CheckpointError(
             f"{path} is damaged, or cannot be loaded without running code that it names: {reason} Load another "
             'checkpoint, or pass `load_kwargs={"weights_only": False}` if you trust whoever wrote it.'

@@ -269,7 +269,9 @@ class StateFolderHooks(SavingHooks):
                 f"{folder} has the state of a model that was spread over ranks, but none is prepared here. Call "
                 "`accelerator.prepare` with the model before `load_state`."
             )
-        return Stored.open(folder / folders.SHARDED)
+        stored = Stored.open(folder / folders.SHARDED)
+        stored.rest()  # there is nothing in it, but damage should be said
+        return stored
 
     # Objects of the user
 
