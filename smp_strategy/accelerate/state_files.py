@@ -4,7 +4,7 @@ import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -55,12 +55,13 @@ def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
 
 
 def write_weights(
-    state: dict[str, Any], folder: Path, number: int, *, safe_serialization: bool, save_on_each_node: bool
+    states: Mapping[int, dict[str, Any]], folder: Path, *, safe_serialization: bool, save_on_each_node: bool
 ) -> None:
-    """Write those of model ``number``, on the processes that write."""
+    """Write those of models by their numbers, on the processes that write."""
     file = f"{SAFE_MODEL_NAME}.safetensors" if safe_serialization else f"{MODEL_NAME}.bin"
-    path = folder / name(file, number)
-    save(state, path, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
+    for number, state in states.items():
+        path = folder / name(file, number)
+        save(state, path, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
 
 
 def weights(folder: Path, number: int) -> dict[str, Any]:

@@ -131,8 +131,9 @@ class StateFolderHooks(SavingHooks):
             whole = dict(enumerate(weights))
         each_node = self.project_configuration.save_on_each_node
         options = {"safe_serialization": safe_serialization, "save_on_each_node": each_node}
-        for number, state in whole.items():
-            save.do(partial(state_files.write_weights, save.kept(state), save.folder, number, **options))
+        # As one job: ranks may have different numbers of them, since hooks take out what they have written.
+        kept = {number: save.kept(state) for number, state in whole.items()}
+        save.do(partial(state_files.write_weights, kept, save.folder, **options))
 
     def _smp_save_rest(self, save: "_Save") -> None:
         """What is small, and custom objects. Collective."""
