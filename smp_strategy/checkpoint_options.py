@@ -24,5 +24,10 @@ class CheckpointOptions:
     async_save: bool = False
     """Go on with training while files are written: it stops for the copy to host memory only."""
 
+    checkpoint_weights_only: bool = True
+    """Load nothing but tensors and plain values, so that no file can run code. ``False``: whatever there is in the
+    full form, which only files that you trust should make you say. What is given to ``trainer.fit(..., weights_only=)``
+    goes first."""
+
     def _problems(self) -> list[str]:
         return one_of(self, "state_dict_type", typing.get_args(StateDictType))

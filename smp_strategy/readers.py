@@ -9,10 +9,8 @@ What cannot be steered (an iterable dataset that splits its samples by rank, a d
 found by comparing a checksum of the first batches.
 """
 
-import random
-import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -20,25 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 from smp_strategy.errors import SMPError
+from smp_strategy.random_states import RngState, drawing_from, global_state, set_global_state
 
-__all__ = [
-    "Readers",
-    "Reading",
-    "RngState",
-    "checksum",
-    "follow",
-    "generators_of",
-    "global_state",
-    "set_global_state",
-]
+__all__ = ["Readers", "Reading", "checksum"]
 
 _CHECKED_BATCHES = 2
-_END = object()
-
-RngState = tuple[bytes, Any, Any]
 
 
 class Reading(Protocol):
@@ -46,6 +32,15 @@ class Reading(Protocol):
 
     def begin(self, *generators: torch.Generator) -> None:
         """A pass begins, of a loader that has these generators of its own. Collective."""
+
+    def go_on(self) -> None:
+        """A pass goes on that an earlier run has begun."""
+
+    def state(self) -> RngState:
+        """Where the next draw on the way to a batch starts."""
+
+    def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
+        """In here random numbers are drawn from ``state`` on; nothing of that is left afterwards."""
 
     def draws(self) -> AbstractContextManager[None]:
         """Around whatever draws random numbers on the way to a batch."""
@@ -103,9 +98,17 @@ class Readers:
         for generator, state in zip(generators, box[0][1], strict=True):
             generator.set_state(state)
 
-    def begin_checks(self) -> None:
-        """A pass begins: its first batches are compared."""
+    def go_on(self) -> None:
+        """A pass begins, or goes on: its next batches are compared."""
         self._num_checked = 0
+
+    def state(self) -> RngState:
+        """Where the next draw on the way to a batch starts."""
+        return global_state()
+
+    def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
+        """In here random numbers are drawn from ``state`` on; nothing of that is left afterwards."""
+        return drawing_from(state)
 
     def check(self, batch: Any) -> None:
         """Compare the first batches of each pass over the data.
@@ -149,6 +152,17 @@ class _Alone:
     def begin(self, *generators: torch.Generator) -> None:
         """Nothing to do."""
 
+    def go_on(self) -> None:
+        """Nothing to do."""
+
+    def state(self) -> RngState:
+        """Where the next draw starts."""
+        return global_state()
+
+    def elsewhere(self, state: RngState) -> AbstractContextManager[None]:
+        """Draw from ``state`` on for a while."""
+        return drawing_from(state)
+
     def draws(self) -> AbstractContextManager[None]:
         """Nothing to do."""
         return nullcontext()
@@ -158,79 +172,6 @@ class _Alone:
 
     def arrived(self, batch: Any) -> None:
         """Nothing to do."""
-
-
-def follow(loader: DataLoader[Any], reading: Reading) -> None:
-    """Let ``loader`` draw as ``reading`` says, from the next pass on."""
-    if not isinstance(loader, _FollowingLoader):
-        loader.__class__ = _following(type(loader))
-    loader.smp_reading = reading
-
-
-def _following(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    # Accelerate says that its loaders are of the class of what they are around, and pickles them by that name.
-    disguise = {"smp_stock": stock, "__class__": property(lambda _: stock)}
-    return type(stock.__name__, (_FollowingLoader, stock), {**names, **disguise})
-
-
-def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
-    following = _following(stock)
-    return following.__new__(following)
-
-
-class _FollowingLoader(DataLoader[Any]):
-    smp_reading: Reading
-    smp_stock: type[DataLoader[Any]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (self.smp_stock,), vars(self)  # no module has the class
-
-    def __iter__(self) -> Any:
-        self.smp_reading.begin(*generators_of(self))
-        with self.smp_reading.draws():
-            inner = super().__iter__()
-        return _FollowingIterator(inner, self.smp_reading)
-
-
-class _FollowingIterator:
-    def __init__(self, inner: Iterator[Any], reading: Reading) -> None:
-        self._inner = inner
-        self._reading = reading
-        self._is_new = True
-
-    def __iter__(self) -> "_FollowingIterator":
-        return self
-
-    def __next__(self) -> Any:
-        if self._is_new:
-            # Lightning does not ask for more batches than there are, so ranks that have fewer would stop asking.
-            self._is_new = False
-            try:
-                self._reading.compare(len(self))
-            except TypeError:  # an iterable dataset does not know
-                self._reading.compare("an unknown number")
-        with self._reading.draws():
-            found = next(self._inner, _END)
-        self._reading.compare("none left" if found is _END else "one more")
-        self._reading.arrived(found)
-        if found is _END:
-            raise StopIteration
-        return found
-
-    def __len__(self) -> int:
-        return len(self._inner)  # type: ignore[arg-type]
-
-
-def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
-    """Those that the loader, its samplers and its dataset bring along."""
-    holders: list[Any] = [loader, loader.dataset, loader.sampler]
-    batches = loader.batch_sampler
-    while batches is not None:  # samplers of a part of the batches are around one of all
-        holders += [batches, getattr(batches, "sampler", None)]
-        batches = getattr(batches, "batch_sampler", None)
-    found = [getattr(holder, "generator", None) for holder in holders]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def checksum(batch: Any) -> int:
@@ -244,24 +185,3 @@ def checksum(batch: Any) -> int:
         elif isinstance(leaf, (bool, int, float, str, bytes)):
             found = zlib.crc32(repr(leaf).encode(), found)
     return found
-
-
-def global_state() -> RngState:
-    """The state of torch's generator of the host, Python's, and numpy's if anybody has imported it."""
-    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
-    state = numpy.random.get_state(legacy=True) if numpy is not None else None
-    if state is not None:
-        state = (state[0], state[1].tobytes(), *state[2:])
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), state
-
-
-def set_global_state(state: RngState) -> None:
-    """Go on from where :func:`global_state` was."""
-    for_torch, for_python, for_numpy = state
-    torch.set_rng_state(torch.frombuffer(bytearray(for_torch), dtype=torch.uint8))
-    random.setstate(for_python)
-    if for_numpy is not None:
-        import numpy
-
-        key = numpy.frombuffer(for_numpy[1], dtype=numpy.uint32)
-        numpy.random.set_state((for_numpy[0], key, *for_numpy[2:]))

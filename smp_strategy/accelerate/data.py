@@ -35,7 +35,8 @@ from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.session import Session
 from smp_strategy.accelerator import generator_of, is_host
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.readers import Readers, follow, generators_of
+from smp_strategy.passes import follow, generators_of
+from smp_strategy.readers import Readers
 
 __all__ = ["LoaderHooks", "shard_of"]
 
@@ -117,7 +118,7 @@ class _OneStream(Readers):
     def begin(self, *generators: torch.Generator) -> None:
         """A pass begins. Collective."""
         self.take_over(*generators)
-        self.begin_checks()
+        self.go_on()
 
     @contextmanager
     def draws(self) -> Iterator[None]:

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from accelerate.utils import load
 
 from smp_strategy.accelerate.session import Session
-from smp_strategy.readers import generators_of
+from smp_strategy.passes import generators_of
+from smp_strategy.random_states import exceptions_to_first
 
 __all__ = ["FILE", "gathered", "of_loaders", "set_loaders", "set_states", "step_in"]
 
@@ -45,14 +46,8 @@ def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[in
     """
     states: list[Any] = [None] * session.shape.world_size
     dist.all_gather_object(states, _states(step))
-    firsts = [ranks[0] for ranks in session.data_ranks()]
-    others = {
-        rank: states[rank]
-        for ranks in session.data_ranks()
-        for rank in ranks[1:]
-        if not _are_equal(states[rank], states[ranks[0]])
-    }
-    return [states[rank] for rank in firsts], others
+    groups = session.data_ranks()
+    return [states[ranks[0]] for ranks in groups], exceptions_to_first(states, groups)
 
 
 def of_loaders(loaders: Iterable[Any]) -> list[list[torch.Tensor]]:
@@ -104,15 +99,3 @@ def _states(step: int) -> dict[str, Any]:
 def _accelerators() -> list[str]:
     device = torch.accelerator.current_accelerator(check_available=True)
     return [] if device is None or device.type == "mps" else [device.type]
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return bool(one == other)

@@ -94,7 +94,7 @@ def keep_share(
             kept.update(_cut(kept, parameter, parts))
         if sharded is not None and sharded.has(parameter):
             kept = optimizer.state[parameter]
-            if _is_cut(kept, parameter, sharded.run_of(parameter).values.numel()):
+            if _is_cut(kept, parameter, sharded.own_piece(parameter).numel):
                 continue
             known = kept_per_element(optimizer, parameter) if parameter.numel() == 1 else {}
             kept.update(cut_state(kept, parameter.shape, partial(sharded.piece_of, parameter), known))

@@ -81,7 +81,7 @@ class Holdings:
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """The shape of what this rank updates of ``parameter``, which it holds."""
         if self._sharded is not None and self._sharded.has(parameter):
-            return (self._sharded.run_of(parameter).values.numel(),)
+            return (self._sharded.own_piece(parameter).numel,)
         return tuple(self._part_shape(parameter))
 
     def held(self, parameter: nn.Parameter, local: Tensor, *, aliases: tuple[str, ...] = ()) -> Held:
@@ -95,7 +95,7 @@ class Holdings:
         if self._sharded is None or not self._sharded.has(parameter):
             blocks = self._of_whole([Block((0,) * local.ndim, local)], parameter)
         else:
-            blocks = self._of_run(parameter, self._sharded.run_of(parameter).start, local, self._sharded)
+            blocks = self._of_run(parameter, self._sharded.own_piece(parameter).start, local, self._sharded)
         return self._held(parameter, blocks, local.dtype, aliases)
 
     def values(self, parameter: nn.Parameter, *, aliases: tuple[str, ...] = ()) -> Held:

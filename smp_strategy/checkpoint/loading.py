@@ -4,6 +4,7 @@ The state is a :class:`~smp_strategy.storage.source.Source`: a directory, of whi
 in memory. Values go straight to where they are needed; nothing whole is made on the way.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.holdings import Holdings
 from smp_strategy.errors import CheckpointError
-from smp_strategy.optim.state_pieces import kept_per_element
+from smp_strategy.optim.state_pieces import has_one_per_element, kept_per_element
 from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.storage.held import Held
-from smp_strategy.storage.source import Source
+from smp_strategy.storage.source import Described, Source
 
 __all__ = [
     "GRADIENTS",
@@ -129,8 +130,7 @@ def load_optimizer(
             kept: dict[str, Any] = {}
             place = _places(holdings, optimizer, parameter)
             for key, name in tensors.get(parameter, {}).items():
-                described = source.tensors[name]
-                kept[key], wanted[name] = place(key, tuple(described.shape), described.dtype)
+                kept[key], wanted[name] = place(key, source.tensors[name])
             found = objects.get(parameter, {})
             values = source.read_objects(list(found.values()))
             kept |= {key: values[name] for key, name in found.items()}
@@ -182,14 +182,16 @@ def load_gradients(source: Source, holdings: Holdings) -> None:
 
 def _places(
     holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter
-) -> Callable[[str, tuple[int, ...], torch.dtype], tuple[Tensor, Held]]:
-    """Memory for a tensor in the state of ``parameter``, by its name there, its whole shape and its dtype."""
+) -> Callable[[str, Described], tuple[Tensor, Held]]:
+    """Memory for a tensor in the state of ``parameter``, by its name there."""
     whole, local = holdings.whole_shape(parameter), holdings.local_shape(parameter)
-    is_one = parameter.numel() == 1 and holdings.is_sharded(parameter)
-    by_name = kept_per_element(optimizer, parameter) if is_one else {}
+    is_sharded = holdings.is_sharded(parameter)
+    by_name = kept_per_element(optimizer, parameter) if is_sharded and math.prod(whole) == 1 else {}
 
-    def place(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Held]:
-        if shape == whole and (not is_one or by_name.get(key, len(shape) > 0)):
+    def place(key: str, described: Described) -> tuple[Tensor, Held]:
+        shape, dtype = tuple(described.shape), described.dtype
+        stored = torch.empty(shape, dtype=dtype, device="meta")
+        if has_one_per_element(key.replace("#", ""), stored, whole, by_name) if is_sharded else shape == whole:
             like = torch.empty_like(parameter, device="meta") if local == tuple(parameter.shape) else None
             tensor = _memory(local, dtype, parameter.device, like)
             return tensor, holdings.held(parameter, tensor)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.holdings import Holdings
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.optim.state_pieces import kept_per_element
+from smp_strategy.optim.state_pieces import has_one_per_element, kept_per_element
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.storage.held import Held, Opaque
@@ -147,12 +147,13 @@ def _aliases(state: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict
 
 def _in_whole(holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter) -> Callable[[str, Tensor], Held]:
     """What a tensor in the state of ``parameter`` is to others, by its name there."""
-    shape = holdings.local_shape(parameter)
-    by_name = kept_per_element(optimizer, parameter) if shape == (1,) and holdings.is_sharded(parameter) else {}
+    shape, is_sharded = holdings.local_shape(parameter), holdings.is_sharded(parameter)
+    by_name = kept_per_element(optimizer, parameter) if is_sharded and shape == (1,) else {}
 
     def held(name: str, leaf: Tensor) -> Held:
-        is_per_element = tuple(leaf.shape) == shape and (leaf.numel() != 1 or by_name.get(name, leaf.ndim > 0))
-        return holdings.held(parameter, leaf.detach()) if is_per_element else Held.whole(leaf.detach())
+        has_shape = tuple(leaf.shape) == shape
+        is_spread = has_one_per_element(name, leaf, shape, by_name) if is_sharded else has_shape
+        return holdings.held(parameter, leaf.detach()) if is_spread else Held.whole(leaf.detach())
 
     return held
 
@@ -160,7 +161,7 @@ def _in_whole(holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter)
 def encoded(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
     """A state with its tensors changed. Files know dicts only, so lists with tensors become dicts."""
     if isinstance(value, Tensor):
-        return change(name, value)
+        return change(name.replace("#", ""), value)
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
         value = {f"#{number}": item for number, item in enumerate(value)}
     if isinstance(value, Mapping):

@@ -27,7 +27,9 @@ from torch.utils.data import DataLoader
 
 from smp_strategy.lightning.factory import Tree
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.readers import Readers, follow, global_state, set_global_state
+from smp_strategy.passes import follow
+from smp_strategy.random_states import RngState, global_state, set_global_state
+from smp_strategy.readers import Readers
 
 __all__ = ["DataStream", "following"]
 
@@ -43,13 +45,18 @@ class DataStream(Readers):
     Args:
         mesh: its replicas are the ranks that must agree.
         is_joint: ranks that split layers between them read alike, too.
+
+    Attributes:
+        data_ranks: for each share of the samples the global ranks that read it.
     """
 
     def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True) -> None:
         is_joint = is_joint or mesh.tp == 1
+        axes = ("pp", "tp") if is_joint else ("pp",)
+        self.data_ranks = mesh.shape.groups(*axes)
         # The mesh is asked each time: its groups must not be kept. See [Note: leaving].
         super().__init__(
-            mesh.shape.group(mesh.rank, *(("pp", "tp") if is_joint else ("pp",))),
+            mesh.shape.group(mesh.rank, *axes),
             mesh.rank,
             lambda: mesh.replica_group if is_joint else mesh.pp_group,
             advice=_ADVICE,
@@ -60,8 +67,16 @@ class DataStream(Readers):
     def begin(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
         self.take_over(*generators)
-        self.begin_checks()
+        self.go_on()
         self._state = global_state()
+
+    def state(self) -> RngState:
+        """Where the next draw of the data path starts."""
+        return self._state
+
+    def set_state(self, state: RngState) -> None:
+        """Let the next draw of the data path start there."""
+        self._state = state
 
     @contextmanager
     def draws(self) -> Iterator[None]:

@@ -11,35 +11,31 @@ stored by the ranks that have them, under the names that Lightning's own directo
                             and the tensor is spread.<number>
 
 What is loaded is such a dict again, in which tensors are read when they are used (:class:`UnreadTensor`), so that hooks
-of the user may drop, rename and change them. Then each rank reads its share of what is left, straight to its place.
+of the user may drop, rename and change them.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.whole import WholeState, flattened
 from smp_strategy.storage.held import Held
-from smp_strategy.storage.source import Source
-from smp_strategy.storage.unread import UnreadTensor
+from smp_strategy.storage.unread import Readable, UnreadTensor
 
-__all__ = ["Directory", "Edited", "divided", "put_together", "snapshot"]
+__all__ = ["Directory", "divided", "listed", "put_together", "snapshot"]
 
 _MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
 _MARK: Final = "smp_strategy/spread"
 
 
-class Directory(Source, Protocol):
+class Directory(Readable, Protocol):
     """An opened checkpoint of many files."""
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor."""
-
-    def rest(self) -> dict[str, Any]:
-        """What is in ``meta.pt``."""
+    @property
+    def paths(self) -> Mapping[str, tuple[Any, ...]]:
+        """The way to each entry in dicts of dicts, or its name alone."""
 
 
 def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -63,72 +59,36 @@ def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return {**state, _SPREAD: found} if found else state, rest
 
 
-def put_together(stored: Directory) -> dict[str, Any]:
-    """The checkpoint that was :func:`divided`, with tensors that are read when they are used."""
-    entries: dict[str, Any] = {
-        name: UnreadTensor.of(name, described, stored.read) for name, described in stored.tensors.items()
-    }
-    entries.update(stored.read_objects(stored.objects))
-    parts: dict[str, Any] = {}
-    for name, value in entries.items():
-        part, dot, inside = name.partition(".")
-        if dot:
-            parts.setdefault(part, {})[inside] = value
-        else:  # of other writers
-            parts[name] = value
-    spread = parts.pop(_SPREAD, {})
-    whole: dict[str, Any] = pytree.tree_map(
-        lambda node: spread[node[_MARK]] if _is_mark(node) else node, stored.rest(), is_leaf=_is_mark
-    )
-    optimizers = sorted(filter(_is_optimizer, parts), key=lambda key: int(key.rpartition("_")[2]))
-    if optimizers:
-        whole[_OPTIMIZERS] = [_optimizer_state(parts.pop(key)) for key in optimizers]
-    return {**whole, **parts}
-
-
-class Edited:
-    """A part of a checkpoint that was :func:`put_together`, as it is after hooks have seen it, as a source.
-
-    What nobody has touched is read from the directory by those that need it, and by them alone.
+def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint that was :func:`divided`, with tensors that are read when they are used.
 
     Args:
-        part: the state dict of the module, say.
-        stored: what unread tensors belong to.
-        name: of the part.
+        stored: by the ranks.
+        rest: everything else.
     """
+    parts: dict[Any, Any] = {}
+    values: dict[str, Any] = {name: UnreadTensor.of(stored, name) for name in stored.tensors}
+    values.update(stored.read_objects(stored.objects))
+    for name, value in values.items():
+        *way, last = _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name]
+        inside = parts
+        for key in way:
+            inside = inside.setdefault(key, {})
+        inside[last] = value
+    spread = parts.pop(_SPREAD, {})
+    whole: dict[str, Any] = pytree.tree_map(
+        lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
+    )
+    return listed({**whole, **parts})
 
-    def __init__(self, part: Mapping[str, Any], stored: Source, name: str) -> None:
-        self._entries = flattened(part, f"{name}.")
-        self._touched = WholeState(self._entries)
-        self._stored = stored
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors."""
-        return self._touched.tensors
-
-    @property
-    def objects(self) -> list[str]:
-        """The names of everything else."""
-        return self._touched.objects
-
-    def fill(self, wanted: Mapping[str, Held]) -> None:
-        """See :class:`~smp_strategy.storage.source.Source`."""
-        unread: dict[str, Held] = {}
-        touched: dict[str, Held] = {}
-        for name, held in wanted.items():
-            tensor = self._entries.get(name)
-            is_first = isinstance(tensor, UnreadTensor) and not tensor.is_read and tensor.stored_as not in unread
-            if is_first:
-                unread[tensor.stored_as] = held
-            else:
-                touched[name] = held
-        self._stored.fill(unread)
-        self._touched.fill(touched)
-
-    def read_objects(self, names: Any) -> dict[str, Any]:
-        """Objects by their names."""
-        return self._touched.read_objects(names)
+def listed(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """``checkpoint`` with its optimizers in a list; a directory that was made one file has them one by one."""
+    numbers = sorted(int(key.rpartition("_")[2]) for key in checkpoint if _is_optimizer(key))
+    if numbers and _OPTIMIZERS not in checkpoint:
+        states = [checkpoint.pop(f"optimizer_{number}") for number in numbers]
+        checkpoint[_OPTIMIZERS] = [{"state": {}, **state} for state in states]
+    return checkpoint
 
 
 def snapshot(tree: Any, is_fresh: Callable[[Tensor], bool] = lambda tensor: False) -> Any:
@@ -157,8 +117,8 @@ def _is_mark(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() == {_MARK}
 
 
-def _is_optimizer(key: str) -> bool:
-    return key.startswith("optimizer_") and key.removeprefix("optimizer_").isdecimal()
+def _is_optimizer(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("optimizer_") and key.removeprefix("optimizer_").isdecimal()
 
 
 def _is_spread_dict(value: Any) -> bool:
@@ -169,9 +129,10 @@ def _is_spread_dict(value: Any) -> bool:
 
 
 def _all_held(tree: Any) -> Any:
-    """An ordinary tensor is the same on all ranks, so that each of them has all of it."""
+    """What this rank has to store. An ordinary tensor is the same on all ranks, so that each has all of it."""
     if isinstance(tree, Mapping):
-        return {key: _all_held(value) for key, value in tree.items()}
+        held = {key: _all_held(value) for key, value in tree.items()}
+        return {key: value for key, value in held.items() if not isinstance(value, Held) or value.blocks}
     return Held.whole(tree.detach()) if isinstance(tree, Tensor) else tree
 
 
@@ -186,28 +147,18 @@ def _with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
         first, *others = names.get(id(value), [name])
         if first == name:
             is_told = not isinstance(value, Held) or value.aliases == tuple(others)
-            found[name] = value if is_told else Held(
-                shape=value.shape, dtype=value.dtype, blocks=value.blocks, aliases=tuple(others)
+            found[name] = (
+                value
+                if is_told
+                else Held(shape=value.shape, dtype=value.dtype, blocks=value.blocks, aliases=tuple(others))
             )
     return found
 
 
-def _optimizer_state(part: Mapping[str, Any]) -> dict[str, Any]:
-    """By names of parameters, as those that the groups name."""
-    groups = part.get("param_groups", [])
-    known = {name for group in groups for name in group.get("params", ())}
-    state: dict[str, Any] = {}
-    for key, value in part.items():
-        prefix, _, inside = key.partition(".")
-        if prefix == "state":
-            parameter = _longest_beginning(inside, known)
-            state.setdefault(parameter, {})[inside.removeprefix(f"{parameter}.")] = value
-    return {"state": state, "param_groups": groups}
-
-
-def _longest_beginning(name: str, known: Collection[str]) -> str:
-    beginning = name
-    while beginning := beginning.rpartition(".")[0]:
-        if beginning in known:
-            return beginning
-    return name.rpartition(".")[0]
+def _way_of(name: str) -> tuple[str, ...]:
+    """To what a writer has called ``name`` without telling where it was."""
+    part, _, inside = name.partition(".")
+    if _is_optimizer(part) and inside.startswith("state."):
+        parameter, _, key = inside.removeprefix("state.").rpartition(".")
+        return part, "state", parameter, key
+    return (part, inside) if inside else (name,)

@@ -33,7 +33,7 @@ _LOGGING = (
 )
 # The step happens inside, and logs by itself.
 _ENCLOSING = ("optimizer_step", "optimizer_zero_grad")
-# What they give away goes into the checkpoint, which global rank 0 writes.
+# What they give away goes into the checkpoint.
 _SAVING = ("on_save_checkpoint", "state_dict")
 # They run between the last backward and the `zero_grad` of the next batch.
 _WITH_GRADIENTS = {
@@ -128,7 +128,7 @@ class UserHooks:
                 result = hook(*args, **kwargs)
                 for mapping in (result, *args):
                     if isinstance(mapping, dict):
-                        _collect_in(mapping, self._engine)
+                        _settle_in(mapping, self._engine)
                 return result
 
             return self._engine.run_hook(collected)
@@ -136,10 +136,13 @@ class UserHooks:
         return run
 
 
-def _collect_in(mapping: dict[str, Any], engine: Engine) -> None:
+def _settle_in(mapping: dict[str, Any], engine: Engine) -> None:
+    """Let spread tensors be on the rank that writes them, or be told apart from others where all ranks write."""
+    views = engine.views
+    settled = views.held if engine.config.state_dict_type == "sharded" else views.collected
     for key, value in mapping.items():
         if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in pytree.tree_leaves(value)):
-            mapping[key] = engine.views.collected(value)
+            mapping[key] = settled(value)
 
 
 def copies_of(module: nn.Module, owners: Iterable[Any]) -> Iterator[nn.Module]:

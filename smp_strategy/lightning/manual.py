@@ -59,6 +59,7 @@ class ManualOptimization:
         for index, scheduler in enumerate(schedulers):
             name = f"`step` of learning rate scheduler {index}"
             is_skipped = functools.partial(self._is_skipped, scheduler)
+            self._replace(scheduler, "state_dict", _without_methods(scheduler.state_dict))
             self._replace(scheduler, "step", self._once(scheduler.step, name, averaged=True, unless=is_skipped))
         module = self._module
         for name in ("toggle_optimizer", "untoggle_optimizer"):
@@ -209,3 +210,8 @@ def _agreed(name: str, given: list[Any], averages: ManualSteps | None) -> Any:
 
     args = [agree(list(column)) for column in zip(*(args for args, _ in given), strict=True)]
     return args, {key: agree([kwargs[key] for _, kwargs in given]) for key in given[0][1]}
+
+
+def _without_methods(state_dict: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Schedulers give all of their attributes, so what was replaced would go into checkpoints."""
+    return lambda: {name: value for name, value in state_dict().items() if name not in ("step", "state_dict")}

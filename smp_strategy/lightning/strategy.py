@@ -46,6 +46,7 @@ from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.memory.report import MemoryReport
@@ -176,7 +177,8 @@ class SMPHooks(CheckpointHooks):
         backend = self.process_group_backend or backend_for(self.parallel_devices or [])
         options = {} if self._timeout is None else {"timeout": self._timeout}
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
-        self._has_failed = False
+        self._has_failed = self._is_torn = False
+        self._stopped_together = None
         # An earlier run may have left the module spread over the ranks. Everything from here on, callbacks that copy
         # it in `setup` for instance, meets an ordinary module.
         restore_left(self.lightning_module)
@@ -198,6 +200,9 @@ class SMPHooks(CheckpointHooks):
         # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataStream(self._engine.mesh, is_joint=self._is_joint)
+        self._resumption = (
+            Resumption(self._engine.mesh, self._data_stream, self.root_device, self.tree) if fitting else None
+        )
         if fitting:
             # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
             self.setup_optimizers(trainer)
@@ -210,6 +215,7 @@ class SMPHooks(CheckpointHooks):
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
+        self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
 
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
@@ -324,22 +330,26 @@ class SMPHooks(CheckpointHooks):
         """Forward and backward of all microbatches. See [Note: commit]."""
         module, batch = self.lightning_module, (*args, *kwargs.values())
         assert module is not None
+        self._look_after_saves()
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
-            return run_manual_step(self.engine, module, batch, context=context)
+            self._has_stepped = False
+            with self._in_step():
+                return run_manual_step(self.engine, module, batch, context=context)
         number, length = accumulation_window(module.trainer)
         if number == 0 and self._forgets_early:
             forget_gradients(map(unwrap, self.optimizers))
         scaler = self.precision_plugin.scaler
-        return run_training_step(
-            self.engine,
-            module,
-            batch,
-            context=context,
-            reduce=lambda: self._may_reduce,
-            continues=number > 0,
-            factor=(1.0 if scaler is None else scaler.get_scale()) / length,
-        )
+        with self._in_step():
+            return run_training_step(
+                self.engine,
+                module,
+                batch,
+                context=context,
+                reduce=lambda: self._may_reduce,
+                continues=number > 0,
+                factor=(1.0 if scaler is None else scaler.get_scale()) / length,
+            )
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Backward of the loss that a step has returned, or, under manual optimization, of the microbatches' losses."""
@@ -361,15 +371,18 @@ class SMPHooks(CheckpointHooks):
         return self._eval_step("predict_step", self.precision_plugin.predict_step_context, *args, *kwargs.values())
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
-        return run_eval_step(self.engine, self.lightning_module, name, args, context=context, is_joint=self._is_joint)
+        with self._in_step():
+            module, is_joint = self.lightning_module, self._is_joint
+            return run_eval_step(self.engine, module, name, args, context=context, is_joint=is_joint)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
-        with self.engine.views.put_aside():
+        with self._in_step(), self.engine.views.put_aside():
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
             self.engine.end_update(unwrap(optimizer))
+            self._has_stepped = True
             return result
 
     @contextmanager
@@ -396,7 +409,10 @@ class SMPHooks(CheckpointHooks):
         if not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
         assert self._data_stream is not None
-        return following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
+        twin = following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
+        if self._resumption is not None and self._trainer.validating:
+            self._resumption.set_evaluation(twin)
+        return twin
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move the batch with the user's transfer hooks, whose draws belong to the data path."""
@@ -423,6 +439,7 @@ class SMPHooks(CheckpointHooks):
         """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._end_saving()
         self._stand_ins.close()
         self._manual = None
         if self._engine is not None:

@@ -13,8 +13,7 @@ asked: for a stand-in of seven elements a moment has seven.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,21 +23,11 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.optim.twin import take_step, twin_of
 
-__all__ = ["InPieces", "cut_state", "join_state", "kept_per_element", "split_state"]
+__all__ = ["cut_state", "has_one_per_element", "kept_per_element"]
 
 _STAND_IN = 7
 # Some entries come later than with the first step: an average over every fifth, say.
 NUM_STEPS = 12
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class InPieces:
-    """Stands in a state for a tensor of which every rank has a piece."""
-
-    number: int
-    """Which of these tensors it is."""
-    dtype: torch.dtype
 
 
 def kept_per_element(optimizer: Optimizer, parameter: Tensor) -> dict[str, bool]:
@@ -71,67 +60,39 @@ def cut_state(
     Raises:
         UnsupportedError: a tensor has neither one value per element nor one at all.
     """
-    # What is cut must not keep the whole alive.
-    return _changed(state, tuple(shape), per_element, lambda tensor: cut(tensor).clone())
-
-
-def split_state(state: Any, numel: int, per_element: Mapping[str, bool]) -> tuple[Any, list[Tensor]]:
-    """The state of a piece, as what all ranks have alike and what is to be put together.
-
-    Args:
-        state: of the piece.
-        numel: its elements.
-        per_element: see :func:`kept_per_element`.
-
-    Returns:
-        The state with an :class:`InPieces` in the place of each tensor that has one value per element, and these
-        tensors by their numbers. The former is taken from the first rank that has a part of the parameter: optimizers
-        may keep nothing of an empty piece.
-
-    Raises:
-        UnsupportedError: a tensor has neither one value per element nor one at all.
-    """
-    tensors: list[Tensor] = []
-
-    def put_aside(tensor: Tensor) -> InPieces:
-        tensors.append(tensor)
-        return InPieces(number=len(tensors) - 1, dtype=tensor.dtype)
-
-    return _changed(state, (numel,), per_element, put_aside), tensors
-
-
-def join_state(state: Any, tensors: Sequence[Tensor]) -> Any:
-    """The state of the whole parameter.
-
-    Args:
-        state: that of a piece, as :func:`split_state` leaves it.
-        tensors: put together out of all pieces, by their numbers.
-    """
-    return pytree.tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, InPieces) else leaf, state)
-
-
-def _changed(
-    state: Any, shape: tuple[int, ...], per_element: Mapping[str, bool], change: Callable[[Tensor], object]
-) -> Any:
-    """``state`` with those tensors changed that have one value per element of something with this ``shape``."""
 
     def changed(name: str, leaf: object) -> object:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        # What nobody knows by name is a moment rather than a number of steps if it has dims.
-        if leaf.shape == shape and (leaf.numel() != 1 or per_element.get(name, leaf.ndim > 0)):
-            return change(leaf)
-        if leaf.numel() != 1:
-            raise UnsupportedError(
-                f"The optimizer's state has `{name}` of shape {list(leaf.shape)} for what is of shape {list(shape)}. "
-                "Pieces of parameters (`sharded_data_parallel_degree`) need one value per element. Use "
-                "`shard_optimizer_state=True` with an optimizer that keeps something else; if it does not, this state "
-                "is of another model or of another optimizer."
-            )
+        if isinstance(leaf, Tensor) and has_one_per_element(name, leaf, shape, per_element):
+            return cut(leaf).clone()  # it must not keep the whole alive
         return leaf
 
     _, structure = pytree.tree_flatten(state)
     return pytree.tree_unflatten([changed(name, leaf) for name, leaf in _named(state)], structure)
+
+
+def has_one_per_element(name: str, leaf: Tensor, shape: Sequence[int], per_element: Mapping[str, bool]) -> bool:
+    """Whether a tensor that is kept for a parameter, or for a piece of one, has a value for each of its elements.
+
+    Args:
+        name: of the tensor in the state.
+        leaf: the tensor.
+        shape: of the parameter, or of the piece.
+        per_element: see :func:`kept_per_element`; asked where shapes do not tell.
+
+    Raises:
+        UnsupportedError: it has neither one value per element nor one at all.
+    """
+    # What nobody knows by name is a moment rather than a number of steps if it has dims.
+    if tuple(leaf.shape) == tuple(shape) and (leaf.numel() != 1 or per_element.get(name, leaf.ndim > 0)):
+        return True
+    if leaf.numel() != 1:
+        raise UnsupportedError(
+            f"The optimizer's state has `{name}` of shape {list(leaf.shape)} for what is of shape {list(shape)}. "
+            "Pieces of parameters (`sharded_data_parallel_degree`) need one value per element. Use "
+            "`shard_optimizer_state=True` with an optimizer that keeps something else; if it does not, this state "
+            "is of another model or of another optimizer."
+        )
+    return False
 
 
 def _named(state: Any) -> list[tuple[str, object]]:

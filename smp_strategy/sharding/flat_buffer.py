@@ -43,7 +43,7 @@ from smp_strategy.precision.accumulation import set_gradient_dtype
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_views import Run, common_base, elements, view
-from smp_strategy.sharding.layout import FlatLayout, Slot
+from smp_strategy.sharding.layout import FlatLayout, Piece, Slot
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import Resting, placeholder
@@ -324,8 +324,12 @@ class FlatBuffer:
         piece = self._own_pieces[number]
         return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
 
+    def own_piece(self, number: int) -> Piece:
+        """Which elements of the parameter ``number`` this rank updates."""
+        return self._own_pieces[number]
+
     def run_of(self, number: int) -> Run:
-        """What this rank updates of the parameter ``number``."""
+        """The values that this rank updates of the parameter ``number``."""
         piece = self._own_pieces[number]
         return Run(piece.start, self.own[piece.offset : piece.offset + piece.numel])
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_buffer import FlatBuffer
 from smp_strategy.sharding.flat_views import Run
-from smp_strategy.sharding.layout import Entry, UnitLayout
+from smp_strategy.sharding.layout import Entry, Piece, UnitLayout
 from smp_strategy.sharding.messages import Pending
 from smp_strategy.stage_tensors import in_plain_sight
 
@@ -226,8 +226,13 @@ class FlatUnit:
         with _untracked():
             return buffer.piece_of(number, tensor)
 
+    def own_piece(self, parameter: nn.Parameter) -> Piece:
+        """Which elements of ``parameter`` this rank updates."""
+        buffer, number = self._place(parameter)
+        return buffer.own_piece(number)
+
     def run_of(self, parameter: nn.Parameter) -> Run:
-        """What this rank updates of ``parameter``."""
+        """The values that this rank updates of ``parameter``."""
         buffer, number = self._place(parameter)
         return buffer.run_of(number)
 
@@ -255,28 +260,6 @@ class FlatUnit:
             for number, own in enumerate(buffer.parameters)
             if own is parameter
         )
-
-    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Put together what each rank has a piece of, for the same parameters on all ranks. Collective.
-
-        Args:
-            pieces: of something with the shape of the parameter; all of one dtype.
-        """
-        found: dict[nn.Parameter, Tensor] = {}
-        with _untracked():
-            for buffer in self._buffers:
-                whole = buffer.whole_of([pieces.get(parameter) for parameter in buffer.parameters])
-                found.update((p, value) for p, value in zip(buffer.parameters, whole, strict=True) if value is not None)
-        return found
-
-    def values(self) -> dict[nn.Parameter, Tensor]:
-        """All values of the parameters, in memory of their own. Collective."""
-        with _untracked():
-            return {
-                parameter: value
-                for buffer in self._buffers
-                for parameter, value in zip(buffer.parameters, buffer.values(), strict=True)
-            }
 
     def restore(self, *, keep: bool = True) -> None:
         """Give the parameters all of their values back, in memory of their own, without gradients. Collective.

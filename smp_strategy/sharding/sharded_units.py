@@ -32,6 +32,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
 from smp_strategy.sharding.flat_views import Run
+from smp_strategy.sharding.layout import Piece
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import Timing, UnitUses
@@ -362,8 +363,12 @@ class ShardedUnits:
         """This rank's piece of a ``tensor`` with the shape of ``parameter``."""
         return self._unit_of[parameter].piece_of(parameter, tensor)
 
+    def own_piece(self, parameter: nn.Parameter) -> Piece:
+        """Which elements of ``parameter`` this rank updates: a run of them."""
+        return self._unit_of[parameter].own_piece(parameter)
+
     def run_of(self, parameter: nn.Parameter) -> Run:
-        """What this rank updates of ``parameter``: a run of its elements."""
+        """The values of these, as long as the module is spread."""
         return self._unit_of[parameter].run_of(parameter)
 
     def stride_of(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -377,20 +382,6 @@ class ShardedUnits:
     def take_gradient(self, parameter: nn.Parameter, piece: Tensor) -> None:
         """Let ``parameter`` go on with this rank's ``piece`` of a gradient that is summed already."""
         self._unit_of[parameter].take_gradient(parameter, piece)
-
-    def values(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """All values of the parameters, unit by unit. Collective."""
-        for unit in self.units.values():
-            yield unit.values()
-
-    def whole_of(self, pieces: Mapping[nn.Parameter, Tensor]) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Put together what each rank has a piece of, unit by unit. Collective.
-
-        Args:
-            pieces: of something with the shape of the parameter, for the same parameters on all ranks; of one dtype.
-        """
-        for unit in self.units.values():
-            yield unit.whole_of({each: pieces[each] for each in unit.parameters if each in pieces})
 
     def fill(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Give parameters new values, which are whole, on all ranks alike."""

@@ -38,6 +38,7 @@ __all__ = [
     "clean",
     "commit",
     "discard",
+    "link",
     "merge",
     "recover",
     "recover_all",
@@ -122,6 +123,19 @@ def remove(target: Path) -> None:
     _forget_replaced(target)
     if os.path.lexists(target):
         _hide_and_delete(target, target)
+
+
+def link(target: Path, place: Path) -> None:
+    """Let ``place`` be a symbolic link to ``target``, as a path from there; what was there before is replaced."""
+    staging = _mine(place, "saving")
+    staging.symlink_to(os.path.relpath(target, place.parent))
+    try:
+        if place.is_dir() and not place.is_symlink():
+            remove(place)
+        os.replace(staging, place)
+    finally:
+        _delete(staging)
+    _sync_one(place.parent)
 
 
 def recover(target: Path) -> None:

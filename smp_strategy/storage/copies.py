@@ -70,9 +70,12 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor whose values are in a row in host memory, to be read or written."""
-    # Not a view, for which the strides of dims of one element would matter.
-    array: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    return memoryview(array)
+    if not tensor.nbytes:
+        return memoryview(b"")
+    # By its address: a tensor whose memory numpy has seen cannot let go of it any more, which shards do.
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # lives as long as its memory is looked at
+    return memoryview(array).cast("B")
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -27,7 +27,7 @@ from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.record_names import names_by_record
 from smp_strategy.storage.verify import Problem
 
-__all__ = ["ListeningFile", "append_digests", "problems_of_bytes"]
+__all__ = ["ListeningFile", "append_digests", "has_digests", "problems_of_bytes"]
 
 _RECORD: Final = "smp_strategy/checksums.json"
 _VERSION: Final = 1
@@ -136,6 +136,15 @@ def problems_of_bytes(path: Path) -> list[Problem] | None:
     if not is_intact:
         problems.append(Problem(path.name, "", "the file's structure has changed since it was written."))
     return problems
+
+
+def has_digests(path: Path) -> bool:
+    """Whether changes of a file would be noticed; nothing but its end is read."""
+    with open(path, "rb") as file:
+        try:
+            return _records(file) is not None
+        except CheckpointError:  # which is one
+            return True
 
 
 def _problem(path: Path, each: _Stretch, names: dict[str, list[str]]) -> Problem:

@@ -6,16 +6,15 @@ and a type only. The first use reads the values; that one which most tensors mee
 not keep them, so that a model that is loaded tensor by tensor never needs the memory of two.
 """
 
-from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.storage.source import Described
+from smp_strategy.storage.source import Source
 
-__all__ = ["UnreadTensor"]
+__all__ = ["Readable", "UnreadTensor"]
 
 _PROPERTIES: Any = Tensor
 # What is known without values.
@@ -41,32 +40,44 @@ _PLACE = {
 _ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
 
 
+class Readable(Source, Protocol):
+    """A source that makes whole tensors."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of its own, in host memory."""
+
+
 @final
 class UnreadTensor(Tensor):
     """See the module docstring. Results of operations are ordinary tensors."""
 
+    source: Readable
+    """Where it is."""
     stored_as: str
-    """Its name in the checkpoint."""
-    _read: Callable[[str], Tensor]
+    """Its name there."""
     _value: Tensor | None
 
     @staticmethod
-    def of(name: str, described: Described, read: Callable[[str], Tensor]) -> "UnreadTensor":
-        """The tensor ``name`` of a checkpoint, which ``read`` returns when it is given that name."""
+    def of(source: Readable, name: str) -> "UnreadTensor":
+        """The tensor that ``source`` has under ``name``."""
+        described = source.tensors[name]
         tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(UnreadTensor)
-        tensor.stored_as, tensor._read, tensor._value = name, read, None
+        tensor.source, tensor.stored_as, tensor._value = source, name, None
         return tensor
 
     def value(self) -> Tensor:
         """The ordinary tensor, which is kept: what is done to it is seen in later uses."""
         if self._value is None:
-            self._value = self._read(self.stored_as)
+            self._value = self._fresh_value()
         return self._value
 
     @property
     def is_read(self) -> bool:
         """Whether somebody has had its values, and may have changed them."""
         return self._value is not None
+
+    def _fresh_value(self) -> Tensor:
+        return self.source.read(self.stored_as)
 
     @classmethod
     def __torch_function__(
@@ -81,8 +92,8 @@ class UnreadTensor(Tensor):
         if func in _ALIKE:
             return args[0]
         if func == Tensor.copy_ and not isinstance(args[0], UnreadTensor) and len(args) > 1:
-            source = args[1]
-            values = source._read(source.stored_as) if source._value is None else source._value
+            other = args[1]
+            values = other._fresh_value() if other._value is None else other._value
             return func(args[0], values, *args[2:], **kwargs)
         args, kwargs = pytree.tree_map_only(UnreadTensor, lambda tensor: tensor.value(), (args, kwargs))
         return func(*args, **kwargs)

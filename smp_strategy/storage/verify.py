@@ -8,8 +8,8 @@ from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import manifest
 from smp_strategy.storage.checksums import digest
 from smp_strategy.storage.manifest import Manifest
+from smp_strategy.storage.opening import opened
 from smp_strategy.storage.regions import Files
-from smp_strategy.storage.stored import Stored
 
 __all__ = ["Problem", "problems_of"]
 
@@ -47,7 +47,7 @@ def problems_of(directory: Path | str) -> list[Problem]:
 
 def _opened(directory: Path) -> list[Problem]:
     try:
-        Stored.open(directory)
+        opened(directory)
     except CheckpointError as error:
         return [Problem(directory.name, "", str(error))]
     return []

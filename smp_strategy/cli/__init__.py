@@ -1,0 +1,1 @@
+"""The command ``smp``: checkpoints written as other programs want them, taken over from those, looked at, verified."""

@@ -1,0 +1,76 @@
+"""``smp export``."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+
+from smp_strategy.cli.common import check_output, show_progress, tell
+from smp_strategy.conversion.contents import Contents
+from smp_strategy.conversion.opening import open_checkpoint
+from smp_strategy.conversion.own_forms import save_full, save_sharded
+from smp_strategy.conversion.prefixes import strip_prefix
+from smp_strategy.conversion.writing import Progress, cast, export_hugging_face, export_safetensors, plain_weights
+from smp_strategy.errors import CheckpointError
+from smp_strategy.sizes import show_count
+
+__all__ = ["run"]
+
+
+def run(given: Namespace) -> int:
+    """Carry out the command; returns its exit status."""
+    target, dtype = check_output(given), _dtype(given.dtype)
+    contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights)
+    with show_progress(len(contents.weights), is_quiet=given.quiet) as progress:
+        if given.hf is not None:
+            remarks = export_hugging_face(
+                contents,
+                target,
+                Path(given.hf),
+                prefix=given.prefix,
+                dtype=dtype,
+                max_bytes=given.max_shard_size,
+                progress=progress,
+            )
+        elif given.form == "safetensors":
+            weights, remarks = plain_weights(contents, given.prefix)
+            export_safetensors(cast(weights, dtype), target, max_bytes=given.max_shard_size, progress=progress)
+        else:
+            remarks = _save(contents, target, given, dtype, progress)
+    if given.hf is not None or given.form == "safetensors":
+        remarks += _left_behind(contents)
+    if not given.quiet:
+        tell([*contents.remarks, *remarks, f"{given.checkpoint} ({contents.kind}) -> {target}"])
+    return 0
+
+
+def _save(
+    contents: Contents, target: Path, given: Namespace, dtype: torch.dtype | None, progress: Progress
+) -> list[str]:
+    remarks = []
+    if dtype is not None:
+        raise CheckpointError(f"--dtype is for safetensors, and --form {given.form} keeps what training needs.")
+    if given.prefix:
+        contents.weights, others = strip_prefix(contents.weights, given.prefix)
+        remarks = [f"{show_count(len(others), 'weight')} left out, not beginning with `{given.prefix}`."] * bool(others)
+        if contents.optimizers:
+            contents.optimizers = []
+            remarks.append("The state of optimizers was left out: weights have got other names.")
+    save = save_full if given.form == "full" else save_sharded
+    save(contents, target, progress)
+    return remarks
+
+
+def _left_behind(contents: Contents) -> list[str]:
+    if not contents.optimizers:
+        return []
+    return [f"The state of {show_count(len(contents.optimizers), 'optimizer')} was left out: only weights go there."]
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise CheckpointError(f"--dtype {name} is no floating point type of PyTorch. Write bfloat16, for example.")
+    return found

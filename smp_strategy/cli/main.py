@@ -1,0 +1,153 @@
+"""``smp``: what can be asked for, and what becomes of errors.
+
+Help must not wait for PyTorch, so the parts that need it are imported when a command runs.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from smp_strategy.errors import SMPError
+from smp_strategy.sizes import parse_bytes
+
+__all__ = ["main"]
+
+FAILED = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: of the command line; ``None``: of this process.
+
+    Returns:
+        The exit status: 0, or 1 where ``smp verify`` has found damage, or 2 where the command could not be carried out.
+    """
+    given = _parser().parse_args(arguments)
+    try:
+        return import_module(f"smp_strategy.cli.{given.run}").run(given)
+    except (SMPError, OSError) as error:
+        print(f"smp {given.command}: {error}", file=sys.stderr)
+    except RecursionError:
+        print(f"smp {given.command}: something in the checkpoint is nested too deeply, or in itself.", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"smp {given.command}: interrupted; nothing was written.", file=sys.stderr)
+        return 130
+    return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="smp", description="Checkpoints: write them as other programs want them, take theirs over, look, verify."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_export(commands)
+    _add_import(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    return parser
+
+
+def _size(text: str) -> int:
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no room for a tensor. Write 5GB, for example.")
+    return size
+
+
+def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint as safetensors, as a directory of Hugging Face, or in the other form",
+        description="Write a checkpoint, sharded or full, as other programs want it.",
+    )
+    parser.add_argument("checkpoint", help="what is read: a sharded or a full checkpoint, or what `smp import` reads")
+    parser.add_argument("out", help="what is written: a directory, or a file with --form full")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument(
+        "--form",
+        choices=("safetensors", "full", "sharded"),
+        default="safetensors",
+        help="safetensors: weights only (default); full: one file of Lightning; sharded: a directory of PyTorch's "
+        "distributed checkpoints. The last two keep the state of optimizers and all the rest",
+    )
+    form.add_argument(
+        "--hf",
+        metavar="DIR",
+        help="write what `from_pretrained` reads: DIR, of the same model, has config.json and maybe a tokenizer",
+    )
+    parser.add_argument(
+        "--prefix",
+        help="take the weights whose names begin with this, and leave it away (model. for example); with --hf it is "
+        "found where there is one only",
+    )
+    parser.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)"
+    )
+    parser.add_argument("--dtype", help="write floating point weights in this: bfloat16, float16, float32")
+    _add_common(parser)
+    parser.set_defaults(run="exporting")
+
+
+def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "import",
+        help="make a checkpoint of weights of others: Hugging Face, FSDP, DCP, Lightning, SageMaker",
+        description="Make a checkpoint that a Trainer takes as ckpt_path, of what other programs have written.",
+    )
+    parser.add_argument(
+        "checkpoint",
+        metavar="source",
+        help="a Lightning or torch.save'd file, safetensors (a file, or a directory with an index), a directory of "
+        "PyTorch's distributed checkpoints, or one of SageMaker's model_0_0.pt, model_0_1.pt, ...",
+    )
+    parser.add_argument("out", help="what is written: a directory, or a file with --form full")
+    parser.add_argument(
+        "--form", choices=("sharded", "full"), default="sharded", help="of what is written (default: sharded)"
+    )
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="put this in front of the names of weights (model. for a LightningModule with the attribute `model`)",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="CHECKPOINT",
+        help="a checkpoint of the same model with whole tensors, which tells how SageMaker's parts of split layers go "
+        "together, and which names are of the same tensor",
+    )
+    _add_common(parser)
+    parser.set_defaults(run="importing")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights", metavar="KEY", help="where the weights are in what is read, if it is unusual: ema.model"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there under the name of the output")
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+
+
+def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("inspect", help="list tensors, what has written them, and whether they are intact")
+    parser.add_argument("checkpoint", help="a checkpoint, or anything that `smp import` reads")
+    parser.add_argument("--json", action="store_true", help="as data")
+    parser.add_argument("--verify", action="store_true", help="read everything and compare it with its digests")
+    parser.add_argument("--summary", action="store_true", help="leave out the list of tensors")
+    parser.add_argument("--weights", metavar="KEY", help="where the weights are, if it is unusual: ema.model")
+    parser.set_defaults(run="inspecting")
+
+
+def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="compare every byte of checkpoints with their digests",
+        description="Exit status: 0 all are intact; 1 one is damaged; 2 one cannot be verified.",
+    )
+    parser.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="sharded or full")
+    parser.set_defaults(run="verifying")
