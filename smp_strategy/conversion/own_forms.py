@@ -66,8 +66,7 @@ def save_sharded(contents: Contents, target: Path, progress: Progress = lambda n
             kept = {name: _encoded(value) for name, value in _read(optimizer.state, scratch, progress).items()}
             state[f"optimizer_{number}"] = {"state": kept, "param_groups": optimizer.groups}
         rest = map_tensors(lightning_rest(contents), scratch.tensor, LazyTensor)
-        note = contents.note or {key: rest[key] for key in ("global_step", "epoch") if isinstance(rest.get(key), int)}
-        ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=note)
+        ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note)
 
 
 def _make_folder(target: Path) -> None:

@@ -2,9 +2,9 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from hypothesis import given
 from hypothesis import strategies as st
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save_file
 
 from smp_strategy.conversion.contents import LazyTensor
