@@ -46,6 +46,8 @@ def contents_of(
     Raises:
         CheckpointError: there are no weights.
     """
+    if weights_at is None:
+        tree = _unwrapped(tree)
     taken, weights = _weights(tree, source, weights_at)
     if taken is None:
         found, others = Contents(kind=kind, weights=dict(weights)), {}
@@ -105,6 +107,16 @@ def _weights(tree: Mapping[str, Any], source: str, at: str | None) -> tuple[str 
         f"{source} has no weights that can be recognised: none of {', '.join(MODEL_KEYS)} is there, but "
         f"{', '.join(map(str, tree)) or 'nothing'}. Say where they are, by `--weights KEY`."
     )
+
+
+def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is in the only entry, if that has a model: applications save themselves as ``{"app": ...}``."""
+    while len(tree) == 1:
+        [inside] = tree.values()
+        if not isinstance(inside, Mapping) or not any(isinstance(inside.get(key), Mapping) for key in MODEL_KEYS):
+            break
+        tree = inside
+    return tree
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
