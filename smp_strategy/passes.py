@@ -221,15 +221,19 @@ class Pass:
                 self._read(num_used)  # [4]
         if place["num_unused"]:
             with self._reading.elsewhere(unpacked(place["before"])):  # [5]
-                set_generators(self._generators, place["generators_before"])
+                self._set_generators(place["generators_before"])
                 self._ready.extend(self._existing(lambda: next(self._inner)) for _ in range(place["num_unused"]))
         if not place.get("is_of_others"):
-            set_generators(self._generators, place["generators"])
+            self._set_generators(place["generators"])
         self._left = None if place["others_drew"] else self._reading.state()
+
+    def _set_generators(self, states: list[Tensor]) -> None:
+        if len(states) == len(self._generators):  # else the loader is another one now
+            set_generators(self._generators, states)
 
     def _restart(self) -> None:
         set_global_state(self._began[0])
-        set_generators(self._generators, self._began[1])
+        self._set_generators(self._began[1])
         self._inner = self._iterate()
 
     def _pass_over(self, number: int, place: Mapping[str, Any]) -> bool:
@@ -253,6 +257,8 @@ class Pass:
         there = _flat(self._reading.state(), place["generators"])
         if place["num_unused"]:
             there = _flat(unpacked(place["before"]), place["generators_before"])
+        if len(there) != len(here):
+            return True
         return all(one == other or not drawn for drawn, one, other in zip(has_drawn, here, there, strict=True))
 
     def _read(self, number: int) -> None:

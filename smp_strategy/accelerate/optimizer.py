@@ -6,8 +6,8 @@ from typing import Any
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
-from smp_strategy.meeting import meet
 from smp_strategy.accelerate.session import Session
+from smp_strategy.meeting import meet
 from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.precision.gradient_scaler import GradientScaler
 

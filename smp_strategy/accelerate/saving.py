@@ -26,13 +26,13 @@ from torch import nn
 
 from smp_strategy.accelerate import folders, random_states, state_files, whole_states
 from smp_strategy.accelerate.host import Host
-from smp_strategy.meeting import alike, meet
 from smp_strategy.accelerate.model import ModelCalls
 from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.accelerate.session import Session
 from smp_strategy.accelerate.state_calls import StateCalls
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError
+from smp_strategy.meeting import alike, meet
 
 __all__ = ["OWN_FILE", "SavingHooks"]
 

@@ -147,7 +147,7 @@ def _take_optimizers(tree: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
             candidates.append((key, value))
     found = [(key, value) for key, value in candidates if _is_optimizer(value)]
     if isinstance(tree, dict):
-        for key in {key.partition("[")[0] for key, _ in found} | {"optimizer_states"}:
+        for key in {key.partition("[")[0] for key, _ in found}:
             tree.pop(key, None)
     return found
 

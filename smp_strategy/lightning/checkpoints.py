@@ -28,12 +28,12 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.edited import EditedState
 from smp_strategy.errors import CheckpointError, UnsupportedError
-from smp_strategy.lightning.division import divided, put_together, snapshot
+from smp_strategy.lightning.division import divided, listed, put_together, snapshot
 from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
-from smp_strategy.storage.full_file import read_full, write_full
+from smp_strategy.storage.full_file import read_full, verify_full, write_full
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.safe_types import allowing_plain_values
 from smp_strategy.storage.stored import Stored, is_sharded
@@ -116,9 +116,11 @@ class CheckpointHooks(ResumeHooks):
         """Remove one of either form, on global rank 0; not before a newer one is there that is being written."""
         if self.global_rank != 0:
             return
-        path = self._local(filepath)
-        if path is None or self._has_own_io or self._saves is None:
+        path, io = self._local(filepath), self.checkpoint_io
+        if self._saves is None:
             super().remove_checkpoint(filepath)
+        elif path is None or self._has_own_io:
+            self._saves.remove(Path(filepath), lambda: io.remove_checkpoint(filepath))
         else:
             self._saves.remove(path)
 
@@ -177,7 +179,8 @@ class CheckpointHooks(ResumeHooks):
             elif path is None or self._has_own_io:
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             else:
-                checkpoint = read_full(path, weights_only=weights_only)
+                _verify_once(path, is_mine=self.local_rank == 0)
+                checkpoint = listed(read_full(path, weights_only=weights_only, verify=False))
         if "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"{checkpoint_path} has no `state_dict`, so it is none of Lightning's checkpoints (there are "
@@ -202,13 +205,15 @@ class CheckpointHooks(ResumeHooks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's share of the optimizers' state and the engine's own."""
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        # Weights of others, which `smp import` has made a checkpoint of: training begins with them.
+        is_new = not states and not checkpoint.get("global_step")
+        if not is_new and len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"The checkpoint has the state of {len(states)} optimizers, but `configure_optimizers` returns "
                 f"{len(self.optimizers)}. Return as many, or load the weights only: "
                 '`module.load_state_dict(torch.load(path)["state_dict"])`.'
             )
-        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
                 source = EditedState({f"optimizer_{number}": state})
                 self.engine.load_stored_optimizer(source, number, unwrap(optimizer))
@@ -267,6 +272,26 @@ def unwrap(optimizer: Any) -> Optimizer:
 def _is_by_name(state: Mapping[str, Any]) -> bool:
     """Whether the state of an optimizer names parameters, and does not number them."""
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+
+
+def _verify_once(path: Path, *, is_mine: bool) -> None:
+    """Let one rank of each node read all of a file, before all read what they need. Collective.
+
+    Raises:
+        CheckpointError: on all ranks; the file has changed since it was written.
+    """
+    problem = None
+    try:
+        if is_mine:
+            verify_full(path)
+    except CheckpointError as error:
+        problem = str(error)
+    problems: list[Any] = [problem]
+    if dist.is_initialized():
+        problems *= dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+    for each in filter(None, problems):
+        raise CheckpointError(each)
 
 
 def _is_forced_open() -> bool:

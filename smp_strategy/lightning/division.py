@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.unread import Readable, UnreadTensor
 
-__all__ = ["Directory", "divided", "put_together", "snapshot"]
+__all__ = ["Directory", "divided", "listed", "put_together", "snapshot"]
 
 _MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
 _MARK: Final = "smp_strategy/spread"
@@ -79,10 +79,16 @@ def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = pytree.tree_map(
         lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
     )
-    optimizers = sorted(filter(_is_optimizer, parts), key=lambda key: int(key.rpartition("_")[2]))
-    if optimizers:
-        whole[_OPTIMIZERS] = [{"state": {}, **parts.pop(key)} for key in optimizers]
-    return {**whole, **parts}
+    return listed({**whole, **parts})
+
+
+def listed(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """``checkpoint`` with its optimizers in a list; a directory that was made one file has them one by one."""
+    numbers = sorted(int(key.rpartition("_")[2]) for key in checkpoint if _is_optimizer(key))
+    if numbers and _OPTIMIZERS not in checkpoint:
+        states = [checkpoint.pop(f"optimizer_{number}") for number in numbers]
+        checkpoint[_OPTIMIZERS] = [{"state": {}, **state} for state in states]
+    return checkpoint
 
 
 def snapshot(tree: Any, is_fresh: Callable[[Tensor], bool] = lambda tensor: False) -> Any:

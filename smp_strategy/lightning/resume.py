@@ -151,6 +151,12 @@ class Resumption:
         self._pending_evaluation = list(mine["generators_of_evaluation"])
         for loader in _loaders(fit.epoch_loop.val_loop):
             self.set_evaluation(loader)
+        if trainer.current_epoch > 0 and any(getattr(loader, "persistent_workers", False) for loader in loaders):
+            self._warn(
+                "Persistent workers keep their random generators from epoch to epoch, and have new ones now: a dataset "
+                "that draws random numbers in them draws others than it would have. Use `persistent_workers=False`, "
+                "or draw from a generator that is seeded by epoch and sample."
+            )
         self._set_passes(fit, loaders, mine, len(state["by_data_rank"]))
         is_same = state["data_ranks"] == self._data_ranks
         exception = state["generators_of_others"].get(self._rank) if is_same else None

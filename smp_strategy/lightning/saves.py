@@ -46,7 +46,7 @@ class Saves:
             write()
             return
         self._foreseen[_absolute(path)] = True
-        self._background.start(write)
+        self._background.start(write, str(path))
 
     def save_sharded(self, path: Path, state: Mapping[str, Any], *, rest: Mapping[str, Any], note: Any) -> None:
         """Write a directory. Collective.
@@ -61,9 +61,14 @@ class Saves:
         prepared = self._writer.prepare(state, copy=self.in_background)
         self.save(path, lambda: prepared.write(path, rest=rest, note=note))
 
-    def remove(self, path: Path) -> None:
-        """Remove a checkpoint of either form, once the one in flight is there. On one rank."""
-        self._later(lambda: commit.remove(path), path, leaves=False)
+    def remove(self, path: Path, how: Callable[[], None] | None = None) -> None:
+        """Remove a checkpoint, once the one in flight is there. On one rank.
+
+        Args:
+            path: of either form.
+            how: if that is for somebody else to do.
+        """
+        self._later(how or (lambda: commit.remove(path)), path, leaves=False)
 
     def link(self, target: Path, link: Path) -> None:
         """Let ``link`` lead to the checkpoint ``target``, once that is there. On one rank."""

@@ -54,7 +54,9 @@ def _verify_file(path: Path, regions: tuple[Region, ...], piece: int) -> None:
     )
     size, expected = path.stat().st_size, sum(region.length for region in regions)
     if size != expected:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, and had {expected} when it was written. {remedy}")
+        raise CheckpointError(
+            f"{path} is damaged: it has {size} bytes, and had {expected} when it was written. {remedy}"
+        )
     with path.open("rb") as file:
         for region in regions:
             expected_digests = [*region.digests]

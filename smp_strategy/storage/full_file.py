@@ -17,7 +17,7 @@ from smp_strategy.storage.file_loading import UnreadableError, load_file
 from smp_strategy.storage.full_digests import ListeningFile, append_digests, problems_of_bytes
 from smp_strategy.storage.previous import advice
 
-__all__ = ["read_full", "write_full"]
+__all__ = ["read_full", "verify_full", "write_full"]
 
 _BUFFER = 2**20  # bytes
 
@@ -54,11 +54,24 @@ def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = Tru
     """
     path = Path(path)
     commit.recover(path)
-    if verify and (problems := problems_of_bytes(path)):
-        first, more = problems[0], f" ({len(problems) - 1} more.)" if len(problems) > 1 else ""
-        what = f"tensor `{first.tensor}` " if first.tensor else ""
-        raise CheckpointError(f"{path} is damaged: {what}{first.what}{more} {advice(path)}")
+    if verify:
+        verify_full(path)
     try:
         return load_file(path, weights_only=weights_only)
     except UnreadableError as error:
         raise CheckpointError(f"{error} {advice(path)}") from error
+
+
+def verify_full(path: Path | str) -> None:
+    """Compare all of a file to its digests, if it has some.
+
+    Raises:
+        CheckpointError: it has changed since it was written, or is no checkpoint; an undamaged one beside it is named.
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if problems := problems_of_bytes(path):
+        first, more = problems[0], f" ({len(problems) - 1} more.)" if len(problems) > 1 else ""
+        what = f"tensor `{first.tensor}` " if first.tensor else ""
+        raise CheckpointError(f"{path} is damaged: {what}{first.what}{more} {advice(path)}")

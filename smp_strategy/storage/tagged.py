@@ -63,8 +63,10 @@ class TaggedFolder:
             return found
         named = f"which `{folder / _NEWEST}` names" if tag is None else "which was asked for"
         reason = f"{wanted} is not there, the checkpoint {named}."
-        remedy = f"It was saved with `partial={not partial}`: load it so, or name another tag." if other.exists() else (
-            "Name another tag."
+        remedy = (
+            f"It was saved with `partial={not partial}`: load it so, or name another tag."
+            if other.exists()
+            else ("Name another tag.")
         )
         raise CheckpointError(f"{reason} {remedy} {_present(folder)}")
 
@@ -109,8 +111,8 @@ def _newest(folder: Path) -> str:
         _check(tag)
     except FileNotFoundError:
         raise CheckpointError(
-            f"There is no checkpoint to go on with in {folder}: it has no file `{_NEWEST}`, which is written when one is "
-            f"complete. Name a tag, or another folder. {_present(folder)}"
+            f"There is no checkpoint to go on with in {folder}: it has no file `{_NEWEST}`, which is written when "
+            f"one is complete. Name a tag, or another folder. {_present(folder)}"
         ) from None
     except (UnicodeDecodeError, ConfigError):
         raise CheckpointError(f"{path} is damaged: there is no tag in it. Name a tag. {_present(folder)}") from None
@@ -125,7 +127,7 @@ def _present(folder: Path) -> str:
     return f"There are, the oldest first, {'; '.join(parts)}." if parts else "There are no others."
 
 
-def _check(tag: str) -> None:
+def _check(tag: object) -> None:
     reason = ""
     if not isinstance(tag, str):
         reason = "it is no text"

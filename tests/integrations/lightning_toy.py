@@ -101,14 +101,14 @@ def quiet():
         yield
 
 
-def on_ranks(body, world_size: int, *args, timeout: float = 150.0):
+def on_ranks(body, world_size: int, *args, timeout: float = 150.0, **options):
     """``run_ranks`` with Lightning's warnings ignored."""
-    return run_ranks(_quietly, world_size, body, args, timeout=timeout)
+    return run_ranks(_quietly, world_size, body, args, options, timeout=timeout)
 
 
-def _quietly(body, args):
+def _quietly(body, args, options):
     with quiet():
-        return body(*args)
+        return body(*args, **options)
 
 
 def metrics_of(trainer) -> dict[str, float]:

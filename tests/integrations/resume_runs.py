@@ -16,6 +16,7 @@ from lightning_toy import toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import Dataset
 
 from smp_strategy.random_states import are_equal
+from smp_strategy.storage.stored import Stored
 
 SAMPLES = 32
 
@@ -91,7 +92,7 @@ def validation():
 
 
 def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), validates=True, **options):
-    """A run from the start or from ``checkpoint``; returns the content of its last checkpoint on rank 0."""
+    """A run from the start or from ``checkpoint``; returns the content of its last checkpoint."""
     if checkpoint is None:
         torch.manual_seed(3)
         random.seed(3)
@@ -106,9 +107,17 @@ def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), vali
                 parameter.fill_(float("nan"))
     trainer = toy_trainer(folder, smp=smp, callbacks=list(callbacks), **options)
     trainer.fit(module, loader(), validation() if validates else None, ckpt_path=checkpoint)
-    name = Path(folder) / f"end{trainer.global_rank}.ckpt"
-    trainer.save_checkpoint(name)
-    return torch.load(name, weights_only=True) if trainer.is_global_zero else None
+    target = Path(folder) / ("start.ckpt" if checkpoint is None else "resumed.ckpt")
+    trainer.save_checkpoint(target)
+    return content(target)
+
+
+def content(path):
+    """All of a checkpoint of either form."""
+    if path.is_file():
+        return torch.load(path, weights_only=True)
+    stored = Stored.open(path)
+    return {"stored": {name: stored.read(name) for name in stored.tensors}, "rest": stored.rest()}
 
 
 def differences(found, expected, path=""):
@@ -119,21 +128,23 @@ def differences(found, expected, path=""):
         both = [key for key in keys if key in found and key in expected]
         return missing + [each for key in both for each in differences(found[key], expected[key], f"{path}/{key}")]
     if isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)) and len(found) == len(expected):
-        return [each for n, pair in enumerate(zip(found, expected)) for each in differences(*pair, f"{path}/{n}")]
-    if are_equal(found, expected):
-        return []
-    return [f"{path}: {str(found)[:60]} instead of {str(expected)[:60]}"]
+        pairs = zip(found, expected, strict=True)
+        return [each for number, pair in enumerate(pairs) for each in differences(*pair, f"{path}/{number}")]
+    return [] if are_equal(found, expected) else [f"{path}: {str(found)[:60]} instead of {str(expected)[:60]}"]
 
 
-def interrupted_everywhere(folder, smp, loader, **options):
-    """For each moment what differs at the end."""
+def interrupted_everywhere(folder, smp, loader, chosen=slice(None), callbacks=list, **options):
+    """For each chosen moment what differs at the end, from the checkpoint of the uninterrupted run.
+
+    After the last moment there is nothing left to do.
+    """
     folder = Path(folder)
     saver = Saver(folder)
-    extra = options.pop("callbacks", lambda: [])
-    expected = run(folder, smp, loader, callbacks=[saver, *extra()], **options)
+    expected = run(folder, smp, loader, callbacks=[saver, *callbacks()], **options)
     found = {}
-    for moment in saver.moments[:-1]:  # after the last one there is nothing left to do
-        silent = Saver(folder / "again")
-        end = run(folder, smp, loader, checkpoint=folder / f"{moment}.ckpt", callbacks=[silent, *extra()], **options)
-        found[moment] = None if end is None else differences(end, expected)
+    for moment in saver.moments[:-1][chosen]:
+        again = [Saver(folder / "again"), *callbacks()]
+        end = run(folder, smp, loader, checkpoint=folder / f"{moment}.ckpt", callbacks=again, **options)
+        found[moment] = differences(end, expected)
+    assert found
     return found

@@ -81,6 +81,24 @@ def test_a_plain_checkpoint_goes_on_under_a_layout(form, trained, tmp_path):
         torch.testing.assert_close(found[name], tensor)
 
 
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_training_begins_with_weights_of_others(form, tmp_path):
+    torch.manual_seed(3)
+    save_file(
+        {name: torch.randn_like(value) for name, value in toy_module().net.state_dict().items()},
+        tmp_path / "x.safetensors",
+    )
+    target = tmp_path / "imported.ckpt"
+    assert smp("import", tmp_path / "x.safetensors", target, "--form", form, "--prefix", "net.", "--quiet") == 0
+    on_ranks(train, 2, tmp_path, {**PIPELINE, "state_dict_type": "full"}, 1, target)
+    found = torch.load(tmp_path / "ours.ckpt", weights_only=True)["state_dict"]
+    assert smp("import", tmp_path / "x.safetensors", tmp_path / "file.ckpt", "--form", "full", "--prefix", "net.") == 0
+    with quiet():
+        weights = train(tmp_path, None, 1, tmp_path / "file.ckpt")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[name], tensor)
+
+
 @pytest.mark.parametrize("keys", [("model", "optimizer_0"), ("model", "optimizer"), ("state_dict", "optim"), ()])
 def test_directories_of_fsdp_become_checkpoints(keys, tmp_path):
     weights, kept = on_ranks(fsdp_directory, 2, tmp_path / "theirs", keys)[0]
@@ -95,6 +113,7 @@ def test_directories_of_fsdp_become_checkpoints(keys, tmp_path):
     checkpoint = torch.load(tmp_path / "full.ckpt", weights_only=True)
     assert all(checkpoint["state_dict"][name].equal(tensor) for name, tensor in weights.items())
     assert len(checkpoint["optimizer_states"]) == bool(keys)
+    assert checkpoint["global_step"] == 0
 
 
 def test_tied_weights_and_buffers_stay_what_they_are(tmp_path, capsys):

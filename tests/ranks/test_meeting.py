@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from smp_strategy import meeting
-from smp_strategy.meeting import alike, meet
 from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.meeting import alike, meet
 from smp_strategy.testing import run_ranks
 
 

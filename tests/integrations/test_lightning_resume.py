@@ -1,0 +1,194 @@
+"""A run that is stopped anywhere and resumed ends with the same bits as one that goes through."""
+
+import os
+import random
+
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_toy import on_ranks, toy_loader
+from resume_runs import (
+    SAMPLES,
+    Noisy,
+    Saver,
+    content,
+    differences,
+    interrupted_everywhere,
+    plateau,
+    run,
+    transfer_with_noise,
+)
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+ONE = {"microbatches": 2}
+PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}
+
+
+def noisy(**options):
+    return toy_loader(dataset=Noisy(), **options)
+
+
+def by_hand(self, batch, batch_idx):
+    optimizer = self.optimizers()
+    self.manual_backward(self.loss(batch) / 2)
+    if (batch_idx + 1) % 2 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def manual(self):
+    return False
+
+
+MANUAL = {"training_step": by_hand, "automatic_optimization": property(manual)}
+MOMENTS = {
+    "epochs": {},
+    # After the last step a resumed run has nothing to do, and does not end the epoch either.
+    "steps": {"max_steps": 6, "max_epochs": -1, "chosen": slice(-1)},
+    "no validation": {"validates": False, "max_steps": 6, "max_epochs": -1, "chosen": slice(-1)},
+    "validation within the epoch": {"val_check_interval": 0.5, "overrides": {"configure_optimizers": plateau}},
+    "accumulation": {"accumulate_grad_batches": 3},
+    "accumulation by hand": {"overrides": MANUAL},
+    "part of the data": {"limit_train_batches": 3, "reload_dataloaders_every_n_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_it_does_not_matter_when_a_run_is_interrupted(name, tmp_path):
+    [found] = on_ranks(interrupted_everywhere, 1, tmp_path, ONE, noisy, **MOMENTS[name])
+    assert not any(found.values()), found
+
+
+class PythonShuffle(BatchSampler):
+    """Draws along the way from a generator from which the dataset draws as well."""
+
+    def __init__(self, size, batch_size):
+        super().__init__(range(size), batch_size, drop_last=False)
+
+    def __iter__(self):
+        order = list(range(len(self.sampler)))
+        random.shuffle(order)
+        for start in range(0, len(order), self.batch_size):
+            random.random()
+            yield order[start : start + self.batch_size]
+
+
+class Stream(IterableDataset):
+    """Has no length, and draws."""
+
+    def __iter__(self):
+        noisy, info = Noisy(), get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, SAMPLES, step):
+            yield noisy[index]
+
+
+def own():
+    return torch.Generator().manual_seed(os.getpid())
+
+
+def replaced():
+    sampler = RandomSampler(Noisy(), generator=own(), replacement=True, num_samples=40)
+    return DataLoader(Noisy(), batch_size=8, sampler=sampler)
+
+
+def two_loaders():
+    longer = ConcatDataset([Noisy(), Noisy()])
+    return CombinedLoader({"a": noisy(), "b": toy_loader(dataset=longer)}, "max_size_cycle")
+
+
+def step_of_two(self, batch, batch_idx):
+    return self.loss(batch["a"]) + self.loss(batch["b"])
+
+
+def transfer_two(self, batch, dataloader_idx):
+    if not isinstance(batch, dict):
+        return batch
+    return {name: transfer_with_noise(self, part, dataloader_idx) for name, part in batch.items()}
+
+
+LOADERS = {
+    "batch sampler of the user": lambda: DataLoader(Noisy(), batch_sampler=PythonShuffle(SAMPLES, 8)),
+    "own generator": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True, generator=own()),
+    "with replacement": replaced,
+    "workers": lambda: noisy(num_workers=2),
+    "iterable": lambda: DataLoader(Stream(), batch_size=8),
+    "iterable in workers": lambda: DataLoader(Stream(), batch_size=8, num_workers=2),
+    "stateful": lambda: StatefulDataLoader(Noisy(), batch_size=8, shuffle=True),
+    "stateful and iterable": lambda: StatefulDataLoader(Stream(), batch_size=8),
+    "several": two_loaders,
+}
+OF_TWO = {"training_step": step_of_two, "on_after_batch_transfer": transfer_two}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_loaders_go_on_with_the_batches_that_they_have_not_given(name, tmp_path):
+    overrides = OF_TWO if name == "several" else {}
+    chosen = slice(1, None, 6)  # in the first epoch and in the second one
+    [found] = on_ranks(
+        interrupted_everywhere, 1, tmp_path, ONE, LOADERS[name], chosen, validates=False, overrides=overrides
+    )
+    assert not any(found.values()), found
+
+
+LAYOUTS = {
+    "stages": (2, PP2),
+    "replicas": (2, ONE),
+    "shards": (2, {**ONE, "sharded_data_parallel_degree": 2}),
+    "state shards": (2, {**ONE, "shard_optimizer_state": True}),
+    "parts": (
+        2,
+        {
+            **ONE,
+            "pipeline_parallel_degree": 1,
+            "tensor_parallel_degree": 2,
+            "tensor_parallel": {"net.0": "column", "net.3": "row"},
+        },
+    ),
+    "replicas of stages": (4, PP2),
+}
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_resumes_under_each_layout(layout, form, tmp_path):
+    ranks, smp = LAYOUTS[layout]
+    smp = {**smp, "state_dict_type": form}
+    chosen = slice(0, None, 7)  # within an accumulation window, and in the second epoch
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    for found in on_ranks(interrupted_everywhere, ranks, tmp_path, smp, noisy, chosen, **options):
+        assert not any(found.values()), found
+
+
+SETTINGS = {
+    "one stage": (1, ONE),
+    "three stages": (3, {**PP2, "pipeline_parallel_degree": 3}),
+    "activation checkpointing": (2, {**PP2, "activation_checkpointing": "all"}),
+    "offload": (2, {**PP2, "activation_checkpointing": "all", "offload_activations": True}),
+    "virtual stages": (2, {**PP2, "virtual_pipeline_degree": 2, "pipeline": "interleaved"}),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run over two stages, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("interrupted")
+    on_ranks(interrupted_run, 2, folder)
+    return folder
+
+
+def interrupted_run(folder):
+    run(folder, PP2, noisy, callbacks=[Saver(folder)], accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_run_resumes_under_another_pipeline_with_the_same_bits(setting, tmp_path, interrupted):
+    ranks, smp = SETTINGS[setting]
+    checkpoint = interrupted / "00-batch.ckpt"
+    on_ranks(run, ranks, tmp_path, smp, noisy, None, checkpoint, accumulate_grad_batches=2)
+    expected, found = content(interrupted / "start.ckpt"), content(tmp_path / "resumed.ckpt")
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        assert not differences(found[part], expected[part])
+    by_data_rank = [each["smp_strategy"]["resume"]["by_data_rank"] for each in (found, expected)]
+    assert not differences(*by_data_rank)
