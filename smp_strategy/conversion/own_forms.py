@@ -32,7 +32,7 @@ def lightning_rest(contents: Contents) -> dict[str, Any]:
             found = version(package)
         except PackageNotFoundError:
             continue
-        begun = {} if contents.optimizers else {"optimizer_states": []}
+        begun: dict[str, Any] = {} if contents.optimizers else {"optimizer_states": []}
         return {"epoch": 0, "global_step": 0, "pytorch-lightning_version": found, "lr_schedulers": [], **begun}
     raise CheckpointError("Lightning is not installed, and its checkpoints tell which version has written them.")
 
