@@ -206,13 +206,15 @@ class CheckpointHooks(ResumeHooks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's share of the optimizers' state and the engine's own."""
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        # Weights of others, which `smp import` has made a checkpoint of: training begins with them.
+        is_new = not states and not checkpoint.get("global_step")
+        if not is_new and len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"The checkpoint has the state of {len(states)} optimizers, but `configure_optimizers` returns "
                 f"{len(self.optimizers)}. Return as many, or load the weights only: "
                 '`module.load_state_dict(torch.load(path)["state_dict"])`.'
             )
-        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
                 source = EditedState({f"optimizer_{number}": state})
                 self.engine.load_stored_optimizer(source, number, unwrap(optimizer))
