@@ -33,11 +33,10 @@ from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
-from smp_strategy.storage.advised import AdvisedDirectory
 from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.safe_types import allowing_plain_values
-from smp_strategy.storage.stored import is_sharded
+from smp_strategy.storage.stored import Stored, is_sharded
 from smp_strategy.storage.unread import UnreadTensor
 
 __all__ = ["CheckpointHooks", "unwrap"]
@@ -176,7 +175,7 @@ class CheckpointHooks(ResumeHooks):
         path = self._local(checkpoint_path)
         with allowing_plain_values():
             if path is not None and is_sharded(path):
-                directory = AdvisedDirectory(path)
+                directory = Stored.open(path)
                 checkpoint = put_together(directory, directory.rest(weights_only=weights_only))
             elif path is None or self._has_own_io:
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
