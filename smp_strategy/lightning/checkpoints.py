@@ -34,11 +34,10 @@ from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
 from smp_strategy.storage import commit
-from smp_strategy.storage.advised import AdvisedDirectory
 from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.safe_types import allowing_plain_values
-from smp_strategy.storage.stored import is_sharded
+from smp_strategy.storage.stored import Stored, is_sharded
 from smp_strategy.storage.unread import UnreadTensor
 
 __all__ = ["CheckpointHooks", "unwrap"]
@@ -186,7 +185,7 @@ class CheckpointHooks(ResumeHooks):
         path = self._local(checkpoint_path)
         with allowing_plain_values():
             if path is not None and is_sharded(path):
-                directory = AdvisedDirectory(path)
+                directory = Stored.open(path)
                 checkpoint = put_together(directory, directory.rest(weights_only=weights_only))
             elif path is None or self._has_own_io:
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -216,13 +215,15 @@ class CheckpointHooks(ResumeHooks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's share of the optimizers' state and the engine's own."""
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        # Weights of others, which `smp import` has made a checkpoint of: training begins with them.
+        is_new = not states and not checkpoint.get("global_step")
+        if not is_new and len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"The checkpoint has the state of {len(states)} optimizers, but `configure_optimizers` returns "
                 f"{len(self.optimizers)}. Return as many, or load the weights only: "
                 '`module.load_state_dict(torch.load(path)["state_dict"])`.'
             )
-        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
                 source = EditedState({f"optimizer_{number}": state})
                 self.engine.load_stored_optimizer(source, number, unwrap(optimizer))
