@@ -33,6 +33,7 @@ from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
+from smp_strategy.storage import commit
 from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.safe_types import allowing_plain_values
@@ -155,6 +156,15 @@ class CheckpointHooks(ResumeHooks):
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether weights are loaded when the engine exists, which remembers them for tensors without memory."""
         return self.config.delayed_parameter_initialization
+
+    def recover_checkpoints(self, trainer: Any) -> None:
+        """Before anybody looks for the last one: put back those that a save has moved aside when it was killed."""
+        folders = {trainer.default_root_dir}
+        for callback in trainer.checkpoint_callbacks:
+            if (resolve := getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)) is not None:
+                folders.add(resolve(trainer))
+        for path in filter(None, map(self._local, folders)):
+            commit.recover_all(path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Either form. Of a directory, tensors are read when they are used.

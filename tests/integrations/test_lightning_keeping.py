@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
 
 from smp_strategy.lightning.saves import Saves
+from smp_strategy.storage import commit
 
 LOSSES = (0.5, 0.3, 0.4, 0.2)  # of epochs
 FORMS = [{}, {"async_save": True}, {"state_dict_type": "sharded"}, {"state_dict_type": "sharded", "async_save": True}]
@@ -181,3 +182,26 @@ def test_of_an_error_a_checkpoint_is_saved_if_all_ranks_have_stopped_between_ste
     assert all(found[rank][0] == "ValueError" for rank in who), "the error itself, as without checkpoints"
     assert all(seconds < 30 for _, seconds in found), "nobody waits for ever"
     assert listed(tmp_path) == names
+
+
+def save_last(folder, smp):
+    fit(folder, smp, {"save_last": True, "filename": "x"}, epochs=1)
+
+
+def resume_last(folder, smp, path):
+    kept = ModelCheckpoint(dirpath=folder, save_last=True)
+    options = {"enable_checkpointing": True, "callbacks": [kept], "max_epochs": 2, "default_root_dir": folder}
+    trainer = toy_trainer(folder, smp=smp, **options)
+    trainer.fit(toy_module(), toy_loader(shuffle=False), ckpt_path=path)
+    return Path(trainer.ckpt_path).name, trainer.global_step
+
+
+@pytest.mark.parametrize(("path", "name"), [("last", "last.ckpt"), ("hpc", "hpc_ckpt_7.ckpt")])
+def test_the_last_checkpoint_is_found_after_a_save_that_was_killed(path, name, tmp_path):
+    smp = {"pipeline_parallel_degree": 2, "microbatches": 4, "state_dict_type": "sharded"}
+    on_ranks(save_last, 2, tmp_path, smp)
+    folder = tmp_path / "0"
+    # The old one was moved aside, and the new one has not arrived.
+    (folder / "last.ckpt").rename(folder / f".{name}.replaced")
+    commit.begin(folder / "hpc_ckpt_8.ckpt", is_folder=True)
+    assert on_ranks(resume_last, 2, folder, smp, path) == [(name, 12)] * 2
