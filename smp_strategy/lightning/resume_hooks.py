@@ -68,7 +68,7 @@ class ResumeHooks(CommunicationHooks):
     def on_train_start(self) -> None:
         """Go on with the data and the random numbers of an earlier run. See [Note: going on]."""
         if self._resumption is not None:
-            own = self._resumption.training_starts(self._trainer)
+            own = self._resumption.training_starts(self._trainer, lambda: self.engine.load_gradients({}))
             if own is not None:
                 self.engine.load_state(dict(own))  # a trial of validation has counted its batches
 
