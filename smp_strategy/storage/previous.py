@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, verify
+from smp_strategy.storage import commit, manifest, verify
 from smp_strategy.storage.file_loading import load_file
 from smp_strategy.storage.full_digests import problems_of_bytes
 from smp_strategy.storage.opening import is_sharded, opened
@@ -45,7 +45,7 @@ def is_checkpoint(path: Path) -> bool:
     """Whether it looks like one of either form."""
     try:
         if path.is_dir():
-            return is_sharded(path)
+            return is_sharded(path) or (path / manifest.FILE_NAME).is_file()
         with open(path, "rb") as file:
             return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
     except OSError:
@@ -85,7 +85,8 @@ def advice(path: Path | str, *, quickly: bool = False) -> str:
 def _looks_whole(path: Path) -> bool:
     try:
         if path.is_dir():
-            opened(path)
+            if is_sharded(path):
+                opened(path)
             return True
         return zipfile.is_zipfile(path)  # its directory is at the end
     except (CheckpointError, OSError):

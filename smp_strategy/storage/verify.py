@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import manifest
+from smp_strategy.storage import dcp_metadata, manifest
 from smp_strategy.storage.checksums import digest
 from smp_strategy.storage.manifest import Manifest
 from smp_strategy.storage.opening import opened
@@ -27,7 +27,10 @@ class Problem(NamedTuple):
 
 
 def problems_of(directory: Path | str) -> list[Problem]:
-    """Read everything in a directory that ranks have written together, and compare it with its digests."""
+    """Read everything in a directory that ranks have written together, and compare it with its digests.
+
+    Or in a folder of other files with a manifest (:mod:`~smp_strategy.storage.folder_digests`), and directories in it.
+    """
     directory = Path(directory)
     try:
         found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())
@@ -42,7 +45,11 @@ def problems_of(directory: Path | str) -> list[Problem]:
                 problems += _problems_of_file(files, file, found)
             except CheckpointError as error:
                 problems.append(Problem(file, "", str(error)))
-    return problems or _opened(directory)
+    if dcp_metadata.FILE_NAME in found.files:
+        return problems or _opened(directory)
+    for inner in sorted(each for each in directory.iterdir() if (each / manifest.FILE_NAME).is_file()):
+        problems += [each._replace(file=f"{inner.name}/{each.file}") for each in problems_of(inner)]
+    return problems
 
 
 def _opened(directory: Path) -> list[Problem]:
