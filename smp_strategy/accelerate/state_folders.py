@@ -26,10 +26,11 @@ from smp_strategy.accelerate import folders, random_states, state_files, whole_s
 from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.accelerate.saving import OWN_FILE, SavingHooks
 from smp_strategy.engine import Engine
-from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.errors import CheckpointError, ConfigError, UnsupportedError
 from smp_strategy.meeting import alike, meet
 from smp_strategy.storage import commit, folder_digests
 from smp_strategy.storage.background import Background
+from smp_strategy.storage.previous import previous
 from smp_strategy.storage.stored import Stored
 from smp_strategy.storage.writer import ShardedWriter
 
@@ -226,7 +227,7 @@ class StateFolderHooks(SavingHooks):
                     "or save with `ProjectConfiguration(save_on_each_node=True)`."
                 )
             if self.is_local_main_process:
-                folder_digests.verify(folder)
+                _verify(folder)
         with alike(f"loading from {folder}", self.smp.stage_ranks):
             models = list(self._models)
             for hook in self._load_model_state_pre_hook.values():
@@ -334,6 +335,15 @@ class StateFolderHooks(SavingHooks):
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
         return folders.newest(Path(self.project_dir) / "checkpoints")
+
+
+def _verify(folder: Path) -> None:
+    try:
+        folder_digests.verify(folder)
+    except CheckpointError as error:
+        other = previous(folder)
+        found = "There is no undamaged one" if other is None else f"The newest undamaged one is {other}"
+        raise CheckpointError(f"{error} {found} beside it.") from None
 
 
 @final

@@ -42,7 +42,7 @@ def said(path: Path, status: int, problems: list[str]) -> str:
 def verdict(path: Path) -> tuple[int, list[str]]:
     """Whether a checkpoint is as it was written: an index of :data:`VERDICTS`, and what is wrong."""
     commit.recover(path)
-    if is_sharded(path):
+    if is_sharded(path) or (path / MANIFEST).is_file():
         problems = problems_of(path)
         if [each.file for each in problems] == [MANIFEST] and not (path / MANIFEST).exists():
             return _UNKNOWN, ["another program wrote it, without digests"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit
+from smp_strategy.storage import commit, manifest
 from smp_strategy.storage.opening import is_sharded, opened
 from smp_strategy.storage.verify import problems_of
 
@@ -24,7 +24,7 @@ def is_checkpoint(path: Path) -> bool:
     """Whether it looks like one of either form."""
     try:
         if path.is_dir():
-            return is_sharded(path)
+            return is_sharded(path) or (path / manifest.FILE_NAME).is_file()
         with open(path, "rb") as file:
             return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
     except OSError:
@@ -64,7 +64,8 @@ def advice(path: Path | str, *, quickly: bool = False) -> str:
 def _looks_whole(path: Path) -> bool:
     try:
         if path.is_dir():
-            opened(path)
+            if is_sharded(path):
+                opened(path)
             return True
         return zipfile.is_zipfile(path)  # its directory is at the end
     except (CheckpointError, OSError):

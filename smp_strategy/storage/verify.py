@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, manifest
+from smp_strategy.storage import commit, dcp_metadata, manifest
 from smp_strategy.storage.damage import Problem, problems_of_files
 from smp_strategy.storage.file_loading import load_file
 from smp_strategy.storage.full_digests import problems_of_bytes
@@ -15,6 +15,7 @@ __all__ = ["Problem", "problems_of"]
 def problems_of(path: Path | str) -> list[Problem]:
     """Read all of a file, or of a directory that ranks have written together, and compare it with its digests.
 
+    Or of a folder of other files with a manifest (:mod:`~smp_strategy.storage.folder_digests`), and directories in it.
     Of what other programs wrote there are none: then it is opened at least.
 
     Raises:
@@ -27,7 +28,11 @@ def problems_of(path: Path | str) -> list[Problem]:
     problems = problems_of_files(path)
     if problems is None:
         return [*_opened(path), Problem(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
-    return problems or _opened(path)
+    if (path / dcp_metadata.FILE_NAME).exists():
+        return problems or _opened(path)
+    for inner in sorted(each for each in path.iterdir() if (each / manifest.FILE_NAME).is_file()):
+        problems += [each._replace(file=f"{inner.name}/{each.file}") for each in problems_of(inner)]
+    return problems
 
 
 def _loaded(path: Path) -> list[Problem]:

@@ -12,6 +12,7 @@ from accelerate_checks import MICROBATCHES, adamw, assert_same, batches, fresh_a
 from test_accelerate_saving import LAYOUTS, PP2, Counter, files, go_on, start, tied
 
 from smp_strategy.accelerate import folders, state_files
+from smp_strategy.cli.verifying import VERDICTS, verdict
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.stored import Stored
 from smp_strategy.storage.writer import Prepared
@@ -242,11 +243,15 @@ def test_a_flipped_bit_in_any_file_is_found(form, tmp_path):
         data = bytearray(copy.read_bytes())
         data[len(data) // 2] ^= 4
         copy.write_bytes(data)
+        assert verdict(tmp_path / str(number))[0] == VERDICTS.index("damaged"), path
+    assert verdict(tmp_path / "state") == (VERDICTS.index("intact"), [])
     for rank, found in enumerate(on_ranks(loads, 2, tmp_path, len(paths))):
         for path, said in zip(paths, found, strict=True):
             if form == "full" or folders.SHARDED not in path.parts:
                 assert ("CheckpointError" if rank == 0 else "PeerFailedError: Rank 0 failed") in said, path
             assert path.name in said, path
+            if rank == 0 and folders.SHARDED not in path.parts:
+                assert f"The newest undamaged one is {tmp_path / 'state'} beside it" in said
             assert "damaged" in said or "changed" in said, said
 
 
