@@ -7,15 +7,16 @@ and module: nothing that asks for them sees a difference.
 import functools
 from typing import Any
 
+from smp_strategy.accelerate.background import BackgroundHooks
 from smp_strategy.accelerate.collectives import CollectiveHooks
 from smp_strategy.accelerate.data import LoaderHooks
-from smp_strategy.accelerate.saving import SavingHooks
+from smp_strategy.accelerate.state_folders import StateFolderHooks
 from smp_strategy.accelerate.training import TrainingHooks
 
 __all__ = ["SMPHooks", "taken_over"]
 
 
-class SMPHooks(TrainingHooks, LoaderHooks, CollectiveHooks, SavingHooks):
+class SMPHooks(BackgroundHooks, TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
     """All hooks together."""
 
 

@@ -30,6 +30,7 @@ from transformers.trainer_utils import TrainOutput
 
 from smp_strategy.accelerate.hf_arguments import count_replicas
 from smp_strategy.accelerate.saving import OWN_FILE
+from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError, UnsupportedError
 
 __all__ = ["SMPTrainer", "adopt", "trainer_above"]
@@ -155,7 +156,7 @@ def adopt(trainer: Trainer, session: Any) -> None:
         ConfigError: this version of Transformers lacks what we build on, or arguments cannot be served.
     """
     _check_version()
-    _check_arguments(trainer.args)
+    _check_arguments(trainer.args, session.config)
     count_replicas(trainer.args, session.num_data_ranks, session.data_rank)
     stock = type(trainer)
     if issubclass(stock, SMPTrainer):
@@ -193,9 +194,19 @@ def _is_alike(ours: Any, theirs: Any) -> bool:
     return mine == list(inspect.signature(theirs).parameters)
 
 
-def _check_arguments(args: Any) -> None:
-    """Refuse arguments that are about one whole model on a process."""
+def _check_arguments(args: Any, config: SMPConfig) -> None:
+    """Refuse arguments that are about one whole model on a process, and options for checkpoints of other forms."""
     problems = []
+    for name, value, default in (
+        ("state_dict_type", config.state_dict_type, "full"),
+        ("async_save", config.async_save, False),
+    ):
+        if value != default:
+            problems.append(
+                f"`{name}={value!r}` is not offered under `transformers.Trainer`, whose checkpoints are those of "
+                "Transformers: files of one process, there when the next step begins. Leave it out, or write the "
+                "training loop with Accelerate."
+            )
     if args.save_on_each_node:
         problems.append(
             "`save_on_each_node=True` would write the model on one process of each machine, but it is collected on the "

@@ -1,13 +1,9 @@
-"""Saving and loading: files of one process, whatever the layout.
+"""Weights and optimizers as one process has them, whatever the layout, and files of them.
 
-A folder that ``accelerator.save_state`` writes has what Accelerate writes without us, file by file: whole tensors under
-plain names. So plain Accelerate goes on with it, and we go on with one of plain Accelerate. One small file of ours is
-added, :data:`OWN_FILE`: where the random streams of the engine are, and the generators of ranks that do not draw like
-the others of their pipeline.
-
-The parts are collected on global rank 0, which writes (with ``save_on_each_node`` the first rank of each node does);
-the others wait, and fail if it fails. Everything is written beside its place and moved there when it is complete
-(:mod:`smp_strategy.accelerate.folders`).
+What is asked for with ``state_dict`` and the like has whole tensors under plain names, and what is loaded may come from
+plain Accelerate. The parts are collected on global rank 0, which writes (with ``save_on_each_node`` the first rank of
+each node does); the others wait, and fail if it fails. Everything is written beside its place and moved there when it
+is complete (:mod:`smp_strategy.accelerate.folders`). How a run goes on: :mod:`smp_strategy.accelerate.state_folders`.
 
 All ranks must make these calls together, and are told so if they do not (:mod:`smp_strategy.meeting`).
 """
@@ -20,8 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch.distributed as dist
-from accelerate.logging import get_logger
-from accelerate.utils import OPTIMIZER_NAME, load, save
+from accelerate.utils import save
 from torch import nn
 
 from smp_strategy.accelerate import folders, random_states, state_files, whole_states
@@ -39,8 +34,6 @@ __all__ = ["OWN_FILE", "SavingHooks"]
 OWN_FILE: Final = "smp_strategy.bin"
 
 T = TypeVar("T")
-
-logger = get_logger(__name__)
 
 
 class _Place(NamedTuple):
@@ -206,104 +199,10 @@ class SavingHooks(Host):
         """
         meet("accelerator.save_model", self.smp.stage_ranks)
         target = Path(save_directory)
-        with (
-            self._smp_written(target, replaces=folders.WEIGHTS) as staging,
-            alike(f"saving to {target}", self.smp.stage_ranks),
-        ):
-            super().save_model(model, staging, max_shard_size, safe_serialization)
-
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
-    ) -> Path:
-        """Write what a run needs to go on. Collective.
-
-        Args:
-            output_dir: the folder; with ``automatic_checkpoint_naming`` Accelerate's next one.
-            safe_serialization: whether to write weights as safetensors.
-            options: none; they are for plugins of others.
-
-        Returns:
-            The folder.
-        """
-        meet("accelerator.save_state", self.smp.stage_ranks)
-        if options:
-            raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
-        target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
-        logger.info(f"Saving current state to {target}")
-        with self._smp_written(target, replaces=folders.STATES) as staging:
-            for number, optimizer in enumerate(self._optimizers):
-                state = self.get_optimizer_state_dict(optimizer)
-                with alike(f"saving to {target}", self.smp.stage_ranks):
-                    self._smp_save(state, staging / state_files.name(f"{OPTIMIZER_NAME}.bin", number))
-                del state  # before the next is collected
-            weights = [self.get_state_dict(model, unwrap=False) for model in self._models]
-            with self._smp_known(weights), alike("running hooks of save_state", self.smp.stage_ranks):
-                for hook in self._save_model_state_pre_hook.values():
-                    hook(self._models, weights, str(staging))
-            self._smp_save_rest(staging, weights, safe_serialization=safe_serialization)
-        self._smp_delete_oldest(target)
-        self.project_configuration.iteration += 1
-        return target
-
-    def _smp_save_rest(self, staging: Path, weights: list[dict[str, Any]], *, safe_serialization: bool) -> None:
-        """All but the optimizers. Collective."""
-        custom = [self._smp_state_of(each) for each in self._custom_objects]
-        states, own = self._smp_streams()
-        with alike(f"saving to {staging}", self.smp.stage_ranks):
-            if self._smp_writes:
-                state_files.write(self, staging, weights, custom, safe_serialization=safe_serialization)
-            for rank, state in enumerate(states):
-                self._smp_save(state, staging / random_states.FILE.format(rank))
-            self._smp_save(own, staging / OWN_FILE)
-
-    def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        """Go on from what :meth:`save_state` has written, or plain Accelerate, under this or another layout.
-
-        Collective.
-
-        Args:
-            input_dir: the folder; ``None``: the newest one, with ``automatic_checkpoint_naming``.
-            load_kwargs: of ``torch.load``, for optimizers, schedulers and data loaders.
-            options: ``strict``, for the names of weights; ``map_location``, which makes no difference here.
-        """
-        meet("accelerator.load_state", self.smp.stage_ranks)
-        unknown = sorted(options.keys() - {"strict", "map_location"})
-        if unknown:
-            raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
-        folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
-        logger.info(f"Loading states from {folder}")
-        with alike(f"loading from {folder}", self.smp.stage_ranks):
-            if not folder.is_dir():
-                raise ValueError(
-                    f"{folder} exists on rank 0, but not on rank {self.smp.rank}. Use a folder that all nodes share, "
-                    "or save with `ProjectConfiguration(save_on_each_node=True)`."
-                )
-            models = list(self._models)
-            for hook in self._load_model_state_pre_hook.values():
-                hook(models, str(folder))
-            self._smp_load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
-
-    def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
-        """This rank's share of what is in ``folder``; hooks may have loaded some models."""
-        for number, model in enumerate(models):
-            self.load_model_state_dict(model, state_files.weights(folder, number), strict=strict)
-        for number, optimizer in enumerate(self._optimizers):
-            path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
-            self.load_optimizer_state_dict(optimizer, state_files.mapped(path, **load_kwargs))
-            whole_states.leave_file(optimizer)
-        state_files.read(self, folder, self.smp.data_rank, load_kwargs)
-        for number, each in enumerate(self._custom_objects):
-            state_files.read_custom(folder, number, partial(self._smp_load_into, each))
-        step = random_states.step_in(folder)
-        if step is not None:
-            self.step = step
-        if (folder / OWN_FILE).exists():
-            self.load_own_state(load(folder / OWN_FILE))
+        with self._smp_begun(target) as staging:
+            with alike(f"saving to {target}", self.smp.stage_ranks):
+                super().save_model(model, staging, max_shard_size, safe_serialization)
+            self._smp_move_in(staging, target, replaces=folders.WEIGHTS)
 
     # Which module, which optimizer
 
@@ -320,32 +219,6 @@ class SavingHooks(Host):
         if self._smp_calls is None or not whole_states.is_trained_by(self._smp_calls.model, optimizer):
             return None
         return self.smp.engine
-
-    def _smp_state_of(self, custom: Any) -> Any:
-        """That of an object which was registered for checkpointing. Collective if it is one that is spread."""
-        if isinstance(custom, nn.Module):
-            return self.get_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
-        if whole_states.is_optimizer(custom):
-            return self.get_optimizer_state_dict(custom)
-        return custom.state_dict()
-
-    def _smp_load_into(self, custom: Any, state: Any) -> None:
-        if isinstance(custom, nn.Module):
-            self.load_model_state_dict(custom, state)
-        elif whole_states.is_optimizer(custom):
-            self.load_optimizer_state_dict(custom, state)
-        else:
-            custom.load_state_dict(state)
-
-    @contextmanager
-    def _smp_known(self, weights: list[dict[str, Any]]) -> Iterator[None]:
-        """In here the state dict of the model is known, to hooks that ask for it on one rank only."""
-        known = {id(self.unwrap_model(model)): state for model, state in zip(self._models, weights, strict=True)}
-        with ExitStack() as stack:
-            for calls in self._smp_state_calls:
-                if id(calls.model) in known:
-                    stack.enter_context(calls.collected(known[id(calls.model)]))
-            yield
 
     # Who writes, and where
 
@@ -377,39 +250,9 @@ class SavingHooks(Host):
         decision: T = box[0]
         return decision
 
-    def _smp_folder_to_write(self, given: str | os.PathLike[str] | None) -> Path:
-        if self.project_configuration.automatic_checkpoint_naming:
-            if self.project_dir is None:
-                raise ConfigError(
-                    "`automatic_checkpoint_naming` names folders in `project_dir`, which is not given. Set it: "
-                    "`ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)`."
-                )
-            target = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
-            if target.exists():
-                raise ValueError(
-                    f"Checkpoint directory {target} ({self.save_iteration}) already exists. Please manually override "
-                    "`accelerator.project_configuration.iteration` with what iteration to start with."
-                )
-            return target
-        if given is None:
-            raise ConfigError(
-                "`save_state` needs `output_dir` unless `automatic_checkpoint_naming` is set. Name a folder."
-            )
-        return Path(given)
-
-    def _smp_folder_to_read(self, given: str | os.PathLike[str] | None) -> Path:
-        if given is not None:
-            folder = Path(given).expanduser()
-            if not folder.is_dir():
-                raise ValueError(f"Tried to find {folder} but folder does not exist")
-            return folder
-        if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        return folders.newest(Path(self.project_dir) / "checkpoints")
-
     @contextmanager
-    def _smp_written(self, target: Path, *, replaces: str) -> Iterator[Path]:
-        """A folder whose content goes to ``target`` at the end, unless something fails. Collective."""
+    def _smp_begun(self, target: Path) -> Iterator[Path]:
+        """An empty folder for what will be in ``target``; it is deleted if something fails. Collective."""
         staging = self._smp_told(lambda: folders.begin(target))
         with alike(f"making {staging}", self.smp.stage_ranks):
             if self.is_local_main_process:  # hooks may write on every node
@@ -420,15 +263,10 @@ class SavingHooks(Host):
             if self.is_local_main_process:
                 folders.remove(staging)
             raise
+
+    def _smp_move_in(self, staging: Path, target: Path, *, replaces: str) -> None:
+        """What is complete takes its place. Collective."""
         for turn in (self.is_main_process, self.is_local_main_process):
             with alike(f"moving files to {target}", self.smp.stage_ranks):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)
-
-    def _smp_delete_oldest(self, target: Path) -> None:
-        """Keep as many checkpoints as the user wants. Collective."""
-        naming = self.project_configuration
-        with alike("deleting old checkpoints", self.smp.stage_ranks):
-            if naming.automatic_checkpoint_naming and naming.total_limit is not None and self._smp_writes:
-                for old in folders.delete_oldest(target.parent, naming.total_limit):
-                    logger.warning(f"Deleted {old} to make room for the new checkpoint.")

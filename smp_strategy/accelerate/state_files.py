@@ -1,23 +1,27 @@
 """The files of a checkpoint as Accelerate names and fills them, for states that are whole already."""
 
+import pickle
 import re
+import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from accelerate.checkpointing import (
-    load_accelerator_state,
-    load_custom_state,
-    save_accelerator_state,
-    save_custom_state,
-)
-from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load, save
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-__all__ = ["mapped", "name", "read", "read_custom", "sent_to_writers", "weights", "write"]
+from smp_strategy.errors import CheckpointError
+from smp_strategy.storage.safe_types import allowing_plain_values
+
+__all__ = ["mapped", "name", "read", "read_custom", "sent_to_writers", "weights", "write", "write_weights"]
+
+_CUSTOM: Final = "custom_checkpoint_{}.pkl"
 
 
 def name(first: str, number: int) -> str:
@@ -25,21 +29,18 @@ def name(first: str, number: int) -> str:
     return first if number == 0 else first.replace(".", f"_{number}.")
 
 
-def write(
-    accelerator: Any, folder: Path, models: list[dict[str, Any]], custom: list[Any], *, safe_serialization: bool
-) -> None:
-    """Write everything but optimizers.
+def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
+    """Write everything but models and optimizers.
 
     Args:
         accelerator: has the schedulers, data loaders and the scaler.
         folder: is there.
-        models, custom: their states.
-        safe_serialization: whether to write weights as safetensors.
+        custom: states of objects of the user.
     """
     each_node = accelerator.project_configuration.save_on_each_node
     save_accelerator_state(
         str(folder),
-        models,
+        [],
         [],
         accelerator._schedulers,
         accelerator._dataloaders,
@@ -47,10 +48,20 @@ def write(
         accelerator.step,
         accelerator.scaler,
         save_on_each_node=each_node,
-        safe_serialization=safe_serialization,
     )
     for number, state in enumerate(custom):
         save_custom_state(_Known(state), str(folder), number, save_on_each_node=each_node)
+        _warn_of_code(folder / _CUSTOM.format(number))
+
+
+def write_weights(
+    states: Mapping[int, dict[str, Any]], folder: Path, *, safe_serialization: bool, save_on_each_node: bool
+) -> None:
+    """Write those of models by their numbers, on the processes that write."""
+    file = f"{SAFE_MODEL_NAME}.safetensors" if safe_serialization else f"{MODEL_NAME}.bin"
+    for number, state in states.items():
+        path = folder / name(file, number)
+        save(state, path, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
 
 
 def weights(folder: Path, number: int) -> dict[str, Any]:
@@ -62,7 +73,8 @@ def weights(folder: Path, number: int) -> dict[str, Any]:
     safe, pickled = (folder / name(each, number) for each in (f"{SAFE_MODEL_NAME}.safetensors", f"{MODEL_NAME}.bin"))
     found: dict[str, Any]
     if safe.exists():
-        found = load_file(safe, device="cpu")
+        with _explained(safe):
+            found = load_file(safe, device="cpu")
     elif pickled.exists():
         found = mapped(pickled)
     else:
@@ -82,8 +94,27 @@ def mapped(path: Path, **options: Any) -> Any:
     Args:
         path: of the file.
         options: of ``torch.load``.
+
+    Raises:
+        CheckpointError: the file is damaged, or names code that would have to be run.
     """
-    return load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
+    with _explained(path), allowing_plain_values():
+        return load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        reason = f"{named[1]}." if named else str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path} is damaged, or cannot be loaded without running code that it names: {reason} Load another "
+            'checkpoint, or pass `load_kwargs={"weights_only": False}` if you trust whoever wrote it.'
+        ) from error
+    except (EOFError, SafetensorError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error} Load another checkpoint.") from error
 
 
 def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, Any]) -> None:
@@ -98,17 +129,18 @@ def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, 
     Raises:
         RuntimeError: not as many objects are registered for checkpointing as were saved.
     """
-    load_accelerator_state(
-        str(folder),
-        [],
-        [],
-        accelerator._schedulers,
-        accelerator._dataloaders,
-        data_rank,
-        accelerator.scaler,
-        "cpu",
-        load_kwargs,
-    )
+    with _explained(folder):
+        load_accelerator_state(
+            str(folder),
+            [],
+            [],
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            data_rank,
+            accelerator.scaler,
+            "cpu",
+            load_kwargs,
+        )
     saved = sum(1 for each in folder.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", each.name))
     registered = len(accelerator._custom_objects)
     if saved != registered:
@@ -119,9 +151,24 @@ def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, 
         )
 
 
-def read_custom(folder: Path, number: int, take: Callable[[Any], None]) -> None:
-    """Hand the state of an object of the user to ``take``. It may be anything: like Accelerate, unpickle all of it."""
-    load_custom_state(_Taking(take), str(folder), number)
+def read_custom(folder: Path, number: int, take: Callable[[Any], None], load_kwargs: dict[str, Any]) -> None:
+    """Hand the state of an object of the user to ``take``.
+
+    Raises:
+        CheckpointError: it has objects of classes that files may not name; Accelerate would make them all the same.
+    """
+    take(mapped(folder / _CUSTOM.format(number), **load_kwargs))
+
+
+def _warn_of_code(path: Path) -> None:
+    """Of what will not be read again, unless the user insists."""
+    if path.is_file() and (found := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+        warnings.warn(
+            f"{path.name} has objects of {', '.join(found)}, which files may not make when they are loaded. Let "
+            "`state_dict` of what is registered for checkpointing return tensors and plain values, or load it with "
+            '`accelerator.load_state(load_kwargs={"weights_only": False})`.',
+            stacklevel=2,
+        )
 
 
 def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
@@ -148,14 +195,3 @@ class _Known:
     def state_dict(self) -> Any:
         """The state."""
         return self._state
-
-
-class _Taking:
-    """What is loaded in the place of an object that something else takes the state for."""
-
-    def __init__(self, take: Callable[[Any], None]) -> None:
-        self._take = take
-
-    def load_state_dict(self, state: Any) -> None:
-        """Hand it on."""
-        self._take(state)

@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.engine import Engine
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["is_optimizer", "is_trained_by", "leave_file", "load_model", "model_state", "path_in"]
+__all__ = ["copied", "is_optimizer", "is_trained_by", "leave_file", "load_model", "model_state", "path_in"]
 
 
 def path_in(root: nn.Module, module: nn.Module) -> str | None:
@@ -40,6 +41,23 @@ def leave_file(optimizer: Any) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 state[name] = value.clone()
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with copies of its tensors in host memory. What is one tensor under several names stays one."""
+    copies: dict[Any, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if (key := (_storage(leaf), leaf.dtype)) not in copies:
+            copies[key] = leaf.detach().to("cpu", copy=True)
+        return copies[key]
+
+    found: dict[str, Any] = pytree.tree_map(copy, state)
+    if hasattr(state, "_metadata"):
+        found._metadata = state._metadata  # type: ignore[attr-defined]
+    return found
 
 
 def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":

@@ -42,7 +42,7 @@ class Offer:
         tensors = {
             name: (
                 Described(held.shape, held.dtype),
-                tuple(Rectangle(block.offsets, tuple(block.tensor.shape)) for block in held.blocks),
+                tuple([Rectangle(block.offsets, block.tensor.shape) for block in held.blocks]),
             )
             for name, held in state.tensors.items()
         }

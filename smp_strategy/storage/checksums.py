@@ -5,13 +5,14 @@ processor's cache holds: a piece is still there from being read or written when 
 128 bits, which is several times as fast as memory is filled from a disk. It finds damage, not malice.
 """
 
-import os
 from collections.abc import Iterator
 from typing import BinaryIO, Final, final
 
 import xxhash
 
-__all__ = ["DIGITS", "PIECE", "DigestingFile", "digest", "pieces_of", "to_disk"]
+from smp_strategy.storage.to_disk import EarlyWriting
+
+__all__ = ["DIGITS", "PIECE", "DigestingFile", "digest", "pieces_of"]
 
 DIGITS: Final = 32  # of a digest
 PIECE: Final = 2**20  # bytes; in a file that has others, readers take them from there
@@ -28,12 +29,6 @@ def pieces_of(length: int, piece: int = PIECE) -> Iterator[tuple[int, int]]:
         yield start, min(start + piece, length)
 
 
-def to_disk(file: BinaryIO) -> None:
-    """Until what was written to ``file`` is there after a loss of power."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
 @final
 class DigestingFile:
     """A file to be written from its beginning to its end, as ``torch.save`` does, whose pieces' digests are kept.
@@ -43,7 +38,7 @@ class DigestingFile:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+        self._file, self._early = file, EarlyWriting(file)
         self._small = bytearray()
         self.size = 0
         self.digests: list[str] = []
@@ -85,3 +80,4 @@ class DigestingFile:
             rest = rest[self._file.write(rest) :]
         self.digests.append(digest(piece))
         self.size += len(piece)
+        self._early.is_at(self.size)

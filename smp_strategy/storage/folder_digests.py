@@ -54,9 +54,7 @@ def _verify_file(path: Path, regions: tuple[Region, ...], piece: int) -> None:
     )
     size, expected = path.stat().st_size, sum(region.length for region in regions)
     if size != expected:
-        raise CheckpointError(
-            f"{path} is damaged: it has {size} bytes, and had {expected} when it was written. {remedy}"
-        )
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, but {expected} when it was written. {remedy}")
     with path.open("rb") as file:
         for region in regions:
             expected_digests = [*region.digests]
@@ -65,7 +63,8 @@ def _verify_file(path: Path, regions: tuple[Region, ...], piece: int) -> None:
                 if not expected_digests or digest(data) != expected_digests.pop(0):
                     what = "" if region.name == path.name else f" `{region.name}`, in"
                     raise CheckpointError(
-                        f"{path} is damaged:{what} bytes {start} to {stop} have changed since they were written. {remedy}"
+                        f"{path} is damaged:{what} bytes {start} to {stop} have changed since they were "
+                        f"written. {remedy}"
                     )
 
 

@@ -36,16 +36,16 @@ def check_content(value: Any, name: str) -> None:
         name: what it is called, for messages.
 
     Raises:
-        ConfigError: there is something else in it than dicts, lists, tuples and sets of tensors, numbers, strings, bytes
-            and ``None``.
+        ConfigError: there is something else in it than dicts, lists, tuples and sets of tensors, numbers, strings,
+            bytes and ``None``.
     """
     for path, leaf in _leaves(value, name):
         kind = type(leaf)
         if kind not in _LEAVES:
             remedy = _REMEDIES.get(kind.__module__.partition(".")[0], _REMEDY)
             raise ConfigError(
-                f"`{path}` is of type {kind.__module__}.{kind.__qualname__}, which cannot be in a checkpoint: files are "
-                "read without making objects of such classes, and hold dicts, lists, tuples and sets of tensors, "
+                f"`{path}` is of type {kind.__module__}.{kind.__qualname__}, which cannot be in a checkpoint: files "
+                "are read without making objects of such classes, and hold dicts, lists, tuples and sets of tensors, "
                 f"numbers, strings, bytes and None only. {remedy}"
             )
 

@@ -5,56 +5,38 @@ read as a whole by everyone anyway.
 """
 
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, stored, verify
-from smp_strategy.storage.file_loading import load_file
-from smp_strategy.storage.full_digests import problems_of_bytes
-from smp_strategy.storage.verify import Problem
+from smp_strategy.storage import commit
+from smp_strategy.storage.opening import is_sharded, opened
+from smp_strategy.storage.verify import problems_of
 
-__all__ = ["advice", "is_checkpoint", "previous", "problems_of"]
+__all__ = ["advice", "is_checkpoint", "previous"]
 
 _FIRST_BYTES = b"PK\x03\x04"
 _MOST_TRIED = 10
-
-
-def problems_of(path: Path | str) -> list[Problem]:
-    """Read all of a checkpoint of either form, and say what has changed since it was written, or that it is none.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-    """
-    path = Path(path)
-    commit.recover(path)
-    if path.is_dir():
-        return verify.problems_of(path)
-    if problems := problems_of_bytes(path):
-        return problems
-    try:
-        load_file(path, weights_only=True)
-    except (CheckpointError, OSError) as error:
-        return [Problem(path.name, "", str(error))]
-    return []
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether it looks like one of either form."""
     try:
         if path.is_dir():
-            return stored.is_sharded(path)
+            return is_sharded(path)
         with open(path, "rb") as file:
             return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
     except OSError:
         return False
 
 
-def previous(path: Path | str) -> Path | None:
+def previous(path: Path | str, *, quickly: bool = False) -> Path | None:
     """The newest checkpoint beside ``path`` that is undamaged, of either form; ``None`` if there is none.
 
     Args:
         path: the damaged one.
+        quickly: believe what looks whole, without reading all of it.
     """
     path = Path(path)
     folder = path.parent
@@ -64,17 +46,29 @@ def previous(path: Path | str) -> Path | None:
     for number, each in enumerate(_newest_first(folder, path)):
         if number == _MOST_TRIED:
             break
-        if not problems_of(each):
+        if _looks_whole(each) if quickly else not problems_of(each):
             return each
     return None
 
 
-def advice(path: Path | str) -> str:
-    """A sentence about what to do without ``path``, which is damaged."""
-    found = previous(path)
+def advice(path: Path | str, *, quickly: bool = False) -> str:
+    """A sentence about what to do without ``path``, which is damaged; for ``quickly`` see :func:`previous`."""
+    found = previous(path, quickly=quickly)
     if found is None:
         return f"There is no undamaged checkpoint beside it in {Path(path).parent}: restore it from a copy."
+    if quickly:
+        return f"The newest other checkpoint beside it is {found}: `smp verify {found}` reads all of that one."
     return f"The newest undamaged checkpoint beside it is {found}: load that one (`ckpt_path={str(found)!r}`)."
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        if path.is_dir():
+            opened(path)
+            return True
+        return zipfile.is_zipfile(path)  # its directory is at the end
+    except (CheckpointError, OSError):
+        return False
 
 
 def _newest_first(folder: Path, damaged: Path) -> Iterator[Path]:

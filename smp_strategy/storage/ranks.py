@@ -26,13 +26,19 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    def any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
+    def any_later(self, here: bool) -> Callable[[], bool]:
+        """Ask whether it is so on any rank; what is returned waits for the answer."""
         if self._group is None:
-            return here
+            return lambda: here
         flag = torch.tensor(int(here))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
-        return bool(flag)
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+
+        def answer() -> bool:
+            work.wait()
+            return bool(flag)
+
+        return answer
 
     def from_all(self, value: T) -> list[T]:
         """The value of each rank, on all of them."""

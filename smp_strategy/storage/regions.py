@@ -10,7 +10,11 @@ from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.checksums import digest
 from smp_strategy.storage.manifest import Region
 
-__all__ = ["FileSlice", "Files", "RegionReader"]
+__all__ = ["DamageError", "FileSlice", "Files", "RegionReader"]
+
+
+class DamageError(CheckpointError):
+    """A checkpoint is not what was written: another one may be."""
 
 
 @final
@@ -39,16 +43,16 @@ class Files:
         """Fill ``memory`` with the bytes of a file from ``offset`` on.
 
         Raises:
-            CheckpointError: it has fewer, or cannot be read.
+            DamageError: it has fewer, or cannot be read.
         """
         rest = memory
         while len(rest):
             try:
                 count = os.preadv(self._number(file), [rest], offset)
             except OSError as error:
-                raise CheckpointError(f"{self.directory / file} cannot be read: {error}") from error
+                raise DamageError(f"{self.directory / file} cannot be read: {error}") from error
             if not count:
-                raise CheckpointError(
+                raise DamageError(
                     f"{self.directory / file} ends after {self.size(file)} bytes, but should have more: it is damaged."
                 )
             rest, offset = rest[count:], offset + count
@@ -59,7 +63,7 @@ class Files:
             try:
                 self._open[file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise CheckpointError(f"{path}, a part of the checkpoint, cannot be read: {error}") from error
+                raise DamageError(f"{path}, a part of the checkpoint, cannot be read: {error}") from error
         return self._open[file]
 
 
@@ -90,7 +94,7 @@ class RegionReader:
         """Fill ``memory`` with the bytes of the values from ``start`` on.
 
         Raises:
-            CheckpointError: they are damaged.
+            DamageError: they are damaged.
         """
         piece, stop, position = self._piece, start + len(memory), start
         first = self._region.offset + self._region.before
@@ -116,9 +120,9 @@ class RegionReader:
         region = self._region
         if digest(memory) != region.digests[number]:
             start, stop = region.pieces(self._piece)[number]
-            raise CheckpointError(
+            raise DamageError(
                 f"{self._files.directory / self._file} is damaged: bytes {start} to {stop}, of `{region.name}`, have "
-                "changed since they were written. Load another checkpoint."
+                "changed since they were written."
             )
         self._verified.add(number)
 

@@ -19,7 +19,7 @@ from smp_strategy.storage.copies import raw
 from smp_strategy.storage.dcp_metadata import Chunk
 from smp_strategy.storage.held import Block, Held
 from smp_strategy.storage.rectangles import Rectangle, cut_out, disjoint, shared
-from smp_strategy.storage.regions import Files, FileSlice
+from smp_strategy.storage.regions import DamageError, Files, FileSlice
 
 __all__ = ["Copy", "Values", "check_cover", "copies_of", "scatter", "tensor_in"]
 
@@ -115,23 +115,23 @@ def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
     """The stored part of a directory that has no manifest, as a tensor.
 
     Raises:
-        CheckpointError: it is damaged, or none.
+        DamageError: it is damaged, or none.
     """
     file, offset, length = chunk.place
     try:
         found = torch.load(
             io.BufferedReader(FileSlice(files, file, offset, length)), map_location="cpu", weights_only=True
         )
-    except CheckpointError:
+    except DamageError:
         raise
     except Exception as error:  # what torch.load raises depends on where it stumbles
-        raise CheckpointError(
+        raise DamageError(
             f"{files.directory / file} is damaged, or no file of PyTorch: `{name}` cannot be loaded from it: "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(found, Tensor) or tuple(found.shape) != chunk.part.sizes:
         what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise CheckpointError(
+        raise DamageError(
             f"{files.directory / file} is damaged: of `{name}` it should have a part of shape "
             f"{list(chunk.part.sizes)}, but there is {what}."
         )

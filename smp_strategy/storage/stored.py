@@ -6,7 +6,8 @@ are found without taking files apart. Another one is read by ``torch.load(..., w
 
 import io
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -15,26 +16,19 @@ import torch
 from torch import Tensor
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, dcp_metadata, manifest
 from smp_strategy.storage.assignment import Described
 from smp_strategy.storage.checksums import digest
 from smp_strategy.storage.copies import in_host_memory, raw
 from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place
 from smp_strategy.storage.flat_state import Path as Way
 from smp_strategy.storage.held import Held
-from smp_strategy.storage.manifest import Manifest, Region
-from smp_strategy.storage.regions import Files, RegionReader
+from smp_strategy.storage.opening import Opened, is_sharded, opened, verify_whole
+from smp_strategy.storage.previous import advice
+from smp_strategy.storage.regions import DamageError, Files, RegionReader
 from smp_strategy.storage.scattering import WINDOW, check_cover, copies_of, scatter, tensor_in
 from smp_strategy.storage.writer import REST
 
 __all__ = ["Stored", "is_sharded"]
-
-
-def is_sharded(path: Path | str) -> bool:
-    """Whether ``path`` is a directory of PyTorch's distributed checkpoints, ours or another's."""
-    path = Path(path)
-    commit.recover(path)
-    return path.is_dir() and (path / dcp_metadata.FILE_NAME).is_file()
 
 
 @final
@@ -50,14 +44,12 @@ class Stored:
     paths: Mapping[str, Way]
     """The way to each in the nested state. Where the writer has told none, it is the flat name."""
 
-    def __init__(self, directory: Path, contents: Contents, found: Manifest | None) -> None:
-        self._directory, self._contents, self._manifest = directory, contents, found
-        self._regions: dict[tuple[str, int], Region] = {}
-        for file, regions in found.files.items() if found else ():
-            self._regions.update({(file, region.offset): region for region in regions})
+    def __init__(self, directory: Path, found: Opened) -> None:
+        self._directory, self._contents, self._manifest, self._regions = directory, *found
+        contents = found.contents
         self._lists = _lists(contents)
         hidden = {name for parts in self._lists.values() for name in parts}
-        self.note = found.note if found else {}
+        self.note = found.manifest.note if found.manifest else {}
         self.tensors = {name: each for name, (each, _) in contents.tensors.items() if name not in hidden}
         self.objects = [*(name for name in contents.objects if name not in hidden), *self._lists]
         self.paths = {name: self._way(name) for name in (*self.tensors, *self.objects)}
@@ -70,26 +62,8 @@ class Stored:
             CheckpointError: it is none, damaged, or hostile.
         """
         path = Path(path)
-        if not is_sharded(path):
-            raise CheckpointError(
-                f"{path} is no directory that ranks have written together: there is no {dcp_metadata.FILE_NAME} in it."
-            )
-        try:
-            data = (path / dcp_metadata.FILE_NAME).read_bytes()
-            found = None
-            if (path / manifest.FILE_NAME).is_file():
-                found = Manifest.from_bytes((path / manifest.FILE_NAME).read_bytes())
-                _verify_whole(found, dcp_metadata.FILE_NAME, data)
-            contents = dcp_metadata.from_bytes(data)
-            if contents.has_manifest and found is None:
-                raise CheckpointError(f"{manifest.FILE_NAME}, which was written with it, is missing.")
-            stored = cls(path, contents, found)
-            stored._check_places()
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} is damaged, or no checkpoint: {error} Load another one.") from error
-        return stored
+        with _offering_another(path):
+            return cls(path, opened(path))
 
     def fill(self, wanted: Mapping[str, Held]) -> None:
         """Write values of tensors to the blocks of this rank. Only what these need is read, and it is verified.
@@ -107,7 +81,7 @@ class Stored:
             check_cover(name, held, chunks)
             work += [(chunk.place, name, held, chunk) for chunk in chunks]
         work.sort(key=lambda each: each[0])
-        with Files(self._directory) as files, torch.no_grad():
+        with _offering_another(self._directory), Files(self._directory) as files, torch.no_grad():
             scratch = torch.from_numpy(np.empty(WINDOW, dtype=np.uint8))
             small = memoryview(bytearray(self._manifest.piece)) if self._manifest else memoryview(b"")
             for place, name, held, chunk in work:
@@ -142,7 +116,7 @@ class Stored:
             CheckpointError: there is none of a name, it is damaged, or cannot be loaded without running code.
         """
         found = {}
-        with Files(self._directory) as files:
+        with _offering_another(self._directory), Files(self._directory) as files:
             for name in names:
                 if name in self._lists:
                     found[name] = _assembled({way: self._part(files, part) for part, way in self._lists[name].items()})
@@ -168,8 +142,10 @@ class Stored:
         try:
             data = path.read_bytes()
             if self._manifest is not None and listed:
-                _verify_whole(self._manifest, REST, data)
+                verify_whole(self._manifest, REST, data)
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except DamageError as error:
+            raise CheckpointError(f"{path.parent} is damaged: {error} {advice(path.parent, quickly=True)}") from error
         except Exception as error:  # what torch.load raises depends on where it stumbles
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
         if not isinstance(found, dict):
@@ -237,38 +213,13 @@ class Stored:
                 memory = memoryview(data)[start - place.offset : stop - place.offset]
                 files.read_into(place.file, start, memory)
                 if digest(memory) != expected:
-                    raise CheckpointError(
-                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written. Load "
-                        "another checkpoint."
+                    raise DamageError(
+                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
                     )
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # what torch.load raises depends on where it stumbles
             raise CheckpointError(f"`{name}` in {self._directory / place.file} cannot be loaded: {error}") from error
-
-    def _check_places(self) -> None:
-        """What is to be read is there, as far as sizes tell; and the two descriptions of it agree."""
-        with Files(self._directory) as files:
-            for file, regions in self._manifest.files.items() if self._manifest else ():
-                size, expected = files.size(file), sum(region.length for region in regions)
-                if size != expected:
-                    raise CheckpointError(f"{file} has {size} bytes, but was written with {expected}.")
-            for name, (described, chunks) in self._contents.tensors.items():
-                for chunk in chunks:
-                    self._check_place(files, name, chunk.place, chunk.part.numel * described.dtype.itemsize)
-            for name, place in self._contents.objects.items():
-                self._check_place(files, name, place, 0)
-
-    def _check_place(self, files: Files, name: str, place: Place, num_bytes: int) -> None:
-        if place.offset + place.length > files.size(place.file):
-            raise CheckpointError(
-                f"{place.file} ends after {files.size(place.file)} bytes, before the end of `{name}`."
-            )
-        if self._manifest is None:
-            return
-        region = self._regions.get((place.file, place.offset))
-        if region is None or region.length != place.length or (num_bytes and region.values != num_bytes):
-            raise CheckpointError(f"{manifest.FILE_NAME} tells of `{name}` other than {dcp_metadata.FILE_NAME}.")
 
 
 @final
@@ -283,14 +234,13 @@ class _Loaded:
         memory[:] = self._bytes[start : start + len(memory)]
 
 
-def _verify_whole(found: Manifest, file: str, data: bytes) -> None:
-    """Compare a file that is one region."""
-    regions = found.files.get(file, ())
-    pieces = [piece for region in regions for piece in region.pieces(found.piece)]
-    digests = [each for region in regions for each in region.digests]
-    is_whole = len(data) == sum(region.length for region in regions) and len(pieces) == len(digests)
-    if not is_whole or any(digest(data[slice(*piece)]) != each for piece, each in zip(pieces, digests, strict=True)):
-        raise CheckpointError(f"{file} has changed since it was written.")
+@contextmanager
+def _offering_another(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except DamageError as error:
+        # All ranks may be here: nobody reads the other one as a whole.
+        raise CheckpointError(f"{error} {advice(directory, quickly=True)}") from error
 
 
 def _lists(contents: Contents) -> dict[str, dict[str, Way]]:

@@ -5,7 +5,7 @@ complete one at any time, and that one is never deleted.
 """
 
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 from smp_strategy.errors import CheckpointError, ConfigError
 from smp_strategy.storage import commit
@@ -70,12 +70,12 @@ class TaggedFolder:
         )
         raise CheckpointError(f"{reason} {remedy} {_present(folder)}")
 
-    def check_limit(self, limit: int | None) -> None:
+    def check_limit(self, limit: Any) -> None:
         """Refuse to keep no checkpoint at all."""
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise ConfigError(
-                f"`num_kept_partial_checkpoints` must be at least 1, or None to keep all of them, but is {limit!r}: the "
-                "one that is written now stays."
+                f"`num_kept_partial_checkpoints` must be at least 1, or None to keep all of them, but is {limit!r}: "
+                "the one that is written now stays."
             )
 
     def announce(self) -> None:
@@ -111,8 +111,8 @@ def _newest(folder: Path) -> str:
         _check(tag)
     except FileNotFoundError:
         raise CheckpointError(
-            f"There is no checkpoint to go on with in {folder}: it has no file `{_NEWEST}`, which is written when "
-            f"one is complete. Name a tag, or another folder. {_present(folder)}"
+            f"There is no checkpoint to go on with in {folder}: it has no file `{_NEWEST}`, which is written when one "
+            f"is complete. Name a tag, or another folder. {_present(folder)}"
         ) from None
     except (UnicodeDecodeError, ConfigError):
         raise CheckpointError(f"{path} is damaged: there is no tag in it. Name a tag. {_present(folder)}") from None
@@ -127,7 +127,7 @@ def _present(folder: Path) -> str:
     return f"There are, the oldest first, {'; '.join(parts)}." if parts else "There are no others."
 
 
-def _check(tag: object) -> None:
+def _check(tag: Any) -> None:
     reason = ""
     if not isinstance(tag, str):
         reason = "it is no text"

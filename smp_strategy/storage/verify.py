@@ -1,71 +1,46 @@
-"""Looking over a checkpoint as a whole: which bytes are not as they were written, and whose they are."""
+"""Looking over a checkpoint of either form as a whole: what has changed since it was written, or that it is none."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import manifest
-from smp_strategy.storage.checksums import digest
-from smp_strategy.storage.manifest import Manifest
-from smp_strategy.storage.regions import Files
-from smp_strategy.storage.stored import Stored
+from smp_strategy.storage import commit, manifest
+from smp_strategy.storage.damage import Problem, problems_of_files
+from smp_strategy.storage.file_loading import load_file
+from smp_strategy.storage.full_digests import problems_of_bytes
+from smp_strategy.storage.opening import opened
 
 __all__ = ["Problem", "problems_of"]
 
 
-class Problem(NamedTuple):
-    """Something that is wrong."""
+def problems_of(path: Path | str) -> list[Problem]:
+    """Read all of a file, or of a directory that ranks have written together, and compare it with its digests.
 
-    file: str
-    tensor: str
-    """Or what else the damaged bytes are of; empty, if that is not known."""
-    what: str
+    Of what other programs wrote there are none: then it is opened at least.
 
-    def __str__(self) -> str:
-        return f"{self.file}: {self.tensor + ': ' if self.tensor else ''}{self.what}"
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if not path.is_dir():
+        return problems_of_bytes(path) or _loaded(path)
+    problems = problems_of_files(path)
+    if problems is None:
+        return [*_opened(path), Problem(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
+    return problems or _opened(path)
 
 
-def problems_of(directory: Path | str) -> list[Problem]:
-    """Read everything in a directory that ranks have written together, and compare it with its digests."""
-    directory = Path(directory)
+def _loaded(path: Path) -> list[Problem]:
     try:
-        found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())
-    except FileNotFoundError:
-        return [*_opened(directory), Problem(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
+        load_file(path, weights_only=True)
     except (CheckpointError, OSError) as error:
-        return [Problem(manifest.FILE_NAME, "", str(error))]
-    problems: list[Problem] = []
-    with Files(directory) as files:
-        for file in found.files:
-            try:
-                problems += _problems_of_file(files, file, found)
-            except CheckpointError as error:
-                problems.append(Problem(file, "", str(error)))
-    return problems or _opened(directory)
+        return [Problem(path.name, "", str(error))]
+    return []
 
 
 def _opened(directory: Path) -> list[Problem]:
     try:
-        Stored.open(directory)
+        opened(directory)
     except CheckpointError as error:
         return [Problem(directory.name, "", str(error))]
     return []
-
-
-def _problems_of_file(files: Files, file: str, found: Manifest) -> Iterator[Problem]:
-    regions, memory = found.files[file], memoryview(bytearray(found.piece))
-    size, expected = files.size(file), sum(region.length for region in regions)
-    if size > expected:
-        yield Problem(file, "", f"has {size - expected} bytes too many.")
-    for region in regions:
-        damaged = []
-        if region.offset + region.length > size:
-            yield Problem(file, region.name, f"is cut off: the file ends after {size} bytes, of {expected}.")
-            continue
-        for (start, stop), each in zip(region.pieces(found.piece), region.digests, strict=True):
-            files.read_into(file, start, memory[: stop - start])
-            if digest(memory[: stop - start]) != each:
-                damaged.append(f"{start} to {stop}")
-        if damaged:
-            yield Problem(file, region.name, f"bytes {', '.join(damaged[:3])} have changed since they were written.")

@@ -18,7 +18,7 @@ from torch import Tensor
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import commit, dcp_metadata, manifest
 from smp_strategy.storage.assignment import Assigned, Offer, Plan, assign
-from smp_strategy.storage.checksums import DigestingFile, to_disk
+from smp_strategy.storage.checksums import DigestingFile
 from smp_strategy.storage.copies import HostCopies, in_host_memory, raw
 from smp_strategy.storage.dcp_items import Envelopes, check_object, object_item, write_item
 from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place
@@ -26,6 +26,7 @@ from smp_strategy.storage.flat_state import FlatState
 from smp_strategy.storage.manifest import Manifest, Region
 from smp_strategy.storage.ranks import Ranks
 from smp_strategy.storage.rectangles import Rectangle, cut_out
+from smp_strategy.storage.to_disk import to_disk
 
 __all__ = ["REST", "Prepared", "ShardedWriter"]
 
@@ -71,36 +72,49 @@ class ShardedWriter:
         """
         if self._ranks is None:
             self._ranks = Ranks(None if self._group is None else self._group())
-        flat, plan = self._planned(state)
-        tensors = [_view(flat, item) for item in plan.shares[self._ranks.rank]]
-        # Now, since they may change when training goes on.
-        objects = {name: object_item(flat.objects[name]) for name in plan.objects[self._ranks.rank]}
-        copies = None
-        if copy:
-            copies, self._spare = self._spare, None
-            if copies is None or not copies.fits(tensors):
-                copies = HostCopies(tensors)
-            tensors = copies.take(tensors)
-        return Prepared(self, self._ranks, plan, tensors, objects, copies)
-
-    def _planned(self, state: Mapping[str, Any]) -> tuple[FlatState, Plan]:
-        """The state by flat names, and the plan, which is made anew if any rank has other things than last time."""
-        assert self._ranks is not None
         flat, failure = FlatState({}, {}, {}, {}), ""
         try:
             flat = FlatState.of(state)
         except CheckpointError as error:
             failure = str(error)
-        offer = Offer.of(flat)
-        if self._ranks.any(bool(failure) or offer != self._offer):
-            self._offer = self._plan = None
-            found = self._ranks.from_all((offer, failure))
-            if failures := [f"Rank {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed]:
-                raise CheckpointError(" ".join(failures))
-            self._plan = assign([each for each, _ in found])
-            self._offer = offer
-        assert self._plan is not None
-        return flat, self._plan
+        offer, plan = Offer.of(flat), self._plan
+        is_new = plan is None or bool(failure) or offer != self._offer
+        is_new_anywhere = self._ranks.any_later(is_new)
+        # Most likely nobody has other things than last time: copies are made while the ranks agree on that.
+        prepared = None if is_new or plan is None else self._take(flat, plan, copy)
+        if is_new_anywhere():
+            if prepared is not None:
+                prepared.let_go()
+            prepared = self._take(flat, self._planned(offer, failure), copy)
+        assert prepared is not None
+        return prepared
+
+    def _planned(self, offer: Offer, failure: str) -> Plan:
+        assert self._ranks is not None
+        self._offer = self._plan = None
+        found = self._ranks.from_all((offer, failure))
+        if failures := [f"Rank {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed]:
+            raise CheckpointError(" ".join(failures))
+        self._plan, self._offer = assign([each for each, _ in found]), offer
+        return self._plan
+
+    def _take(self, flat: FlatState, plan: Plan, copy: bool) -> "Prepared":
+        assert self._ranks is not None
+        prepared = Prepared(self, self._ranks, plan)
+        try:
+            tensors = [_view(flat, item) for item in plan.shares[self._ranks.rank]]
+            # Now, since they may change when training goes on.
+            names = plan.objects[self._ranks.rank]
+            prepared.objects = {name: object_item(flat.objects[name]) for name in names}
+            if copy:
+                copies, self._spare = self._spare, None
+                if copies is None or not copies.fits(tensors):
+                    copies = HostCopies(tensors)
+                prepared.copies, tensors = copies, copies.take(tensors)
+            prepared.tensors = tensors
+        except Exception as error:  # the other ranks go on to write, and hear of it there
+            prepared.failure = error
+        return prepared
 
 
 def _view(flat: FlatState, item: Assigned) -> Tensor:
@@ -110,6 +124,7 @@ def _view(flat: FlatState, item: Assigned) -> Tensor:
         for block in flat.tensors[item.name].blocks
         if block.offsets == item.block.offsets and tuple(block.tensor.shape) == item.block.sizes
     )
+    assert block.tensor.dtype == flat.tensors[item.name].dtype
     return cut_out(block.tensor.detach(), item.block, item.part)
 
 
@@ -117,17 +132,22 @@ def _view(flat: FlatState, item: Assigned) -> Tensor:
 class Prepared:
     """A state that can be written; made by :meth:`ShardedWriter.prepare`."""
 
-    def __init__(
-        self,
-        writer: ShardedWriter,
-        ranks: Ranks,
-        plan: Plan,
-        tensors: list[Tensor],
-        objects: Mapping[str, bytes],
-        copies: HostCopies | None,
-    ) -> None:
+    def __init__(self, writer: ShardedWriter, ranks: Ranks, plan: Plan) -> None:
         self._writer, self._ranks, self._plan = writer, ranks, plan
-        self._tensors, self._objects, self._copies = tensors, objects, copies
+        self.tensors: list[Tensor] = []
+        """What this rank writes."""
+        self.objects: dict[str, bytes] = {}
+        """The same of objects, in the form in which they are written."""
+        self.copies: HostCopies | None = None
+        """The memory of the tensors, if it is not that of the model."""
+        self.failure: Exception | None = None
+        """Why this rank cannot write."""
+
+    def let_go(self) -> None:
+        """Give the memory back, for the next ones; this one cannot be written any more."""
+        if self.copies is not None:
+            self._writer._spare = self.copies
+        self.tensors, self.copies = [], None
 
     def write(
         self, target: Path, *, rest: Mapping[str, Any] | None = None, note: Mapping[str, Any] | None = None
@@ -152,21 +172,22 @@ class Prepared:
         finally:
             if ranks.rank == 0:
                 commit.discard(staging)
-            self._tensors = []
-            self._writer._spare, self._copies = self._copies, None
+            self.let_go()
 
     def _write_share(self, staging: Path) -> list[_Written]:
+        if self.failure is not None:
+            raise self.failure
         share = self._plan.shares[self._ranks.rank]
-        if not share and not self._objects:
+        if not share and not self.objects:
             return []
         envelopes, written = self._writer._envelopes, []
         with _created(staging / _file_of(self._ranks.rank)) as raw_file:
             file = DigestingFile(raw_file)
-            for item, tensor in zip(share, self._tensors, strict=True):
+            for item, tensor in zip(share, self.tensors, strict=True):
                 values = in_host_memory(tensor)
                 before, behind = envelopes.of(values)
                 written.append(_Written(item.part, write_item(file, item.name, before, raw(values), behind)))
-            for name, data in self._objects.items():
+            for name, data in self.objects.items():
                 check_object(name, data)
                 written.append(_Written(None, write_item(file, name, data, b"", b"")))
             to_disk(raw_file)

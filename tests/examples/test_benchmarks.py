@@ -22,6 +22,10 @@ SCRIPTS = {
         ["vit", "2"],
         {"never_worse", "mean_gain_vs_tree", "mean_gain_vs_equal", "max_gap", "planning_seconds_max"},
     ),
+    "checkpoint.py": (
+        ["--quick"],
+        {"async_stall_vs_memcpy", "async_stall_vs_dcp", "save_vs_raw_write", "load_vs_raw_read"},
+    ),
     "data_parallel.py": (
         ["--quick"],
         {"world1_overhead", "dp_vs_ddp", "state_vs_zero", "state_share", "state_share_zero"},

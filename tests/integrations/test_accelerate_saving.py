@@ -148,7 +148,7 @@ def test_plain_accelerate_goes_on_with_our_files_and_we_with_its(tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     on_ranks(saves, 2, PP2, ours, {})
     on_ranks(plain, 1, theirs, 3, False)
-    assert files(ours) == sorted([*files(theirs), "smp_strategy.bin"])
+    assert files(ours) == sorted([*files(theirs), "manifest.json", "smp_strategy.bin"])
     weights, expected = load_file(ours / "model.safetensors"), load_file(theirs / "model.safetensors")
     assert list(weights) == list(expected)
     assert "again.weight" not in weights

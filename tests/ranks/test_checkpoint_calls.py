@@ -20,7 +20,7 @@ def state(engine, optimizer):
     tensors = {name: value.clone() for name, value in weights.items()}
     for number, each in kept.get("state", {}).items():
         tensors |= {f"{number}.{key}": value.clone() for key, value in each.items()}
-    groups = [dict(group) for group in kept.get("param_groups", [])]
+    groups = kept.get("param_groups", [])
     return tensors, groups
 
 

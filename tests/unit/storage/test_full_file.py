@@ -12,7 +12,7 @@ from torch import nn
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import full_digests
 from smp_strategy.storage.full_file import read_full, write_full
-from smp_strategy.storage.previous import problems_of
+from smp_strategy.storage.verify import problems_of
 
 FLIPS = 500
 

@@ -227,6 +227,24 @@ def test_damage_is_told_by_file_and_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "meta.pt"])
+def test_another_checkpoint_is_offered_for_a_damaged_one(tmp_path, file):
+    for name in ("x", "older", "oldest", "newer_but_cut"):
+        save(STATE, tmp_path / name, rest={"epoch": 3})
+    for name, time in (("x", 9), ("newer_but_cut", 8), ("older", 7), ("oldest", 6)):
+        for path in (tmp_path / name).iterdir():
+            os.utime(path, (time, time))
+    os.truncate(tmp_path / "newer_but_cut" / "__0_0.distcp", 100)
+    path = tmp_path / "x" / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=f"The newest other checkpoint beside it is {tmp_path}/older: `smp verify"
+    ):
+        load_all(tmp_path / "x")
+
+
+@pytest.mark.parametrize("file", [".metadata", "__0_0.distcp", "manifest.json", "meta.pt"])
 @pytest.mark.parametrize("change", ["gone", "cut", "longer", "folder"])
 def test_files_that_are_missing_or_of_another_length_are_named(tmp_path, file, change):
     save(STATE, tmp_path / "x", rest={"epoch": 3})

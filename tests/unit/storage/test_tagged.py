@@ -55,7 +55,7 @@ def test_a_full_checkpoint_is_none_of_the_partial_ones_that_are_kept(tmp_path):
 
 @pytest.mark.parametrize(
     "tag",
-    ["", ".", "..", "a/b", "../a", ".a", "a\\b", "newest", "user_content_a", "a_partial", " a", "a\n", "é" * 90, 5],
+    ["", ".", "..", "a/b", "../a", ".a", "a\\b", "newest", "user_content_a", "a_partial", " a", "a\n", 5],
 )
 def test_tags_that_cannot_be_served_are_refused(tag, tmp_path):
     with pytest.raises(ConfigError, match="The tag of a checkpoint cannot be"):
