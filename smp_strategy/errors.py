@@ -6,7 +6,15 @@ Every error names the value, the reason and the remedy. A broken invariant of th
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "ConfigError", "PeerFailedError", "SMPError", "UnsupportedError", "changed_in_place"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DamagedError",
+    "PeerFailedError",
+    "SMPError",
+    "UnsupportedError",
+    "changed_in_place",
+]
 
 
 class SMPError(RuntimeError):
@@ -36,6 +44,10 @@ class UnsupportedError(SMPError):
 
 class CheckpointError(SMPError):
     """A checkpoint is damaged, incomplete, of another model, or none at all; the message names file and tensor."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint, as far as there is one, is not as it was written: another one has to take its place."""
 
 
 class PeerFailedError(SMPError):

@@ -213,11 +213,12 @@ class Pass:
         self._has_all_jumps = place["has_all_jumps"]
         self._is_over = False
         num_used = place["num_given"] - place["num_unused"]
+        there = unpacked(place["before"]) if place["num_unused"] else self._reading.state()
         with self._reading.elsewhere(self._began[0]):
             if "loader" in place and isinstance(self._loader, _Stateful):
                 self._loader.load_state_dict(place["loader"])  # [2]
                 self._restart()
-            elif not self._pass_over(num_used, place):  # [3]
+            elif not self._pass_over(num_used, place, there):  # [3]
                 self._read(num_used)  # [4]
         if place["num_unused"]:
             with self._reading.elsewhere(unpacked(place["before"])):  # [5]
@@ -236,7 +237,7 @@ class Pass:
         self._set_generators(self._began[1])
         self._inner = self._iterate()
 
-    def _pass_over(self, number: int, place: Mapping[str, Any]) -> bool:
+    def _pass_over(self, number: int, place: Mapping[str, Any], state: RngState) -> bool:
         """Pass over the indices of the first batches; ``False``: that does not lead to the same numbers."""
         if self._loader.num_workers or isinstance(self._loader.dataset, IterableDataset):
             return False
@@ -254,9 +255,7 @@ class Pass:
                 has_drawn = [each or one != other for each, one, other in zip(has_drawn, before, here, strict=True)]
         if place.get("is_of_others"):  # there are no such numbers
             return True
-        there = _flat(self._reading.state(), place["generators"])
-        if place["num_unused"]:
-            there = _flat(unpacked(place["before"]), place["generators_before"])
+        there = _flat(state, place["generators_before" if place["num_unused"] else "generators"])
         if len(there) != len(here):
             return True
         return all(one == other or not drawn for drawn, one, other in zip(has_drawn, here, there, strict=True))

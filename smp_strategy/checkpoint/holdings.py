@@ -12,7 +12,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.checkpoint.rectangles import blocks_of_part, blocks_of_run
+from smp_strategy.checkpoint.blocks import blocks_of_part, blocks_of_run
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.ownership import Ownership

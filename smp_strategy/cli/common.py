@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from smp_strategy.conversion.contents import Contents
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["check_output", "show_progress", "tell"]
+__all__ = ["check_output", "num_entries", "show_progress", "tell"]
 
 
 def check_output(given: Namespace) -> Path:
@@ -40,6 +41,11 @@ def _is_ours_to_replace(directory: Path) -> bool:
     """A directory is replaced as a whole, so nothing but a checkpoint may be lost."""
     names = [each.name for each in directory.iterdir()]
     return not names or any(name in (".metadata", "config.json") or name.endswith(".safetensors") for name in names)
+
+
+def num_entries(contents: Contents) -> int:
+    """What there is to write of weights and optimizers, by name."""
+    return len(contents.weights) + sum(len(optimizer.state) for optimizer in contents.optimizers)
 
 
 @contextmanager

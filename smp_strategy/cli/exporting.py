@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from smp_strategy.cli.common import check_output, show_progress, tell
+from smp_strategy.cli.common import check_output, num_entries, show_progress, tell
 from smp_strategy.conversion.contents import Contents
 from smp_strategy.conversion.opening import open_checkpoint
 from smp_strategy.conversion.own_forms import save_full, save_sharded
@@ -21,7 +21,8 @@ def run(given: Namespace) -> int:
     """Carry out the command; returns its exit status."""
     target, dtype = check_output(given), _dtype(given.dtype)
     contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights)
-    with show_progress(len(contents.weights), is_quiet=given.quiet) as progress:
+    is_all = given.hf is None and given.form != "safetensors"
+    with show_progress(num_entries(contents) if is_all else len(contents.weights), is_quiet=given.quiet) as progress:
         if given.hf is not None:
             remarks = export_hugging_face(
                 contents,
@@ -37,7 +38,7 @@ def run(given: Namespace) -> int:
             export_safetensors(cast(weights, dtype), target, max_bytes=given.max_shard_size, progress=progress)
         else:
             remarks = _save(contents, target, given, dtype, progress)
-    if given.hf is not None or given.form == "safetensors":
+    if not is_all:
         remarks += _left_behind(contents)
     if not given.quiet:
         tell([*contents.remarks, *remarks, f"{given.checkpoint} ({contents.kind}) -> {target}"])

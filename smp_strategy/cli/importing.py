@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from smp_strategy.cli.common import check_output, show_progress, tell
+from smp_strategy.cli.common import check_output, num_entries, show_progress, tell
 from smp_strategy.conversion.contents import OptimizerContents
 from smp_strategy.conversion.opening import open_checkpoint
 from smp_strategy.conversion.own_forms import save_full, save_sharded
@@ -25,8 +25,7 @@ def run(given: Namespace) -> int:
         contents.weights = add_prefix(contents.weights, given.prefix)
         contents.optimizers = [_renamed(optimizer, given.prefix) for optimizer in contents.optimizers]
     contents.remarks += add_tied(contents.weights, like)
-    total = len(contents.weights) + sum(len(optimizer.state) for optimizer in contents.optimizers)
-    with show_progress(total, is_quiet=given.quiet) as progress:
+    with show_progress(num_entries(contents), is_quiet=given.quiet) as progress:
         save = save_full if given.form == "full" else save_sharded
         save(contents, target, progress)
     if not given.quiet:

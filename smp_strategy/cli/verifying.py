@@ -8,8 +8,9 @@ from smp_strategy.sizes import show_count
 from smp_strategy.storage import commit
 from smp_strategy.storage.full_digests import has_digests
 from smp_strategy.storage.manifest import FILE_NAME as MANIFEST
-from smp_strategy.storage.previous import advice, problems_of
+from smp_strategy.storage.previous import advice
 from smp_strategy.storage.stored import is_sharded
+from smp_strategy.storage.verify import problems_of
 
 __all__ = ["VERDICTS", "run", "verdict"]
 
@@ -25,12 +26,17 @@ def run(given: Namespace) -> int:
     for name in given.checkpoints:
         status, problems = verdict(Path(name))
         statuses.add(status)
-        more = [f"{show_count(len(problems) - _MOST, 'more problem')}"] if len(problems) > _MOST else []
-        said = "; ".join([*problems[:_MOST], *more])
-        if status == _DAMAGED:
-            said = f"{said}. {advice(name)}"
-        print(f"{name}: {VERDICTS[status]}{f': {said}' if said else ''}", flush=True)
+        print(f"{name}: {VERDICTS[status]}{said(Path(name), status, problems)}", flush=True)
     return next((status for status in (_DAMAGED, _UNKNOWN) if status in statuses), _INTACT)
+
+
+def said(path: Path, status: int, problems: list[str]) -> str:
+    """What is wrong, in one line, and what to load instead of a damaged one."""
+    if not problems:
+        return ""
+    more = [show_count(len(problems) - _MOST, "more problem")] if len(problems) > _MOST else []
+    line = "; ".join(problem.rstrip(".") for problem in [*problems[:_MOST], *more])
+    return f": {line}. {advice(path)}" if status == _DAMAGED else f": {line}."
 
 
 def verdict(path: Path) -> tuple[int, list[str]]:

@@ -18,6 +18,8 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["PARAMETER_NAMES", "contents_of", "parameter_shapes", "read_optimizer"]
 
+# Where a Lightning checkpoint has what the strategy adds.
+OWN_STATE: Final = "smp_strategy"
 # In a full file, for each optimizer and each of its groups the names of the parameters, which PyTorch numbers.
 PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 MODEL_KEYS: Final = ("state_dict", "model", "module", "model_state_dict", "weights")
@@ -44,6 +46,8 @@ def contents_of(
     Raises:
         CheckpointError: there are no weights.
     """
+    if weights_at is None:
+        tree = _unwrapped(tree)
     taken, weights = _weights(tree, source, weights_at)
     if taken is None:
         found, others = Contents(kind=kind, weights=dict(weights)), {}
@@ -105,6 +109,16 @@ def _weights(tree: Mapping[str, Any], source: str, at: str | None) -> tuple[str 
     )
 
 
+def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is in the only entry, if that has a model: applications save themselves as ``{"app": ...}``."""
+    while len(tree) == 1:
+        [inside] = tree.values()
+        if not isinstance(inside, Mapping) or not any(isinstance(inside.get(key), Mapping) for key in MODEL_KEYS):
+            break
+        tree = inside
+    return tree
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Names of a state dict, where a writer has made dicts of them."""
     found: dict[str, Any] = {}
@@ -133,7 +147,7 @@ def _take_optimizers(tree: Mapping[str, Any]) -> list[tuple[str, Mapping[str, An
             candidates.append((key, value))
     found = [(key, value) for key, value in candidates if _is_optimizer(value)]
     if isinstance(tree, dict):
-        for key in {key.partition("[")[0] for key, _ in found} | {"optimizer_states"}:
+        for key in {key.partition("[")[0] for key, _ in found}:
             tree.pop(key, None)
     return found
 
@@ -182,7 +196,10 @@ def read_optimizer(
     if strays:
         remarks.append(f"`{where}` keeps something for {', '.join(strays[:5])}, which is in none of its groups.")
     named = {by_key[key]: value for key, value in kept.items() if key in by_key}
-    return OptimizerContents(named, [{**group, "params": own} for group, own in zip(groups, names, strict=True)])
+    for group, own in zip(groups, names, strict=True):
+        group.pop(NAMES, None)
+        group["params"] = own
+    return OptimizerContents(named, groups)
 
 
 def _shape(kept: Any) -> Shape | None:
@@ -204,9 +221,18 @@ def _decoded(value: Any) -> Any:
 def _add_rest(found: Contents, others: Mapping[str, Any]) -> None:
     if "pytorch-lightning_version" in others:
         found.rest = dict(others)
+        found.note = _note(others)
         found.kind = found.kind if found.kind.startswith("sharded") else "Lightning checkpoint"
     elif others:
         found.remarks.append(
             f"{', '.join(map(str, others))}: left out, as this is no checkpoint of Lightning, which has a place for "
             "such things."
         )
+
+
+def _note(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file tells of itself, as the manifest of a directory does."""
+    own = rest.get(OWN_STATE)
+    layout = own.get("layout") if isinstance(own, Mapping) else None
+    counts = {key: rest[key] for key in ("global_step", "epoch") if isinstance(rest.get(key), int)}
+    return {"layout": dict(layout), **counts} if isinstance(layout, Mapping) else counts

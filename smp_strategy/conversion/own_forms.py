@@ -32,7 +32,8 @@ def lightning_rest(contents: Contents) -> dict[str, Any]:
             found = version(package)
         except PackageNotFoundError:
             continue
-        return {"epoch": 0, "global_step": 0, "pytorch-lightning_version": found, "lr_schedulers": [], **contents.rest}
+        begun: dict[str, Any] = {} if contents.optimizers else {"optimizer_states": []}
+        return {"epoch": 0, "global_step": 0, "pytorch-lightning_version": found, "lr_schedulers": [], **begun}
     raise CheckpointError("Lightning is not installed, and its checkpoints tell which version has written them.")
 
 
@@ -47,9 +48,12 @@ def save_full(contents: Contents, target: Path, progress: Progress = lambda name
         content = {
             **map_tensors(lightning_rest(contents), scratch.tensor, LazyTensor),
             "state_dict": _read(contents.weights, scratch, progress),
-            "optimizer_states": [_numbered(optimizer, scratch, progress) for optimizer in contents.optimizers],
-            PARAMETER_NAMES: [[list(group["params"]) for group in each.groups] for each in contents.optimizers],
         }
+        if contents.optimizers:
+            content["optimizer_states"] = [_numbered(each, scratch, progress) for each in contents.optimizers]
+            content[PARAMETER_NAMES] = [
+                [list(group["params"]) for group in each.groups] for each in contents.optimizers
+            ]
         write_full(target, content)
 
 
@@ -66,8 +70,7 @@ def save_sharded(contents: Contents, target: Path, progress: Progress = lambda n
             kept = {name: _encoded(value) for name, value in _read(optimizer.state, scratch, progress).items()}
             state[f"optimizer_{number}"] = {"state": kept, "param_groups": optimizer.groups}
         rest = map_tensors(lightning_rest(contents), scratch.tensor, LazyTensor)
-        note = contents.note or {key: rest[key] for key in ("global_step", "epoch") if isinstance(rest.get(key), int)}
-        ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=note)
+        ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note)
 
 
 def _make_folder(target: Path) -> None:

@@ -18,20 +18,15 @@ from smp_strategy.conversion.layouts import contents_of, parameter_shapes, read_
 from smp_strategy.conversion.torch_files import read_dict
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["find_sagemaker", "open_sagemaker"]
+__all__ = ["is_sagemaker", "open_sagemaker"]
 
 _NAME = re.compile(r"(model|optimizer)_(\d+(?:_\d+){0,2})\.pt")
 Place = tuple[int, ...]
 
 
-def find_sagemaker(path: Path) -> Path | None:
-    """The directory with the files: ``path`` itself, or the newest of what ``save_checkpoint`` has written there."""
-    newest = path / "newest"
-    if newest.is_file():
-        tag = newest.read_text(encoding="utf-8", errors="replace").strip()
-        if Path(tag).name == tag and (path / f"{tag}_partial").is_dir():
-            path = path / f"{tag}_partial"
-    return path if any(_NAME.fullmatch(file.name) for file in path.glob("model_*.pt")) else None
+def is_sagemaker(path: Path) -> bool:
+    """Whether the directory has such files."""
+    return any(_NAME.fullmatch(file.name) for file in path.glob("model_*.pt"))
 
 
 def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> Contents:

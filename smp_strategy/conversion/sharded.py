@@ -46,7 +46,7 @@ def open_sharded(path: Path, *, weights_at: str | None = None) -> Contents:
         rest=_unmarked(rest, spread),
         weights_at=weights_at,
     )
-    found.note = dict(stored.note)
+    found.note = dict(stored.note) or found.note
     found.has_digests = stored.has_digests
     return found
 

@@ -15,8 +15,8 @@ def summary(contents: Contents, path: Path) -> dict[str, Any]:
     Returns:
         ``path``, ``kind``, ``files`` (number), ``bytes_on_disk``, ``has_digests``, ``note`` (layout, step, ...),
         ``lightning`` (version, epoch, step; ``None`` for others), ``groups`` (for each its name, numbers of tensors and
-        elements, bytes), ``tensors`` (group, name, shape, dtype, bytes, the first name of a tied one), ``objects`` (other
-        names of state dicts), ``rest`` (names of everything else), ``remarks``.
+        elements, bytes), ``tensors`` (group, name, shape, dtype, bytes, the first name of a tied one), ``objects``
+        (other names of the state dict), ``rest`` (names of everything else), ``remarks``.
     """
     files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
     tensors = list(_tensors(contents))

@@ -27,13 +27,14 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.edited import EditedState
-from smp_strategy.errors import CheckpointError, UnsupportedError
+from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
 from smp_strategy.lightning.division import divided, listed, put_together, snapshot
 from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
-from smp_strategy.storage.full_file import read_full, verify_full, write_full
+from smp_strategy.storage import commit
+from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.held import Held
 from smp_strategy.storage.safe_types import allowing_plain_values
 from smp_strategy.storage.stored import Stored, is_sharded
@@ -134,7 +135,8 @@ class CheckpointHooks(ResumeHooks):
             return
         if self._stopped_together is None:
             place = f"{trainer.global_step}/{trainer.current_epoch}/{type(error).__name__}"
-            self._stopped_together = have_all_stopped(None if self._is_torn else place)
+            is_in_midst = self._is_torn or isinstance(error, PeerFailedError)
+            self._stopped_together = have_all_stopped(None if is_in_midst else place)
         if self._stopped_together:
             assert self._saves is not None
             self._saves.in_background = False  # this process may end soon
@@ -155,6 +157,15 @@ class CheckpointHooks(ResumeHooks):
         """Whether weights are loaded when the engine exists, which remembers them for tensors without memory."""
         return self.config.delayed_parameter_initialization
 
+    def recover_checkpoints(self, trainer: Any) -> None:
+        """Before anybody looks for the last one: put back those that a save has moved aside when it was killed."""
+        folders = {trainer.default_root_dir}
+        for callback in trainer.checkpoint_callbacks:
+            if (resolve := getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)) is not None:
+                folders.add(resolve(trainer))
+        for path in filter(None, map(self._local, folders)):
+            commit.recover_all(path)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Either form. Of a directory, tensors are read when they are used.
 
@@ -174,13 +185,12 @@ class CheckpointHooks(ResumeHooks):
         path = self._local(checkpoint_path)
         with allowing_plain_values():
             if path is not None and is_sharded(path):
-                stored = Stored.open(path)
-                checkpoint = put_together(stored, stored.rest(weights_only=weights_only))
+                directory = Stored.open(path)
+                checkpoint = put_together(directory, directory.rest(weights_only=weights_only))
             elif path is None or self._has_own_io:
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             else:
-                _verify_once(path, is_mine=self.local_rank == 0)
-                checkpoint = listed(read_full(path, weights_only=weights_only, verify=False))
+                checkpoint = listed(_read_by_all(path, weights_only, verifies=self.local_rank == 0))
         if "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"{checkpoint_path} has no `state_dict`, so it is none of Lightning's checkpoints (there are "
@@ -205,13 +215,15 @@ class CheckpointHooks(ResumeHooks):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's share of the optimizers' state and the engine's own."""
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        # Weights of others, which `smp import` has made a checkpoint of: training begins with them.
+        is_new = not states and not checkpoint.get("global_step")
+        if not is_new and len(states) != len(self.optimizers):
             raise CheckpointError(
                 f"The checkpoint has the state of {len(states)} optimizers, but `configure_optimizers` returns "
                 f"{len(self.optimizers)}. Return as many, or load the weights only: "
                 '`module.load_state_dict(torch.load(path)["state_dict"])`.'
             )
-        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
                 source = EditedState({f"optimizer_{number}": state})
                 self.engine.load_stored_optimizer(source, number, unwrap(optimizer))
@@ -272,24 +284,29 @@ def _is_by_name(state: Mapping[str, Any]) -> bool:
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
-def _verify_once(path: Path, *, is_mine: bool) -> None:
-    """Let one rank of each node read all of a file, before all read what they need. Collective.
+def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str, Any]:
+    """The content of a file, which one rank of each node reads as a whole first, to verify it. Collective.
 
     Raises:
-        CheckpointError: on all ranks; the file has changed since it was written.
+        CheckpointError: on all ranks; it is not there, damaged, or cannot be loaded without running code.
     """
-    problem = None
+    content, problem = None, None
     try:
-        if is_mine:
-            verify_full(path)
-    except CheckpointError as error:
-        problem = str(error)
+        if verifies:
+            content = read_full(path, weights_only=weights_only)
+    except Exception as error:
+        problem = error
     problems: list[Any] = [problem]
     if dist.is_initialized():
         problems *= dist.get_world_size()
-        dist.all_gather_object(problems, problem)
-    for each in filter(None, problems):
-        raise CheckpointError(each)
+        dist.all_gather_object(problems, problem if problem is None else (type(problem).__name__, str(problem)))
+    if problem is not None:
+        raise problem
+    for kind, text in filter(None, problems):
+        raise CheckpointError(f"{path} cannot be loaded, as another rank has found: {kind}: {text}")
+    if content is None:
+        content = read_full(path, weights_only=weights_only, verify=False)
+    return dict(content)
 
 
 def _is_forced_open() -> bool:

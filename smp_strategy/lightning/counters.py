@@ -8,7 +8,7 @@ once, it is said in the checkpoint how far the last batch has come (:func:`progr
 first, by the loop itself (:func:`do_due`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 __all__ = ["do_due", "is_epoch_read", "progress_of", "put_in_order"]
@@ -65,11 +65,18 @@ def put_in_order(fit: Any, progress: Mapping[str, bool]) -> None:
     _set_restarting(fit, True)
 
 
-def do_due(fit: Any, progress: Mapping[str, bool]) -> None:
-    """Do what was due when the checkpoint was written, or let the loop do it; called when training starts."""
+def do_due(fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
+    """Do what was due when the checkpoint was written, or let the loop do it; called when training starts.
+
+    Args:
+        fit: Lightning's fit loop.
+        progress: see :func:`progress_of`.
+        forget_gradients: called where Lightning would do so before validation; those that were read wait for the first
+            step, out of its sight.
+    """
     loop = fit.epoch_loop
     if fit.restarting:
-        loop.advance = _First(fit, progress)  # until it is called
+        loop.advance = _First(fit, progress, forget_gradients)  # until it is called
         return
     loop.val_loop.restarting = False
     epochs = fit.epoch_progress.current
@@ -83,9 +90,10 @@ def do_due(fit: Any, progress: Mapping[str, bool]) -> None:
 class _First:
     """What the loop does instead of its first batch: end the last one, if it was not ended."""
 
-    def __init__(self, fit: Any, progress: Mapping[str, bool]) -> None:
+    def __init__(self, fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
         self._fit = fit
         self._progress = progress
+        self._forget_gradients = forget_gradients
 
     def __call__(self, data_fetcher: Any) -> None:
         loop = self._fit.epoch_loop
@@ -95,6 +103,8 @@ class _First:
             loop.advance(data_fetcher)
         elif self._progress["is_ended"] or self._progress["has_validated"]:
             loop._skip_next_val = True
+        elif loop._should_check_val_fx(data_fetcher) and not loop._should_accumulate():
+            self._forget_gradients()
 
 
 def _set_restarting(fit: Any, value: bool) -> None:

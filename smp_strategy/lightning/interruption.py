@@ -12,8 +12,6 @@ from typing import Final
 
 import torch.distributed as dist
 
-from smp_strategy.failure import first_failure
-
 __all__ = ["have_all_stopped"]
 
 _KEY: Final = "smp_strategy/stopped"
@@ -35,7 +33,7 @@ def have_all_stopped(place: str | None) -> bool:
     deadline = time.monotonic() + PATIENCE_SECONDS
     if place is not None and store.add(f"{key}/at/{place}", 1) == dist.get_world_size():
         answer = _answered(store, key, _YES)
-    elif place is None or first_failure(store):
+    elif place is None:
         answer = _answered(store, key, _NO)
     else:
         while not store.check([f"{key}/answer"]) and time.monotonic() < deadline:

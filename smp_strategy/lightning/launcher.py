@@ -100,6 +100,8 @@ class SMPLauncherHooks(Host):
             self._children.watch()
         self.tree.fabric("utilities.distributed")._set_num_threads_if_needed(num_processes=self.num_processes)
         try:
+            if trainer is not None:
+                trainer.strategy.recover_checkpoints(trainer)
             return function(*args, **kwargs)
         except Exception as error:
             culprit = blame(error)

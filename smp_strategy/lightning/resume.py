@@ -16,7 +16,7 @@ begins with the restored generators, however many Lightning has begun before.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -137,8 +137,13 @@ class Resumption:
         # Lightning says so of loaders that have no state of their own.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
-    def training_starts(self, trainer: Any) -> Mapping[str, Any] | None:
-        """Go on from what was read, which is given back; ``None``: nothing was. See [Note: going on]."""
+    def training_starts(self, trainer: Any, forget_gradients: Callable[[], None]) -> Mapping[str, Any] | None:
+        """Go on from what was read, which is given back; ``None``: nothing was. See [Note: going on].
+
+        Args:
+            trainer: Lightning's.
+            forget_gradients: lets those that were read not be used.
+        """
         self._at_end = self._progress_at_end = None
         own, self._pending = self._pending, None
         if own is None:
@@ -169,7 +174,9 @@ class Resumption:
             if state["last_reload_epoch"] is not None:
                 fit._last_train_dl_reload_epoch = state["last_reload_epoch"]
             self._fetch_ahead(fit._data_fetcher)
-        do_due(fit, state["progress"])
+        is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
+        keeps = is_overridden("on_validation_model_zero_grad", trainer.lightning_module)
+        do_due(fit, state["progress"], (lambda: None) if keeps else forget_gradients)
         return own
 
     def set_evaluation(self, loader: Any) -> None:

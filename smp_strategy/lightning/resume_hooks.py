@@ -45,7 +45,7 @@ class ResumeHooks(CommunicationHooks):
 
     def _add_own_state(self, checkpoint: dict[str, Any]) -> None:
         """Add what plain Lightning passes over; on global rank 0 it is complete. Collective."""
-        own: dict[str, Any] = dict(self.engine.state_dict())
+        own: dict[str, Any] = {**self.engine.state_dict(), "layout": self.engine.mesh.shape.degrees}
         if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
             own[KEY] = self._resumption.collected(self._trainer)
             if self._is_accumulating and self.config.state_dict_type == "sharded":
@@ -68,7 +68,7 @@ class ResumeHooks(CommunicationHooks):
     def on_train_start(self) -> None:
         """Go on with the data and the random numbers of an earlier run. See [Note: going on]."""
         if self._resumption is not None:
-            own = self._resumption.training_starts(self._trainer)
+            own = self._resumption.training_starts(self._trainer, lambda: self.engine.load_gradients({}))
             if own is not None:
                 self.engine.load_state(dict(own))  # a trial of validation has counted its batches
 

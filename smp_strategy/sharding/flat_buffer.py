@@ -43,7 +43,7 @@ from smp_strategy.precision.accumulation import set_gradient_dtype
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.collectives import Collectives
 from smp_strategy.sharding.flat_views import Run, common_base, elements, view
-from smp_strategy.sharding.layout import FlatLayout, Piece, Slot
+from smp_strategy.sharding.layout import FlatLayout, Slot
 from smp_strategy.sharding.messages import Pending, wait_for
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import Resting, placeholder
@@ -66,6 +66,7 @@ class FlatBuffer:
     Attributes:
         layout, parameters: as given.
         is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
+        own_pieces: which elements of each parameter this rank updates.
         own: the values that this rank updates: its share, or a part of that.
         gradients: of that part; ``None`` where there are none.
     """
@@ -87,7 +88,7 @@ class FlatBuffer:
         self._kinds = [type(parameter) for parameter in parameters]
         self._placeholders = [placeholder(parameter, device) for parameter in parameters]
         self._owners = owners
-        self._own_pieces = [
+        self.own_pieces = [
             layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
         ]
         dtype = getattr(torch, layout.dtype)
@@ -321,16 +322,12 @@ class FlatBuffer:
 
     def piece_of(self, number: int, tensor: Tensor) -> Tensor:
         """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
-        piece = self._own_pieces[number]
+        piece = self.own_pieces[number]
         return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
-
-    def own_piece(self, number: int) -> Piece:
-        """Which elements of the parameter ``number`` this rank updates."""
-        return self._own_pieces[number]
 
     def run_of(self, number: int) -> Run:
         """The values that this rank updates of the parameter ``number``."""
-        piece = self._own_pieces[number]
+        piece = self.own_pieces[number]
         return Run(piece.start, self.own[piece.offset : piece.offset + piece.numel])
 
     def runs_to_fill(self, number: int) -> list[Run]:
@@ -386,7 +383,7 @@ class FlatBuffer:
         """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
         if all(gradient is None for gradient in gradients):
             return None
-        places = [piece.offset for piece in self._own_pieces]
+        places = [piece.offset for piece in self.own_pieces]
         like = self._empty_gradients(self.layout.own_numel)
         base = common_base([None if each is None else each.piece for each in gradients], places, like)
         if base is not None:
@@ -418,7 +415,7 @@ class FlatBuffer:
     def _in_disguise(self, number: int, piece: Tensor, *, is_used: bool) -> PieceGradient:
         """A piece of a gradient as ``grad`` of a resting parameter."""
         piece = piece.to(self._gradient_dtype)
-        return PieceGradient(self.parameters[number], piece, start=self._own_pieces[number].start, is_used=is_used)
+        return PieceGradient(self.parameters[number], piece, start=self.own_pieces[number].start, is_used=is_used)
 
     def _retire(self) -> None:
         self.wait()
@@ -460,11 +457,11 @@ class FlatBuffer:
             parameter.data = tensor
 
     def _pieces(self, own: Tensor) -> list[Tensor]:
-        return [own[piece.offset : piece.offset + piece.numel] for piece in self._own_pieces]
+        return [own[piece.offset : piece.offset + piece.numel] for piece in self.own_pieces]
 
     def _put(self, number: int, value: Tensor) -> None:
         """Take what this rank keeps of a parameter's value, which is whole."""
-        slot, own = self.layout.slots[number], self._own_pieces[number]
+        slot, own = self.layout.slots[number], self.own_pieces[number]
         values = elements(value, slot)
         self.own[own.offset : own.offset + own.numel].copy_(values[own.start : own.start + own.numel])
         if self._shard.numel():

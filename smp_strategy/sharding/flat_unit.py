@@ -229,7 +229,7 @@ class FlatUnit:
     def own_piece(self, parameter: nn.Parameter) -> Piece:
         """Which elements of ``parameter`` this rank updates."""
         buffer, number = self._place(parameter)
-        return buffer.own_piece(number)
+        return buffer.own_pieces[number]
 
     def run_of(self, parameter: nn.Parameter) -> Run:
         """The values that this rank updates of ``parameter``."""

@@ -266,8 +266,10 @@ def _replaced(target: Path) -> Path | None:
 
 def _mine(target: Path, what: str) -> Path:
     pid = os.getpid()
+    # Lightning takes whatever has `hpc_ckpt_` in its name for a checkpoint of that name, and digits for its number.
+    shown = _short(target.name).replace("_", "-")
     for number in itertools.count():
-        path = target.with_name(f".{_short(target.name)}.{what}-{_machine()}-{pid}-{_started(pid)}-{number}")
+        path = target.with_name(f".{shown}.{what}-{_machine()}-{pid}-{_started(pid)}-{number}")
         if not os.path.lexists(path):
             return path
     raise AssertionError

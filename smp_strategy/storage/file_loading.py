@@ -10,14 +10,10 @@ from typing import Any
 
 import torch
 
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import CheckpointError, DamagedError
 from smp_strategy.storage.safe_types import allowing_plain_values
 
-__all__ = ["UnreadableError", "load_file"]
-
-
-class UnreadableError(CheckpointError):
-    """A file is damaged, or no checkpoint."""
+__all__ = ["load_file"]
 
 
 def load_file(path: Path, *, weights_only: bool) -> Any:
@@ -29,7 +25,7 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
 
     Raises:
         CheckpointError: it cannot be loaded without running code.
-        UnreadableError: it is damaged, or no checkpoint.
+        DamagedError: it is damaged, or no checkpoint.
         FileNotFoundError, PermissionError: it cannot be opened.
     """
     try:
@@ -47,4 +43,4 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
             ) from error
         if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
             raise  # of a class of the user
-        raise UnreadableError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error
+        raise DamagedError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error

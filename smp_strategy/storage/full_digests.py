@@ -24,8 +24,8 @@ from typing import BinaryIO, Final, NamedTuple, final
 import xxhash
 
 from smp_strategy.errors import CheckpointError
+from smp_strategy.storage.damage import Problem
 from smp_strategy.storage.record_names import names_by_record
-from smp_strategy.storage.verify import Problem
 
 __all__ = ["ListeningFile", "append_digests", "has_digests", "problems_of_bytes"]
 

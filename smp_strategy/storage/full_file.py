@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import DamagedError
 from smp_strategy.storage import commit
-from smp_strategy.storage.file_loading import UnreadableError, load_file
+from smp_strategy.storage.file_loading import load_file
 from smp_strategy.storage.full_digests import ListeningFile, append_digests, problems_of_bytes
 from smp_strategy.storage.previous import advice
 
@@ -58,8 +58,8 @@ def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = Tru
         verify_full(path)
     try:
         return load_file(path, weights_only=weights_only)
-    except UnreadableError as error:
-        raise CheckpointError(f"{error} {advice(path)}") from error
+    except DamagedError as error:
+        raise DamagedError(f"{error} {advice(path)}") from error
 
 
 def verify_full(path: Path | str) -> None:
@@ -74,4 +74,4 @@ def verify_full(path: Path | str) -> None:
     if problems := problems_of_bytes(path):
         first, more = problems[0], f" ({len(problems) - 1} more.)" if len(problems) > 1 else ""
         what = f"tensor `{first.tensor}` " if first.tensor else ""
-        raise CheckpointError(f"{path} is damaged: {what}{first.what}{more} {advice(path)}")
+        raise DamagedError(f"{path} is damaged: {what}{first.what}{more} {advice(path)}")

@@ -10,35 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, manifest, verify
-from smp_strategy.storage.file_loading import load_file
-from smp_strategy.storage.full_digests import problems_of_bytes
+from smp_strategy.storage import commit, manifest
 from smp_strategy.storage.opening import is_sharded, opened
-from smp_strategy.storage.verify import Problem
+from smp_strategy.storage.verify import problems_of
 
-__all__ = ["advice", "is_checkpoint", "previous", "problems_of"]
+__all__ = ["advice", "is_checkpoint", "previous"]
 
 _FIRST_BYTES = b"PK\x03\x04"
 _MOST_TRIED = 10
-
-
-def problems_of(path: Path | str) -> list[Problem]:
-    """Read all of a checkpoint of either form, and say what has changed since it was written, or that it is none.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-    """
-    path = Path(path)
-    commit.recover(path)
-    if path.is_dir():
-        return verify.problems_of(path)
-    if problems := problems_of_bytes(path):
-        return problems
-    try:
-        load_file(path, weights_only=True)
-    except (CheckpointError, OSError) as error:
-        return [Problem(path.name, "", str(error))]
-    return []
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -1,55 +1,46 @@
-"""Looking over a checkpoint as a whole: which bytes are not as they were written, and whose they are."""
+"""Looking over a checkpoint of either form as a whole: what has changed since it was written, or that it is none."""
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import dcp_metadata, manifest
-from smp_strategy.storage.checksums import digest
-from smp_strategy.storage.manifest import Manifest
+from smp_strategy.storage import commit, dcp_metadata, manifest
+from smp_strategy.storage.damage import Problem, problems_of_files
+from smp_strategy.storage.file_loading import load_file
+from smp_strategy.storage.full_digests import problems_of_bytes
 from smp_strategy.storage.opening import opened
-from smp_strategy.storage.regions import Files
 
 __all__ = ["Problem", "problems_of"]
 
 
-class Problem(NamedTuple):
-    """Something that is wrong."""
+def problems_of(path: Path | str) -> list[Problem]:
+    """Read all of a file, or of a directory that ranks have written together, and compare it with its digests.
 
-    file: str
-    tensor: str
-    """Or what else the damaged bytes are of; empty, if that is not known."""
-    what: str
+    Or of a folder of other files with a manifest (:mod:`~smp_strategy.storage.folder_digests`), and directories in it.
+    Of what other programs wrote there are none: then it is opened at least.
 
-    def __str__(self) -> str:
-        return f"{self.file}: {self.tensor + ': ' if self.tensor else ''}{self.what}"
-
-
-def problems_of(directory: Path | str) -> list[Problem]:
-    """Read everything in a directory that ranks have written together, and compare it with its digests.
-
-    Or in a folder of other files with a manifest (:mod:`~smp_strategy.storage.folder_digests`), and directories in it.
+    Raises:
+        FileNotFoundError: there is nothing.
     """
-    directory = Path(directory)
-    try:
-        found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())
-    except FileNotFoundError:
-        return [*_opened(directory), Problem(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
-    except (CheckpointError, OSError) as error:
-        return [Problem(manifest.FILE_NAME, "", str(error))]
-    problems: list[Problem] = []
-    with Files(directory) as files:
-        for file in found.files:
-            try:
-                problems += _problems_of_file(files, file, found)
-            except CheckpointError as error:
-                problems.append(Problem(file, "", str(error)))
-    if dcp_metadata.FILE_NAME in found.files:
-        return problems or _opened(directory)
-    for inner in sorted(each for each in directory.iterdir() if (each / manifest.FILE_NAME).is_file()):
+    path = Path(path)
+    commit.recover(path)
+    if not path.is_dir():
+        return problems_of_bytes(path) or _loaded(path)
+    problems = problems_of_files(path)
+    if problems is None:
+        return [*_opened(path), Problem(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
+    if (path / dcp_metadata.FILE_NAME).exists():
+        return problems or _opened(path)
+    for inner in sorted(each for each in path.iterdir() if (each / manifest.FILE_NAME).is_file()):
         problems += [each._replace(file=f"{inner.name}/{each.file}") for each in problems_of(inner)]
     return problems
+
+
+def _loaded(path: Path) -> list[Problem]:
+    try:
+        load_file(path, weights_only=True)
+    except (CheckpointError, OSError) as error:
+        return [Problem(path.name, "", str(error))]
+    return []
 
 
 def _opened(directory: Path) -> list[Problem]:
@@ -58,21 +49,3 @@ def _opened(directory: Path) -> list[Problem]:
     except CheckpointError as error:
         return [Problem(directory.name, "", str(error))]
     return []
-
-
-def _problems_of_file(files: Files, file: str, found: Manifest) -> Iterator[Problem]:
-    regions, memory = found.files[file], memoryview(bytearray(found.piece))
-    size, expected = files.size(file), sum(region.length for region in regions)
-    if size > expected:
-        yield Problem(file, "", f"has {size - expected} bytes too many.")
-    for region in regions:
-        damaged = []
-        if region.offset + region.length > size:
-            yield Problem(file, region.name, f"is cut off: the file ends after {size} bytes, of {expected}.")
-            continue
-        for (start, stop), each in zip(region.pieces(found.piece), region.digests, strict=True):
-            files.read_into(file, start, memory[: stop - start])
-            if digest(memory[: stop - start]) != each:
-                damaged.append(f"{start} to {stop}")
-        if damaged:
-            yield Problem(file, region.name, f"bytes {', '.join(damaged[:3])} have changed since they were written.")

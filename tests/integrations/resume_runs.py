@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Checkpoint
 from lightning_toy import toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import Dataset
 
 from smp_strategy.random_states import are_equal
 from smp_strategy.storage.stored import Stored
 
-SAMPLES = 32
+SAMPLES = 24
 
 
 class Noisy(Dataset):
@@ -35,7 +35,7 @@ class Noisy(Dataset):
         return inputs + 0.1 * (torch.rand(()) + random.random() + float(numpy.random.rand())), target
 
 
-class Saver(Callback):
+class Saver(Checkpoint):  # whose hooks Lightning calls last
     """Writes a checkpoint at every moment."""
 
     def __init__(self, folder):
@@ -91,7 +91,7 @@ def validation():
     return toy_loader(dataset=toy_data(16), shuffle=False)
 
 
-def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), validates=True, **options):
+def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), validates=True, is_noisy=True, **options):
     """A run from the start or from ``checkpoint``; returns the content of its last checkpoint."""
     if checkpoint is None:
         torch.manual_seed(3)
@@ -99,13 +99,14 @@ def run(folder, smp, loader, overrides=None, checkpoint=None, callbacks=(), vali
         numpy.random.seed(3)
     else:
         unseed()
-    module = noisy_module(**(overrides or {}))
+    module = (noisy_module if is_noisy else toy_module)(**(overrides or {}))
     if checkpoint is not None:
         unseed()
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.fill_(float("nan"))
-    trainer = toy_trainer(folder, smp=smp, callbacks=list(callbacks), **options)
+    saves = any(isinstance(each, Checkpoint) for each in callbacks)
+    trainer = toy_trainer(folder, smp=smp, callbacks=list(callbacks), enable_checkpointing=saves, **options)
     trainer.fit(module, loader(), validation() if validates else None, ckpt_path=checkpoint)
     target = Path(folder) / ("start.ckpt" if checkpoint is None else "resumed.ckpt")
     trainer.save_checkpoint(target)

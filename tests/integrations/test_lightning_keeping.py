@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
 
 from smp_strategy.lightning.saves import Saves
+from smp_strategy.storage import commit
 
 LOSSES = (0.5, 0.3, 0.4, 0.2)  # of epochs
 FORMS = [{}, {"async_save": True}, {"state_dict_type": "sharded"}, {"state_dict_type": "sharded", "async_save": True}]
@@ -141,3 +142,66 @@ def test_an_error_in_the_background_stops_the_run_and_the_checkpoint_before_stay
     assert results[0][4] < 12
     assert listed(tmp_path) == ["0/last.ckpt", "0/step=4.ckpt"]
     assert (tmp_path / "0" / "last.ckpt").resolve().name == "step=4.ckpt"
+
+
+# At the end
+
+
+def stop(folder, smp, where, who):
+    """An error in a hook, or in a step, of some ranks; and the checkpoint that a callback wants of it."""
+
+    def fail(self, *args):
+        if self.trainer.global_step == 3 and self.trainer.global_rank in who:
+            raise ValueError("enough")
+        return getattr(type(self).__mro__[1], where)(self, *args)
+
+    module = toy_module(**{where: fail})
+    kept = ModelCheckpoint(dirpath=folder / "0", filename="{step}", every_n_train_steps=2, save_on_exception=True)
+    trainer = toy_trainer(folder, smp=smp, callbacks=[kept], enable_checkpointing=True)
+    began = time.monotonic()
+    try:
+        trainer.fit(module, toy_loader(shuffle=False))
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - began
+    return None
+
+
+STOPS = {
+    "all between steps": ("on_train_batch_start", (0, 1), ["0/step=2.ckpt", "0/step=3.ckpt"]),
+    "one between steps": ("on_train_batch_start", (1,), ["0/step=2.ckpt"]),
+    "all in a step": ("training_step", (0, 1), ["0/step=2.ckpt"]),
+}
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("name", STOPS)
+def test_of_an_error_a_checkpoint_is_saved_if_all_ranks_have_stopped_between_steps(name, form, tmp_path):
+    where, who, names = STOPS[name]
+    smp = {"pipeline_parallel_degree": 2, "microbatches": 4, "state_dict_type": form}
+    found = on_ranks(stop, 2, tmp_path, smp, where, who)
+    assert all(found[rank][0] == "ValueError" for rank in who), "the error itself, as without checkpoints"
+    assert all(seconds < 30 for _, seconds in found), "nobody waits for ever"
+    assert listed(tmp_path) == names
+
+
+def save_last(folder, smp):
+    fit(folder, smp, {"save_last": True, "filename": "x"}, epochs=1)
+
+
+def resume_last(folder, smp, path):
+    kept = ModelCheckpoint(dirpath=folder, save_last=True)
+    options = {"enable_checkpointing": True, "callbacks": [kept], "max_epochs": 2, "default_root_dir": folder}
+    trainer = toy_trainer(folder, smp=smp, **options)
+    trainer.fit(toy_module(), toy_loader(shuffle=False), ckpt_path=path)
+    return Path(trainer.ckpt_path).name, trainer.global_step
+
+
+@pytest.mark.parametrize(("path", "name"), [("last", "last.ckpt"), ("hpc", "hpc_ckpt_7.ckpt")])
+def test_the_last_checkpoint_is_found_after_a_save_that_was_killed(path, name, tmp_path):
+    smp = {"pipeline_parallel_degree": 2, "microbatches": 4, "state_dict_type": "sharded"}
+    on_ranks(save_last, 2, tmp_path, smp)
+    folder = tmp_path / "0"
+    # The old one was moved aside, and the new one has not arrived.
+    (folder / "last.ckpt").rename(folder / f".{name}.replaced")
+    commit.begin(folder / "hpc_ckpt_8.ckpt", is_folder=True)
+    assert on_ranks(resume_last, 2, folder, smp, path) == [(name, 12)] * 2

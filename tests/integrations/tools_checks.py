@@ -17,10 +17,10 @@ def smp(*arguments):
     return main([str(argument) for argument in arguments])
 
 
-def train(folder, options, *, epochs=1, resume=None, root="lightning.pytorch", **more):
+def train(folder, options, epochs=1, resume=None):
     """Fit the toy with this package's strategy, or without it, and save ``folder/name.ckpt``; returns its weights."""
-    module = toy_module(root)
-    trainer = toy_trainer(folder, root, smp=options, max_epochs=epochs, **more)
+    module = toy_module()
+    trainer = toy_trainer(folder, smp=options, max_epochs=epochs)
     trainer.fit(module, toy_loader(shuffle=False), ckpt_path=resume)
     trainer.save_checkpoint(folder / ("plain.ckpt" if options is None else "ours.ckpt"))
     return {name: value.clone() for name, value in module.state_dict().items()} if options is None else None

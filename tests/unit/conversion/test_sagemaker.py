@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.conversion.sagemaker import find_sagemaker, open_sagemaker
+from smp_strategy.conversion.opening import open_checkpoint
+from smp_strategy.conversion.sagemaker import open_sagemaker
 from smp_strategy.errors import CheckpointError
 from tests.unit.conversion.test_joining import flat_files
 
@@ -74,8 +75,30 @@ def check(found, model, optimizer):
 def test_stages_are_put_together(model, tmp_path):
     write(tmp_path / "tag_partial", *model)
     (tmp_path / "newest").write_text("tag\n")
-    assert find_sagemaker(tmp_path) == tmp_path / "tag_partial"
+    check(open_checkpoint(tmp_path), *model)
     check(open_sagemaker(tmp_path / "tag_partial"), *model)
+
+
+def test_the_newest_may_be_a_whole_file(model, tmp_path):
+    torch.save(model[0].state_dict(), tmp_path / "last")
+    (tmp_path / "newest").write_text("last")
+    check(open_checkpoint(tmp_path), model[0], None)
+    (tmp_path / "newest").write_text("../last")
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_checkpoint(tmp_path)
+
+
+def test_replicas_may_have_shares_of_the_state(model, tmp_path):
+    write(tmp_path / "set", *model)
+    for pp in range(2):
+        file = tmp_path / "set" / f"optimizer_{pp}_0.pt"
+        whole = torch.load(file, weights_only=True)
+        for replica in range(2):
+            names = list(whole["state"])[replica::2]
+            share = {"state": {name: whole["state"][name] for name in names}, "param_groups": whole["param_groups"]}
+            torch.save(share, tmp_path / "set" / f"optimizer_{pp}_0_{replica}.pt")
+        file.unlink()
+    check(open_sagemaker(tmp_path / "set"), *model)
 
 
 def test_parts_of_split_layers_are_put_together(model, tmp_path):

@@ -12,9 +12,9 @@ from torch import nn
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import full_digests
 from smp_strategy.storage.full_file import read_full, write_full
-from smp_strategy.storage.previous import problems_of
+from smp_strategy.storage.verify import problems_of
 
-FLIPS = 500
+FLIPS = 600  # and 400 more of a directory, in test_stored.py
 
 
 def content(seed=0, width=8):

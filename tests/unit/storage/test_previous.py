@@ -6,7 +6,10 @@ import torch
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.full_file import read_full, write_full
-from smp_strategy.storage.previous import advice, previous, problems_of
+from smp_strategy.storage.previous import advice, previous
+from smp_strategy.storage.stored import Stored
+from smp_strategy.storage.verify import problems_of
+from smp_strategy.storage.writer import ShardedWriter
 
 
 def save(path, age):
@@ -58,3 +61,39 @@ def test_what_is_not_there_has_no_problems_but_is_missing(tmp_path):
     assert previous(tmp_path / "nowhere" / "x.ckpt") is None
     (tmp_path / "folder.ckpt").mkdir()
     assert problems_of(tmp_path / "folder.ckpt")
+
+
+def save_folder(path, age):
+    state = {"state_dict": {"w": torch.full((50,), float(age))}, "step": age}
+    ShardedWriter().prepare(state).write(path, rest={"n": 1})
+    for each in path.iterdir():
+        os.utime(each, (10_000 - age, 10_000 - age))
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "meta.pt", "manifest.json", ".metadata"])
+def test_a_damaged_directory_is_told_with_the_checkpoint_to_load_instead(tmp_path, file):
+    save(tmp_path / "oldest.ckpt", 2)
+    save_folder(tmp_path / "old.ckpt", 1)
+    save_folder(tmp_path / "new.ckpt", 0)
+    path = tmp_path / "new.ckpt" / file
+    data = bytearray(path.read_bytes())
+    data[-50] ^= 1
+    path.write_bytes(data)
+
+    def load():
+        found = Stored.open(tmp_path / "new.ckpt")
+        found.rest()
+        for name in found.tensors:
+            found.read(name)
+        found.read_objects(found.objects)
+
+    with pytest.raises(CheckpointError) as raised:
+        load()
+    text = str(raised.value)
+    assert text.startswith(f"{tmp_path}/new.ckpt")
+    assert file in text
+    assert text.count(f"The newest other checkpoint beside it is {tmp_path}/old.ckpt") == 1
+    damage_folder = tmp_path / "old.ckpt" / "meta.pt"
+    damage_folder.write_bytes(b"")
+    assert previous(tmp_path / "new.ckpt") == tmp_path / "oldest.ckpt"
+    assert not any("beside it" in str(each) for each in problems_of(tmp_path / "new.ckpt"))
