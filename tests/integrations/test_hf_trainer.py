@@ -341,9 +341,9 @@ def test_the_arguments_count_replicas_and_one_process_saves(tmp_path):
 # --- What cannot be served --------------------------------------------------------------------------------------------
 
 
-def refused(folder, **options):
+def refused(folder, smp=None, **options):
     try:
-        text_trainer(folder, {}, **options)
+        text_trainer(folder, smp or {}, **options)
     except ConfigError as error:
         return str(error)
     return ""
@@ -355,6 +355,12 @@ def test_arguments_that_cannot_be_served_are_named_all_at_once(tmp_path):
     assert "4 options are wrong" in message
     for name in ("save_on_each_node=True", "auto_find_batch_size=True", "bf16_full_eval=True", "optim=lomo"):
         assert name in message
+
+
+def test_forms_of_checkpoints_that_the_trainer_does_not_have_are_refused(tmp_path):
+    [message] = on_ranks(refused, 1, tmp_path, {"state_dict_type": "sharded", "async_save": True})
+    for name in ("state_dict_type='sharded'", "async_save=True"):
+        assert f"`{name}` is not offered under `transformers.Trainer`" in message
 
 
 def another_version(folder, *, version, without=None):
