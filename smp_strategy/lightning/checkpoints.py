@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from smp_strategy.lightning.interruption import have_all_stopped
 from smp_strategy.lightning.keeping import KeptCheckpoints
 from smp_strategy.lightning.resume_hooks import ResumeHooks
 from smp_strategy.lightning.saves import Saves
+from smp_strategy.meeting import meet
 from smp_strategy.storage import commit
 from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.held import Held
@@ -41,6 +42,9 @@ from smp_strategy.storage.stored import Stored, is_sharded
 from smp_strategy.storage.unread import UnreadTensor
 
 __all__ = ["CheckpointHooks", "unwrap"]
+
+# What `smp` needs to give the state of optimizers in a full file names; Lightning passes over it.
+PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 
 
 class CheckpointHooks(ResumeHooks):
@@ -63,6 +67,7 @@ class CheckpointHooks(ResumeHooks):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights under their plain names, as the module's docstring says. Collective."""
         self._refuse_alone()
+        meet("trainer.save_checkpoint", self.engine.mesh.stage_ranks)
         if self._is_sharded:
             return _with_all_names(self.engine.held_state(())["state_dict"])
         return _described_elsewhere(self.engine.full_state_dict())
@@ -77,6 +82,8 @@ class CheckpointHooks(ResumeHooks):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write it, or begin to; the Trainer lets all ranks wait for each other afterwards. Collective."""
         self._add_own_state(checkpoint)
+        if not self._is_sharded and "optimizer_states" in checkpoint:
+            checkpoint[PARAMETER_NAMES] = self._parameter_names()
         saves = self._saves
         assert saves is not None
         saves.wait()
@@ -91,6 +98,13 @@ class CheckpointHooks(ResumeHooks):
             self._save_sharded(checkpoint, path, saves)
         elif self.global_rank == 0:
             self._save_full(checkpoint, filepath, path, storage_options, saves)
+
+    def _parameter_names(self) -> list[list[list[str]]]:
+        """For each optimizer, and each of its groups, the names of the parameters, which PyTorch numbers."""
+        assert self.lightning_module is not None
+        names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
+        groups = [unwrap(optimizer).param_groups for optimizer in self.optimizers]
+        return [[[names.get(each, "") for each in group["params"]] for group in of_one] for of_one in groups]
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Path, saves: Saves) -> None:
         state, rest = divided(checkpoint)
