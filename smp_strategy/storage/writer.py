@@ -119,13 +119,13 @@ class ShardedWriter:
 
 def _view(flat: FlatState, item: Assigned) -> Tensor:
     """The memory of this rank that has a part."""
-    block = next(
-        block
-        for block in flat.tensors[item.name].blocks
-        if block.offsets == item.block.offsets and tuple(block.tensor.shape) == item.block.sizes
-    )
-    assert block.tensor.dtype == flat.tensors[item.name].dtype
-    return cut_out(block.tensor.detach(), item.block, item.part)
+    held = flat.tensors[item.name]
+    block, blocks = held.blocks[0], held.blocks
+    if len(blocks) > 1:
+        block = next(each for each in blocks if (each.offsets, tuple(each.tensor.shape)) == item.block)
+    assert block.tensor.dtype == held.dtype
+    tensor = block.tensor.detach()
+    return tensor if item.part == item.block else cut_out(tensor, item.block, item.part)
 
 
 @final
