@@ -5,6 +5,7 @@ in memory. Values go straight to where they are needed; nothing whole is made on
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ __all__ = [
 
 # Where things are in a state.
 MODULE, GRADIENTS = "state_dict", "gradients"
+# What torch calls the key of `get_extra_state`.
+_EXTRA_STATE = "_extra_state"
 
 
 def optimizer_key(number: int) -> str:
@@ -65,12 +68,9 @@ def load_module(
     with in_plain_sight():
         own = module.state_dict(keep_vars=True)
     there = {name.removeprefix(prefix): name for name in (*source.tensors, *source.objects) if name.startswith(prefix)}
-    # Files of others have dicts in pieces.
-    torn = [name for name, value in own.items() if not isinstance(value, Tensor) and name not in there]
-    pieces = {name: {key: there.pop(key) for key in [*there] if key.startswith(f"{name}.")} for name in torn}
-    there.update((name, "") for name, found in pieces.items() if found)
-    _refuse_other_names(own.keys(), there.keys(), strict=strict)
-    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and name in there}
+    extra = _take_extra_states(own, there)
+    _refuse_other_names(own.keys() - extra.keys(), there.keys(), strict=strict)
+    tensors = {name: tensor for name, tensor in own.items() if name in there and isinstance(tensor, Tensor)}
     whole_shape = (lambda tensor: tuple(tensor.shape)) if holdings is None else holdings.whole_shape
     _refuse_other_shapes({there[name]: whole_shape(tensor) for name, tensor in tensors.items()}, source)
     wanted: dict[str, Held] = {}
@@ -86,14 +86,38 @@ def load_module(
             elif holdings.ownership.is_held(name, holdings.mesh.stage):
                 wanted[there[name]] = Held.whole(tensor.detach())
         source.fill(wanted)
-        extra = {name: there[name] for name, value in own.items() if not isinstance(value, Tensor) and there.get(name)}
-        values = source.read_objects(list(extra.values()))
-        states = {name: values[stored] for name, stored in extra.items()}
-        for name, found in pieces.items():
-            if found:
-                values = source.read_objects(list(found.values()))
-                states[name] = decoded({key.removeprefix(f"{name}."): values[stored] for key, stored in found.items()})
-        module.load_state_dict(states, strict=False)
+        if extra:
+            states = OrderedDict((name, _extra_state(source, pieces)) for name, pieces in extra.items())
+            states._metadata = own._metadata  # type: ignore[attr-defined]  # else modules mend what others lack
+            module.load_state_dict(states, strict=False)
+
+
+def _take_extra_states(own: Mapping[str, Any], there: dict[str, str]) -> dict[str, dict[str, str]]:
+    """The extra states of modules that ``there`` has, which are taken out of it: the names of their pieces.
+
+    Files of others have dicts in pieces; otherwise there is one, without a name.
+    """
+    found = {}
+    for name in [name for name in own if name.rpartition(".")[2] == _EXTRA_STATE]:
+        pieces = {"": there.pop(name)} if name in there else {}
+        for piece in [each for each in there if each.startswith(f"{name}.")]:
+            pieces[piece.removeprefix(f"{name}.")] = there.pop(piece)
+        if pieces:
+            found[name] = pieces
+    return found
+
+
+def _extra_state(source: Source, pieces: Mapping[str, str]) -> Any:
+    tensors = {
+        stored: torch.empty(tuple(source.tensors[stored].shape), dtype=source.tensors[stored].dtype, device="cpu")
+        for stored in pieces.values()
+        if stored in source.tensors
+    }
+    source.fill({stored: Held.whole(tensor) for stored, tensor in tensors.items()})
+    values = {**tensors, **source.read_objects([stored for stored in pieces.values() if stored not in tensors])}
+    if "" in pieces:
+        return values[pieces[""]]
+    return decoded({key: values[stored] for key, stored in pieces.items()})
 
 
 def load_groups(optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]) -> None:

@@ -43,13 +43,8 @@ def module_state(holdings: Holdings) -> dict[str, Any]:
             if isinstance(value, nn.Parameter):
                 if name not in same and holdings.is_here(value):
                     state[name] = holdings.values(value, aliases=aliases.get(name, ()))
-            elif not holdings.speaks_for_replicas:
-                continue
-            elif isinstance(value, Tensor):
-                if holdings.ownership.is_held(name, holdings.mesh.stage):
-                    state[name] = Held.whole(value.detach())
-            elif holdings.ownership.saver(name) == holdings.mesh.stage:
-                state[name] = Opaque(value)
+            elif holdings.speaks_for_replicas and holdings.ownership.saver(name) == holdings.mesh.stage:
+                state[name] = Held.whole(value.detach()) if isinstance(value, Tensor) else Opaque(value)
     return state
 
 

@@ -10,6 +10,7 @@ from smp_strategy.checkpoint.gather import collect
 from smp_strategy.checkpoint.whole import WholeState, flattened
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.stage_tensors import StageParameter
 from smp_strategy.storage.held import Held
 from smp_strategy.testing import run_ranks
 
@@ -152,3 +153,59 @@ def resume(layout: str, state: dict[str, Any], late: bool) -> Any:
 def test_masters_are_saved_and_loaded_where_units_compute_in_half_precision(uninterrupted):
     before, _ = run_ranks(resume, 2, "sdp2_bf16", uninterrupted[0], True)[0]
     assert_same(before, uninterrupted[0], rtol=0, atol=0)
+
+
+class Remembering(nn.Linear):
+    """Has a state that is no parameter: a tensor, or a dict."""
+
+    def __init__(self, memory: Any) -> None:
+        super().__init__(4, 4)
+        self.memory = memory
+
+    def get_extra_state(self) -> Any:
+        return self.memory
+
+    def set_extra_state(self, state: Any) -> None:
+        self.memory = state
+
+
+def remembering(memories: list[Any]) -> tuple[nn.Sequential, Engine]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(Remembering(memory)) for memory in memories))
+    engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=1, unit_classes=("Remembering",)))
+    engine.attach(model)
+    return model, engine
+
+
+def one_step(model: nn.Module, engine: Engine) -> None:
+    engine.train_step(lambda x: model(x).sum(), torch.ones(2, 4), loss_of=lambda loss: loss)
+
+
+def remembered(state: dict[str, Any] | None, *, late: bool = False) -> Any:
+    """What modules remember, as files have it; or what is loaded of that, where it is used."""
+    memories = [torch.arange(3.0), {"seen": 2, "scale": torch.ones(2)}, torch.tensor(7), {"seen": 5}]
+    model, engine = remembering(memories if state is None else [None, None, None, None])
+    if state is None or late:
+        one_step(model, engine)
+    if state is None:
+        for unit in model:  # only those that run here know the latest
+            if not isinstance(unit[0].weight, StageParameter):
+                unit[0].memory = (unit[0].memory, "latest") if isinstance(unit[0].memory, dict) else unit[0].memory + 1
+        return collect(flattened(engine.held_state([])))
+    engine.load_stored(WholeState(state))
+    return [unit[0].memory for unit in model]
+
+
+def load_remembered(state: dict[str, Any], late: bool) -> Any:
+    return remembered(state, late=late)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_extra_states_are_those_of_the_stage_that_uses_them(late):
+    saved = run_ranks(remembered, 2, None)[0]
+    for found in run_ranks(load_remembered, 2, saved, late):
+        assert torch.equal(found[0], torch.arange(3.0) + 1)
+        assert torch.equal(found[2], torch.tensor(8))
+        assert found[3] == ({"seen": 5}, "latest")
+        assert found[1][0]["seen"] == 2
+        assert found[1][1] == "latest"
