@@ -156,6 +156,8 @@ def test_lightnings_own_tools_read_a_directory(tmp_path):
     for name, kept in expected["state"].items():
         assert_same(found["state"][name], kept)
     whole.pop("smp_strategy"), full.pop("smp_strategy")  # what plain Lightning passes over
+    names = [name for name, _ in toy_module().named_parameters()]
+    assert full.pop("smp_strategy/parameter_names") == [[names]]
     assert whole == full
     dcp_to_torch_save(tmp_path / "sharded.ckpt", tmp_path / "torch.pt")
     assert_same(
