@@ -16,7 +16,6 @@ import importlib
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
@@ -28,6 +27,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+from smp_strategy.testing.ports import free_port
 
 __all__ = ["run_ranks"]
 
@@ -61,7 +62,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     importlib.import_module("torch._dynamo")
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes, connections = [], []
         for rank in range(world_size):
             # One after the other, and closed here: then it is closed when that rank ends, for no other rank has it.
@@ -149,9 +150,3 @@ def _rank_main(
     sys.stderr.flush()
     # No interpreter shutdown: a forked child shares atexit handlers and threads' state with pytest.
     os._exit(0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

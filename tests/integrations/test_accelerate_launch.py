@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 
 from smp_strategy import SMPPlugin
 from smp_strategy.accelerate.processes import ensure_group
+from smp_strategy.testing import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,10 +126,7 @@ def test_a_file_makes_a_pipeline_of_a_script_that_knows_of_none(plain_loss, tmp_
 
 
 def test_two_machines_are_one_pipeline(plain_loss, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": port}
+    address = {"num_machines": 2, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
     folders = [tmp_path / str(rank) for rank in range(2)]
     for folder in folders:
         folder.mkdir()

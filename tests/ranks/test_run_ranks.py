@@ -1,6 +1,7 @@
 """Ranks of a test end together when all is well, and at once when not."""
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from smp_strategy.testing import run_ranks
+from smp_strategy.testing import free_port, run_ranks
 
 
 def state_of_a_rank_that_is_done() -> str:
@@ -42,3 +43,13 @@ def test_a_rank_that_fails_does_so_at_once_though_others_are_done_or_wait(how, t
     with pytest.raises(RuntimeError, match=rf"(?s)rank 1:.*{text}"):
         run_ranks(fail_or_wait, 3, how)
     assert time.monotonic() - began < 60
+
+
+def test_a_free_port_is_none_that_outgoing_connections_get():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        given = connection.getsockname()[1]
+    ports = {free_port() for _ in range(50)}
+    assert len(ports) > 1
+    assert max(ports) < given
+    with socket.create_server(("127.0.0.1", ports.pop())):
+        pass
