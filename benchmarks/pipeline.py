@@ -1,7 +1,7 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
     python benchmarks/pipeline.py            # 2 and 4 ranks, about a quarter of an hour on two cores
-    python benchmarks/pipeline.py --quick    # 2 ranks, two rounds: does it run?
+    python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
 What is compared: forward and backward of one batch, from the moment in which all ranks begin to the moment in which
 the last of them has its gradients. Both sides get the same weights, the same batch and the same microbatches, in the
@@ -152,7 +152,7 @@ class Size(NamedTuple):
     rounds: int
 
 
-USUAL, QUICK = Size(0.2, 256, 5), Size(0.05, 64, 2)
+USUAL, QUICK = Size(0.2, 256, 5), Size(0.01, 16, 1)
 
 
 @final

@@ -1,12 +1,10 @@
 """The scripts in benchmarks/ run and end with one line of JSON; what they measure is not asserted."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 ROOT = Path(__file__).parents[2]
 # Where there is no accelerator.
@@ -54,11 +52,8 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_benchmark_ends_with_its_figures(script):
+def test_a_benchmark_ends_with_its_figures(script, tmp_path):
     arguments, names = SCRIPTS[script]
-    command = [sys.executable, ROOT / "benchmarks" / script, *arguments]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])
+    told = run_script(tmp_path, ROOT / "benchmarks" / script, *arguments)
+    figures = json.loads(told.splitlines()[-1])
     assert names <= figures.keys()

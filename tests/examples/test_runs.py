@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripts import run_script
 
 ROOT = Path(__file__).parents[2]
-TRAIN = str(ROOT / "examples" / "train.py")
+TRAIN = ROOT / "examples" / "train.py"
 
 # A model and data so small that a run takes seconds; two epochs of two steps.
 SMALL = ["data.train_windows=32", "data.val_windows=16", "trainer.max_steps=4", "model.optimization.warmup_steps=1"]
@@ -33,8 +34,9 @@ def run(folder, *command):
     return result.stdout
 
 
-def train(folder, *overrides):
-    return run(folder, TRAIN, f"hydra.run.dir={folder}", *overrides)
+def train(folder, *overrides, ranks=1):
+    """Run the example on ``ranks`` as under ``torchrun``."""
+    return run_script(folder, TRAIN, f"hydra.run.dir={folder}", *overrides, ranks=ranks)
 
 
 def validation_losses(folder):
@@ -50,7 +52,7 @@ def test_a_pipeline_trains_to_the_weights_of_the_reference_and_says_what_it_did(
     for name in ("single", "pp2"):
         (tmp_path / name).mkdir()
     train(tmp_path / "single", "smp=single", *SMALL_GPT)
-    told = train(tmp_path / "pp2", "smp=pp2", *SMALL_GPT)
+    told = run(tmp_path / "pp2", TRAIN, f"hydra.run.dir={tmp_path}/pp2", "smp=pp2", *SMALL_GPT)
 
     expected, actual = weights(tmp_path / "single"), weights(tmp_path / "pp2")
     assert list(expected) == list(actual)
@@ -76,19 +78,21 @@ def test_a_pipeline_trains_to_the_weights_of_the_reference_and_says_what_it_did(
 
 
 def test_the_vision_transformer_trains_on_digits_in_a_pipeline(tmp_path):
-    told = train(tmp_path, "smp=pp2", "model=vit_hf", "data=digits", "trainer.max_steps=2")
+    told = train(tmp_path, "smp=pp2", "model=vit_hf", "data=digits", "trainer.max_steps=2", ranks=2)
     assert "checkpoints/last.ckpt" in told
     assert "sampled" not in told
 
 
 def test_gpt2_with_tied_embeddings_trains_in_a_pipeline(tmp_path):
-    told = train(tmp_path, "smp=pp2", "model=gpt2_hf", "model.config.n_layer=2", "model.config.n_embd=48", *SMALL)
+    told = train(
+        tmp_path, "smp=pp2", "model=gpt2_hf", "model.config.n_layer=2", "model.config.n_embd=48", *SMALL, ranks=2
+    )
     assert "sampled from best.ckpt" in told
     assert len(validation_losses(tmp_path)) == 3
 
 
 def test_replicas_that_deal_out_the_optimizer_state_train_and_write_the_best_model(tmp_path):
-    told = train(tmp_path, "smp=zero1", "trainer.devices=2", *SMALL_GPT)
+    told = train(tmp_path, "smp=zero1", "trainer.devices=2", *SMALL_GPT, ranks=2)
     assert told.count("The state of the optimizers is dealt out over 2 replicas") == 1
     losses = validation_losses(tmp_path)
     assert losses[-1] < losses[0]
@@ -100,7 +104,7 @@ def test_replicas_that_deal_out_the_optimizer_state_train_and_write_the_best_mod
 def test_shards_train_and_one_process_goes_on_from_their_checkpoint(tmp_path):
     for name in ("sdp2", "single"):
         (tmp_path / name).mkdir()
-    told = train(tmp_path / "sdp2", "smp=sdp2", *SMALL_GPT)
+    told = train(tmp_path / "sdp2", "smp=sdp2", *SMALL_GPT, ranks=2)
     assert told.count("Each unit is spread over 2 ranks") == 1
     losses = validation_losses(tmp_path / "sdp2")
     assert losses[-1] < losses[0]
@@ -112,7 +116,7 @@ def test_shards_train_and_one_process_goes_on_from_their_checkpoint(tmp_path):
 
 
 def test_shards_of_stages_train_on_four_ranks(tmp_path):
-    told = train(tmp_path, "smp=pp2_sdp2", *SMALL_GPT)
+    told = train(tmp_path, "smp=pp2_sdp2", *SMALL_GPT, ranks=4)
     assert told.count("4 ranks = pp 2 x dp_replicate 1 x dp_shard 2") == 1
     losses = validation_losses(tmp_path)
     assert losses[-1] < losses[0]
@@ -138,6 +142,7 @@ def test_a_partition_written_by_hand_is_loaded_from_the_command_line(tmp_path):
         f"smp.partition_file={path}",
         *SMALL,
         *("model.model.layers=2", "model.model.width=48", "trainer.max_steps=1"),
+        ranks=2,
     )
     # Long cells are wrapped: the rows that go on have no number.
     shown, stage = {"0": "", "1": ""}, ""

@@ -34,8 +34,7 @@ print(sorted({"torch", "lightning", "pytorch_lightning", "numpy", "hydra"} & set
     assert python(code) == "[]"
 
 
-@pytest.mark.parametrize("tree", ["lightning.pytorch", "pytorch_lightning"])
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(("tree", "order"), [("lightning.pytorch", "after"), ("pytorch_lightning", "before")])
 def test_smp_is_registered_whichever_import_comes_first(tree, order):
     imports = [f"import {tree}.strategies as strategies", "import smp_strategy"]
     code = "\n".join(imports if order == "before" else reversed(imports))
