@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 
 # Two processes share the tests: many of them wait for other ranks most of the time.
 SHELL := bash -o pipefail
-test-ranks := tests/parity tests/ranks
+test-ranks := tests/parity tests/ranks tests/unit
 test-rest := $(filter-out $(test-ranks),$(patsubst %/,%,$(filter-out %__pycache__/,$(wildcard tests/*/))))
 
 # Of grids of cases, as many as tests/grids.py says.
