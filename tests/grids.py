@@ -1,8 +1,8 @@
 """Which cases of a grid are enough for every day.
 
 A test with several parameters has as many cases as the product of their values, most of which can only fail together
-with others. ``pytest --sparse`` (that is ``make test``) runs so many that each value of each parameter occurs, where
-it can with others each time; ``make test-all`` runs all of them.
+with others. ``pytest --sparse`` (that is ``make test``) runs so few that each value of each parameter occurs, together
+with values that have not occurred yet as far as possible; ``make test-all`` runs all of them.
 """
 
 from collections import Counter

@@ -134,10 +134,16 @@ FAILING = """
 """
 
 
-# Which rank fails matters for who starts the other; for what the other waits in which layout: tests/ranks.
+# Which rank fails matters for who starts the other; the layout, for what the other waits for.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("rank", "layout"),
-    [(0, "microbatches=2"), (1, "sharded_data_parallel_degree=2")],
+    [
+        (0, "microbatches=2"),
+        (1, "microbatches=2"),
+        (1, "sharded_data_parallel_degree=2"),
+        (0, "tensor_parallel_degree=2"),
+    ],
 )
 def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, layout, tmp_path):
     code, output, seconds = run(tmp_path, FAILING.format(rank=rank, layout=layout))
