@@ -23,7 +23,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.schedule import Action, Plan, backward_positions
+from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.trace.events import Trace
@@ -125,12 +125,13 @@ class Runtime:
                 if job.loss_of is not None:
                     stack.enter_context(self._offloading(microbatches, actions, follows_plan=plan is not None))
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
+                early = begun_early(actions)
                 for position, action in enumerate(actions):
                     if position == last:
                         stack.enter_context(job.around_last())
                     self._stage.activations.offload.reach(position)
                     recorder.note(action, turns.do)
-                    turns.prepare(actions, position + 1)
+                    turns.prepare(early[position])
                     turns.share_results()
                     if turns.has_left_plan:
                         self._stage.activations.offload.leave_plan()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, final
 
-__all__ = ["Action", "Plan", "backward_positions"]
+__all__ = ["Action", "Plan", "backward_positions", "begun_early"]
 
 _ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
 
@@ -83,4 +83,26 @@ def backward_positions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
         else:
             while segments and segments[-1] >= action.segment:
                 found[action.microbatch, segments.pop()] = position
+    return found
+
+
+def begun_early(actions: Sequence[Action]) -> list[tuple[int, ...]]:
+    """After each action: the microbatches that may begin now, up to their first receive, though others are to compute.
+
+    The next one to run forward begins while there are backwards before it. It does not while a microbatch is before it
+    that ends its forward there: that one would see what the next has counted in objects that both share. One that has
+    several segments comes back later, when others have begun anyway.
+    """
+    found: list[tuple[int, ...]] = [()] * len(actions)
+    following: int | None = None
+    comes_back: set[int] = set()
+    for position in range(len(actions) - 1, 0, -1):
+        action = actions[position]
+        if action.kind != "F":
+            found[position - 1] = () if following is None else (following,)
+            continue
+        if following is not None and action.microbatch in comes_back:
+            found[position - 1] = (action.microbatch, following)
+        comes_back.add(action.microbatch)
+        following = action.microbatch
     return found

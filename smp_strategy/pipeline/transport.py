@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smp_strategy.accelerator import is_host
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.failure import connection
+from smp_strategy.failure import Connection
 from smp_strategy.pipeline import messages
 from smp_strategy.pipeline.arrivals import Arrival, Listeners
 from smp_strategy.pipeline.host_copies import HostCopies, Landed
@@ -105,7 +105,7 @@ class Transport:
 
     def _start(self, message: Tensor, stage: int, tag: int) -> Callable[[], object]:
         """Begin to send memory of the host; returns what waits until it has arrived."""
-        with connection(self._ranks[stage], "sending a tensor to"):
+        with Connection(self._ranks[stage], "sending a tensor to"):
             # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
             work = self._group.send([message], self._peers[stage], tag)
         timeout = self._timeout
@@ -122,7 +122,7 @@ class Transport:
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
             nbytes = messages.bytes_of(spec)
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
-        with connection(self._ranks[stage], "waiting for a tensor from"):
+        with Connection(self._ranks[stage], "waiting for a tensor from"):
             work = self._group.recv([message], self._peers[stage], tag)
         timeout = self._timeout
 
@@ -140,14 +140,14 @@ class Transport:
 
     def wait(self, arrival: Arrival[T], key: tuple[int, int]) -> T:
         """Block until the message ``key`` is there."""
-        with connection(key[0], "waiting for a tensor from"):
+        with Connection(key[0], "waiting for a tensor from"):
             return self._watch.wait(arrival, [key], self._log)
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
             wait = self._sent.pop((stage, tag))
-            with connection(self._ranks[stage], "waiting for the arrival of a tensor at"):
+            with Connection(self._ranks[stage], "waiting for the arrival of a tensor at"):
                 wait()
 
     def flush(self) -> None:
@@ -182,7 +182,7 @@ class Transport:
         mine = torch.tensor([digest], device="cpu")
         found = [torch.full_like(mine, -1) for _ in self._ranks]
         others = [rank for rank in self._ranks if rank != dist.get_rank()]
-        with connection(others[0], "waiting at the end of a step for"):
+        with Connection(others[0], "waiting at the end of a step for"):
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
         assert work is not None
 
@@ -193,7 +193,7 @@ class Transport:
             if is_reached():
                 return
             paths: list[Any] = [None] * len(self._ranks)
-            with connection(others[0], "waiting at the end of a step for"):
+            with Connection(others[0], "waiting at the end of a step for"):
                 self._wait_for(lambda: work.wait(self._timeout))
                 if not is_reached():
                     # A stage that has run something else may still be in its step, and wait for this one.

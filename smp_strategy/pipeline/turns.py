@@ -231,22 +231,16 @@ class Turns:
         # Ranks that split layers between them go on together, or they would meet in different microbatches.
         return not receipts or self._stage.agree(all(receipt.arrived() for receipt in receipts))
 
-    def prepare(self, actions: Sequence[Action], position: int) -> None:
-        """Let the next microbatch run up to its first receive, so that the message travels while others compute.
-
-        Not those after it: what they count in objects that all share would be seen by this one.
-        """
-        if not self._receives_first:
-            return
-        forward = next((ahead for ahead in range(position, len(actions)) if actions[ahead].kind == "F"), position)
-        if forward == position:
-            return  # there is none, or it is about to begin
-        following = actions[forward].microbatch
-        if following in self._waiting or self._coroutines[following].finished:
-            return
-        self._begun_early = following
-        self._resume(following)
-        self._receives_first = bool(self._waiting.get(following))
+    def prepare(self, microbatches: Sequence[int]) -> None:
+        """Let ``microbatches`` run up to their first receive, so that the message travels while others compute."""
+        for number in microbatches:
+            if not self._receives_first:
+                return
+            if number in self._waiting or self._coroutines[number].finished:
+                continue
+            self._begun_early = number
+            self._resume(number)
+            self._receives_first = bool(self._waiting.get(number))
 
     def has(self, program: Program) -> bool:
         """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
@@ -298,7 +292,8 @@ class Turns:
 
     def share_results(self) -> None:
         """Begin to, if all programs have ended; collective, but waits for nobody."""
-        if self._ending is not None or all(coroutine.finished for coroutine in self._coroutines):
+        # The last one to begin ends last.
+        if self._ending is not None or all(coroutine.finished for coroutine in reversed(self._coroutines)):
             self._end().go_on()
 
     def _end(self) -> Ending:

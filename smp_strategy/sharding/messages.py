@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.failure import connection
+from smp_strategy.failure import Connection
 
 __all__ = ["Message", "Messages", "Pending", "wait_for"]
 
@@ -34,7 +34,7 @@ class Message:
         """Until it has arrived; again does nothing."""
         if self._work is None:
             return
-        with connection(self._rank, self._doing):
+        with Connection(self._rank, self._doing):
             self._work.wait()
         self._work = self._memory = None
 

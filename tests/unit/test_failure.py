@@ -1,9 +1,10 @@
 """Who failed first."""
 
+import pytest
 import torch.distributed as dist
 
-from smp_strategy.errors import PeerFailedError
-from smp_strategy.failure import blame, first_failure, publish
+from smp_strategy.errors import PeerFailedError, UnsupportedError
+from smp_strategy.failure import Connection, blame, first_failure, publish
 from smp_strategy.testing import run_ranks
 
 
@@ -33,3 +34,18 @@ def test_a_broken_connection_names_the_rank_that_failed():
 def test_without_process_group_an_error_is_its_own():
     error = RuntimeError("connection")
     assert blame(error) is error
+
+
+def test_a_connection_that_breaks_names_the_other_rank():
+    with (
+        pytest.raises(PeerFailedError, match=r"While sending a tensor to rank 3, the connection failed: reset by peer"),
+        Connection(3, "sending a tensor to"),
+    ):
+        raise RuntimeError("reset by peer")
+
+
+@pytest.mark.parametrize("error", [UnsupportedError("no"), ValueError("no"), KeyboardInterrupt()])
+def test_other_errors_pass_a_connection(error):
+    with pytest.raises(type(error)) as caught, Connection(3, "sending a tensor to"):
+        raise error
+    assert caught.value is error
