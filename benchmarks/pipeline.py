@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, about a quarter of an hour on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, about half an hour on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
 What is compared: forward and backward of one batch, from the moment in which all ranks begin to the moment in which
@@ -150,9 +150,12 @@ class Size(NamedTuple):
     length: int
     """Of the samples of what computes."""
     rounds: int
+    """Of stages that sleep."""
+    compute_rounds: int
+    """Of those that compute, whose times differ more."""
 
 
-USUAL, QUICK = Size(0.2, 256, 5), Size(0.01, 16, 1)
+USUAL, QUICK = Size(0.2, 256, 5, 15), Size(0.01, 16, 1, 1)
 
 
 @final
@@ -424,7 +427,8 @@ def run(num_ranks: int, size: Size) -> list[Row]:
     """All settings on a rank, in the same processes."""
     rows = []
     for setting in settings(num_ranks, size):
-        rows.append(measure(setting, size.rounds))
+        sleeps = isinstance(setting.workload, Sleepers)
+        rows.append(measure(setting, size.rounds if sleeps else size.compute_rounds))
         if dist.get_rank() == 0:
             show(rows[-1])
     return rows

@@ -38,8 +38,6 @@ class Costs:
     measured: Measured | None = None
     stage_speeds: tuple[float, ...] = ()
     """Relative; empty: all stages are alike."""
-    splits_backward: bool = True
-    """Whether a stage may compute weight gradients later than those of inputs."""
     relief: Relief | None = None
     """What becomes of what units would keep for backward; ``None``: they keep everything."""
 
@@ -48,6 +46,11 @@ class Costs:
         """What a backward takes longer in two parts, as a share of it."""
         return SPLIT_OVERHEAD if self.measured is None or not self.measured.work else self.measured.split_overhead
 
+    @property
+    def crowding(self) -> float:
+        """How much longer work takes while all ranks do some, because they share cores."""
+        return 1.0 if self.measured is None else self.measured.crowding
+
     @classmethod
     def modelled(cls, device: torch.device) -> Self:
         """Costs of which nothing is measured."""
@@ -55,8 +58,7 @@ class Costs:
 
     def work(self, events: Sequence[Event]) -> dict[int, Work]:
         """What each event takes on a stage of speed 1, by position."""
-        work = work_of(events, self.machine, self.measured)
-        return work if self.splits_backward else {position: each.unsplit for position, each in work.items()}
+        return work_of(events, self.machine, self.measured)
 
     def flow(
         self, trace: Trace, stage_of: Mapping[str, int], num_stages: int, treatments: Treatments | None = None
@@ -89,10 +91,8 @@ class Costs:
         if measured.rank_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")
-        if measured.ranks_share_cores:
-            lines.append(
-                "Ranks share cores: what one computes another has to wait for, so there is nothing to gain by splits."
-            )
+        if measured.crowding > 1:
+            lines.append(f"Ranks share cores: what one computes takes {measured.crowding:.1f} times as long if all do.")
         return "\n".join([*lines, *measured.notes])
 
 
@@ -130,8 +130,6 @@ def find_costs(
         machine=machine,
         measured=measured,
         stage_speeds=speeds or _by_stage(measured.rank_speeds, shape),
-        # Where ranks share cores no time is idle: a split would only cost what it costs. But who asks for it gets it.
-        splits_backward=config.pipeline != "auto" or not measured.ranks_share_cores,
     )
 
 

@@ -57,6 +57,8 @@ class Program:
     """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
     split_overhead: float = SPLIT_OVERHEAD
     """What a backward takes longer in two parts, as a share of it."""
+    crowding: float = 1.0
+    """How much longer work takes while all stages do some, because they share cores."""
     memory_limits: tuple[int | None, ...] = ()
     """Bytes per stage; empty: there are none."""
     stage_speeds: tuple[float, ...] = ()
@@ -221,7 +223,8 @@ def simulated(
     )
 
     def simulate_flow(flow: Flow) -> Plan:
-        return simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
+        plan = simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
+        return plan.crowded(program.crowding)
 
     room: list[int | None] = []
     for stage, held in enumerate(problem.held(stage_of)):

@@ -14,7 +14,7 @@ from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.pipeline.search import search
+from smp_strategy.pipeline.search import Losses, search
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.turns import Job, StepRun
 from smp_strategy.planning import policies_of
@@ -114,9 +114,11 @@ class Timetables:
         return self._plans[key]
 
     def _best(self, flow: Flow, num_microbatches: int) -> Plan:
-        policy, link, overhead = policy_of(self._partition), self._costs.machine.link, self._costs.split_overhead
+        policy, link = policy_of(self._partition), self._costs.machine.link
+        losses = Losses(self._costs.split_overhead, self._costs.crowding)
         if self._config.pipeline != "auto":
-            return simulate(flow, num_microbatches, policy, link, split_overhead=overhead, thorough=True)
+            plan = simulate(flow, num_microbatches, policy, link, split_overhead=losses.split, thorough=True)
+            return plan.crowded(losses.crowding)
         allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
         alike = [each for each in allowed if each.layout == policy.layout]
         free = [
@@ -130,6 +132,6 @@ class Timetables:
             link,
             most_bytes=free,
             active_microbatches=self._config.active_microbatches,
-            split_overhead=overhead,
+            losses=losses,
             horizon=self._config.activation_loading_horizon,
         ).plan

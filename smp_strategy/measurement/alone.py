@@ -80,8 +80,10 @@ def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) 
     forward, whole, first, later = map(statistics.median, zip(*found, strict=True))
     if not first:
         return Work(forward, 0.0, whole), 0.0
+    # Runs of the same turn are compared: a machine that is slower for a while is so for both.
+    longer = statistics.median([first + later - whole for _, whole, first, later in found])
     later = min(later, whole)
-    return Work(forward, whole - later, later), max(first + later - whole, 0.0) if later else 0.0
+    return Work(forward, whole - later, later), max(longer, 0.0) if later else 0.0
 
 
 def _time_once(

@@ -3,7 +3,8 @@
 Ranks say which kinds of calls they have met (replicas may have batches of other shapes). What rank 0 has met is
 measured: each kind by the rank that has least to do among those that have met it, by modelled cost. The results are
 exchanged. Every rank also takes the time of one common call, which tells how fast it is; times are given for the
-fastest rank. Rank 0 takes it once more while the others rest, which tells whether ranks share cores.
+fastest rank. Rank 0 takes it once more while the others rest, which tells whether ranks share cores. If they do, rank 0
+measures everything while the others rest: they would slow each other down by an unknown part of that.
 """
 
 import statistics
@@ -61,7 +62,7 @@ class _Ranks(NamedTuple):
     speeds: tuple[float, ...] = ()
     """Relative to the fastest; empty where they are alike or unknown."""
     crowding: float = 1.0
-    """How much longer a call takes on rank 0 while all others run one."""
+    """How much longer a call takes on rank 0 while all others run one; 1 where they have cores of their own."""
 
 
 def measure(
@@ -86,6 +87,8 @@ def measure(
     ranks = _Ranks()
     if common is not None and options.times and options.compares_ranks and len(met) > 1:
         ranks = _compare(by_kind[common], options)
+    if ranks.crowding > 1:
+        plan = dict.fromkeys(plan, 0)
     for kind in (kind for kind, owner in plan.items() if owner == rank):
         try:
             samples[kind] = measure_alone(by_kind[kind], options.device, times=options.times, memory=options.memory)
@@ -168,7 +171,7 @@ def _assembled(
         rank_of=rank_of,
         split_overhead=split_seconds / (sum(each.backward for each in work.values()) or 1.0),
         rank_speeds=ranks.speeds,
-        ranks_share_cores=ranks.crowding >= CROWDED,
+        crowding=ranks.crowding,
         notes=tuple(notes),
     )
 
@@ -183,7 +186,9 @@ def _compare(call: UnitCall, options: MeasuringOptions) -> _Ranks:
     together = _gathered(_speed(call, options))
     # The others rest here: they wait for the number.
     alone, *_ = _gathered(_speed(call, options) if _place()[0] == 0 else 0.0)
-    return _Ranks(_relative(together), alone / together[0] if alone and together[0] else 1.0)
+    crowding = alone / together[0] if alone and together[0] else 1.0
+    # Who gets more of cores that are shared is a matter of chance.
+    return _Ranks(crowding=crowding) if crowding >= CROWDED else _Ranks(_relative(together))
 
 
 def _speed(call: UnitCall, options: MeasuringOptions) -> float:

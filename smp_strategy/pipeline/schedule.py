@@ -7,9 +7,9 @@ Profiler ranges and traces carry the same text.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self, final
 
 __all__ = ["Action", "Plan", "backward_positions", "begun_early"]
@@ -59,6 +59,25 @@ class Plan:
         busy = sum(end - start for stage in self.times for start, end in stage)
         total = self.makespan * len(self.stages)
         return 1.0 - busy / total if total else 0.0
+
+    def crowded(self, crowding: float) -> Self:
+        """The same where stages share cores (processor sharing): they slow each other down, all alike.
+
+        Args:
+            crowding: how much longer everything takes while all stages compute than while one does.
+        """
+        if crowding <= 1:
+            return self
+        computing: Counter[float] = Counter()
+        for start, end in (span for stage in self.times for span in stage):
+            computing[start] += 1
+            computing[end] -= 1
+        new, before, now, num = dict[float, float](), 0.0, 0.0, 0
+        for moment in sorted(computing):
+            now += (moment - before) * max(1.0, crowding * num / len(self.stages))
+            new[moment] = now
+            before, num = moment, num + computing[moment]
+        return replace(self, times=tuple(tuple((new[start], new[end]) for start, end in stage) for stage in self.times))
 
     def peak_microbatches(self, stage: int) -> int:
         """Most microbatches whose activations ``stage`` holds at once."""

@@ -20,7 +20,7 @@ from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD, simulate
 from smp_strategy.pipeline.step_graph import Entry, StepGraph
 from smp_strategy.trace.work import Link
 
-__all__ = ["NOTICEABLE", "Found", "search"]
+__all__ = ["NOTICEABLE", "Found", "Losses", "search"]
 
 # A simpler policy wins unless another is better by more than this share.
 NOTICEABLE = 0.01
@@ -40,6 +40,15 @@ class Found(NamedTuple):
     plan: Plan
 
 
+class Losses(NamedTuple):
+    """What makes work take longer than if it was whole and had a core of its own."""
+
+    split: float = SPLIT_OVERHEAD
+    """What a backward takes longer in two parts, as a share of it."""
+    crowding: float = 1.0
+    """How much longer all work takes while all stages do some, because they share cores."""
+
+
 def search(
     flow: Flow,
     num_microbatches: int,
@@ -48,7 +57,7 @@ def search(
     *,
     most_bytes: Sequence[int | None] = (),
     active_microbatches: int | None = None,
-    split_overhead: float = SPLIT_OVERHEAD,
+    losses: Losses = Losses(),  # noqa: B008
     horizon: int = DEFAULT_HORIZON,
 ) -> Found:
     """The fastest plan that fits; a simpler one where the difference is not worth it.
@@ -61,19 +70,22 @@ def search(
         most_bytes: most bytes of activations on each stage; empty: there are no limits. If nothing fits, the plan is
             that which exceeds them least.
         active_microbatches: most microbatches in flight on a stage.
-        split_overhead: what a split backward takes longer, as a share of it.
+        losses: what work takes longer than alone and whole.
         horizon: how far ahead of its use something comes back from host memory.
+
+    Returns:
+        It, with the times that it takes on shared cores.
     """
     limits = tuple(most_bytes) or (None,) * flow.num_stages
     found = [
-        Found(policy, simulate(flow, num_microbatches, policy, link, split_overhead=split_overhead, thorough=True))
+        Found(policy, simulate(flow, num_microbatches, policy, link, split_overhead=losses.split, thorough=True))
         for policy in policies
     ]
     excess = [_excess(each.plan, flow, limits, horizon) for each in found]
     found = [each for each, much in zip(found, excess, strict=True) if much == min(excess)]
     if min(excess) > 0:
-        return found[0]
-    graph = StepGraph(flow, num_microbatches, link, split_overhead)
+        return Found(found[0].policy, found[0].plan.crowded(losses.crowding))
+    graph = StepGraph(flow, num_microbatches, link, losses.split)
     improved: list[Found] = []
     for splits in (False, True):
         # A backward can be split under any policy.
@@ -84,8 +96,9 @@ def search(
                 [each.plan for each in mine]
             )
             improved.append(Found(mine[0].policy, plan))
-    fastest = min(each.plan.makespan for each in [*found, *improved])
-    return next(each for each in [*found, *improved] if each.plan.makespan * (1 - NOTICEABLE) <= fastest)
+    found = [Found(each.policy, each.plan.crowded(losses.crowding)) for each in [*found, *improved]]
+    fastest = min(each.plan.makespan for each in found)
+    return next(each for each in found if each.plan.makespan * (1 - NOTICEABLE) <= fastest)
 
 
 def _excess(plan: Plan, flow: Flow, limits: Sequence[int | None], horizon: int) -> int:

@@ -33,8 +33,9 @@ class Measured:
     """The rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()
     """How fast each rank is, relative to the fastest; empty: all are alike, or nobody asked."""
-    ranks_share_cores: bool = False
-    """Whether there are fewer cores than ranks on the machine of rank 0, so that a rank that waits lends its core."""
+    crowding: float = 1.0
+    """How much longer work takes while all ranks do some than while one does, because there are fewer cores than ranks
+    on the machine of rank 0; 1: there are enough."""
     notes: tuple[str, ...] = ()
     """What was not measured, and why."""
 

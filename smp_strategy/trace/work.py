@@ -19,11 +19,6 @@ class Work(NamedTuple):
         """Both parts."""
         return self.input_gradient + self.weight_gradient
 
-    @property
-    def unsplit(self) -> "Work":
-        """The same with one backward that cannot be split."""
-        return Work(self.forward, self.backward)
-
     def scaled(self, factor: float) -> "Work":
         """The same, taking ``factor`` times as long."""
         return Work(*(factor * seconds for seconds in self))

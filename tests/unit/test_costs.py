@@ -22,30 +22,26 @@ def found(monkeypatch: pytest.MonkeyPatch, measured: Measured, **options: object
     return find_costs(config, CPU, [], TRACE, MeshShape(pp=2, dp=1))
 
 
-def measured(*, ranks_share_cores: bool) -> Measured:
+def measured(crowding: float) -> Measured:
     return Measured(
         work={"block": Work(1.0, 2.0, 3.0)},
         saved_bytes={},
         split_overhead=0.2,
         rank_of={"block": 0},
-        ranks_share_cores=ranks_share_cores,
+        crowding=crowding,
     )
 
 
-def test_nothing_is_gained_by_splits_where_ranks_share_cores(monkeypatch):
-    crowded = found(monkeypatch, measured(ranks_share_cores=True), pipeline="auto")
-    assert crowded.work(TRACE.events) == {0: Work(1.0, 5.0, 0.0)}
-    assert "share cores" in crowded.render()
-    alone = found(monkeypatch, measured(ranks_share_cores=False), pipeline="auto")
-    assert alone.work(TRACE.events) == {0: Work(1.0, 2.0, 3.0)}
-    assert "share cores" not in alone.render()
-
-
-def test_who_asks_for_splits_gets_them_also_where_ranks_share_cores(monkeypatch):
-    asked = found(monkeypatch, measured(ranks_share_cores=True), pipeline="zb-h1")
-    assert asked.work(TRACE.events) == {0: Work(1.0, 2.0, 3.0)}
+@pytest.mark.parametrize(("crowding", "told"), [(1.0, ""), (1.96, "takes 2.0 times as long if all do")])
+def test_ranks_that_share_cores_are_told_of(monkeypatch, crowding, told):
+    costs_of_step = found(monkeypatch, measured(crowding), pipeline="auto")
+    assert costs_of_step.crowding == crowding
+    assert ("share cores" in costs_of_step.render()) == bool(told)
+    assert told in costs_of_step.render()
+    assert costs_of_step.work(TRACE.events) == {0: Work(1.0, 2.0, 3.0)}
+    assert Costs.modelled(CPU).crowding == 1.0
 
 
 def test_what_a_split_costs_is_measured_with_the_times(monkeypatch):
-    assert found(monkeypatch, measured(ranks_share_cores=False)).split_overhead == 0.2
+    assert found(monkeypatch, measured(1.0)).split_overhead == 0.2
     assert Costs.modelled(CPU).split_overhead == SPLIT_OVERHEAD

@@ -10,7 +10,7 @@ from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.filling import fill_waits
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import route
-from smp_strategy.pipeline.search import search
+from smp_strategy.pipeline.search import Losses, search
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.step_graph import StepGraph
 from smp_strategy.trace.work import Link, Work
@@ -47,6 +47,6 @@ def test_filled_plans_are_complete_and_run_to_their_end(program, num_microbatche
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 4), (4, 8)])
 def test_chunks_that_are_dealt_out_in_turn_get_a_timetable_that_nothing_beats(num_stages, num_microbatches):
     flow = flow_of(*[*range(num_stages)] * 2)
-    found = search(flow, num_microbatches, [Policy("1f1b", 2)], split_overhead=0.0)
+    found = search(flow, num_microbatches, [Policy("1f1b", 2)], losses=Losses(split=0.0))
     graph = StepGraph(flow, num_microbatches, Link.instant(), 0.0)
     assert found.plan.makespan == pytest.approx(graph.least_makespan(splits=True))

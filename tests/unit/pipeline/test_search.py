@@ -13,7 +13,7 @@ from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.peaks import peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import Flow, route
-from smp_strategy.pipeline.search import search
+from smp_strategy.pipeline.search import Losses, search
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Link, Work
 
@@ -104,7 +104,7 @@ def test_no_timetable_is_two_percent_faster(splits):
         stages, count = rng.choice([2, 3, 4]), rng.randint(1, 8)
         works = [Work(*(rng.uniform(0.5, 1.5) for _ in range(3))) for _ in range(stages)]
         policies = [p for p in candidates(stages, count, num_units=stages) if splits or not p.splits_backward]
-        found = search(chain_of(works), count, policies, split_overhead=0.0).plan
+        found = search(chain_of(works), count, policies, losses=Losses(split=0.0)).plan
         target = found.makespan / 1.02
         if least(works, count, splits) < target:
             better = can_end_by(works, count, splits, target, seconds=5.0)
@@ -145,6 +145,15 @@ def test_a_simpler_policy_wins_unless_another_is_noticeably_better():
     flow = chain_of([Work(1.0, 2.0, 0.0)] * 3)
     assert search(flow, 6, candidates(3, 6, num_units=3)).policy == Policy("1f1b")
     assert search(chain_of([Work(1.0, 1.0, 1.0)] * 3), 6, candidates(3, 6, num_units=3)).policy == Policy("zb-h1")
+
+
+@pytest.mark.parametrize(("crowding", "policy"), [(1.2, Policy("zb-h1")), (3.0, Policy("1f1b"))])
+def test_where_all_share_a_core_there_are_no_waits_to_fill(crowding, policy):
+    flow = chain_of([Work(1.0, 1.0, 1.0)] * 3)
+    found = search(flow, 6, candidates(3, 6, num_units=3), losses=Losses(crowding=crowding))
+    assert found.policy == policy
+    work = sum(sum(each) for each in flow.work.values()) * 6
+    assert found.plan.makespan >= crowding * work / 3
 
 
 def test_programs_that_do_nothing_backward_are_scheduled_too():
