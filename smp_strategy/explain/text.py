@@ -49,8 +49,8 @@ def summary(partition: Partition) -> list[str]:
         ]
     return [
         f"{units} on {partition.num_stages} stages{chunks}, schedule {partition.schedule} with {microbatches}",
-        f"A step takes {show_seconds(partition.step_seconds)} (simulated); the stages are idle {partition.bubble:.1%} "
-        f"of it, their work is balanced to {partition.balance:.1%}.",
+        f"A step takes {show_seconds(partition.step_seconds)} (simulated); the stages wait {partition.bubble:.1%} of "
+        f"it, their work is balanced to {partition.balance:.1%}.",
         f"Limited by the {partition.limited_by}. {_certificate(partition)}",
         *relief_lines(partition),
     ]

@@ -98,7 +98,7 @@ def test_the_text_says_what_was_decided_how_good_it_is_and_what_limits_it():
     assert text.startswith(
         dedent("""
         8 units on 2 stages, schedule 1f1b with 4 microbatches
-        A step takes 120 ms (simulated); the stages are idle 20.0% of it, their work is balanced to 100.0%.
+        A step takes 120 ms (simulated); the stages wait 20.0% of it, their work is balanced to 100.0%.
         Limited by the time of stage 1. No contiguous partition is better: this is proven.
         """).lstrip()
     )
