@@ -36,8 +36,9 @@ class Ending:
         self._agreement = None if stage.transport is None else stage.transport.begin_to_agree(digest, path)
 
     def go_on(self) -> None:
-        """Begin what can begin by now; never waits."""
-        if self._sharing is None and self._agreement is not None and self._agreement.is_reached():
+        """Begin what can begin by now; waits for no other stage."""
+        # Ranks that split layers between them begin together: to share a result they put its parts together.
+        if self._sharing is None and self._agreement is not None and self._stage.agree(self._agreement.is_reached()):
             self.agree()
 
     def agree(self) -> None:

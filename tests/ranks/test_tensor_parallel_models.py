@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
+from smp_strategy.pipeline.transport import Agreement, Transport
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY, WithOwnLoss, gpt2
 from tests.ranks.test_tensor_parallel_engine import TOLERANCE, Setting, Text, engine_for, train
@@ -221,3 +223,20 @@ def test_logits_that_a_step_returns_are_whole_for_a_callback_on_one_rank(pp):
     for logits, wanted in zip(found, [*expected, *expected], strict=True):
         assert type(logits) is Tensor
         torch.testing.assert_close(logits, wanted, **TOLERANCE)
+
+
+def run_told_at_different_times(pp: int) -> Any:
+    """Some ranks learn early that all stages have run the same programs, others only when they ask for it."""
+    real = Transport.begin_to_agree
+
+    def begin_to_agree(transport: Transport, digest: int, path: Any) -> Agreement:
+        agreement = real(transport, digest, path)
+        return agreement._replace(is_reached=lambda: dist.get_rank() % 2 == 0)
+
+    Transport.begin_to_agree = begin_to_agree
+    return run_returning_logits(pp)
+
+
+def test_ranks_that_have_parts_put_results_together_at_the_same_time():
+    """Messages from other stages come when they come, and sums of parts must not wait for a result's parts."""
+    run_ranks(run_told_at_different_times, 4, 2)
