@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 
@@ -83,6 +84,19 @@ class SplitLayer(nn.Module):
             delattr(self, name)
         self.__class__ = type(self)._dense  # type: ignore[attr-defined]
         return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # A part must not be taken for the whole. Where hooks run it is the whole by the time its size is told.
+        for name, cut in self.cuts.items():
+            parameter = self._parameters[name]
+            if not keep_vars and parameter is not None and parameter.shape[cut.dim] != cut.length:
+                raise UnsupportedError(
+                    f"`state_dict` here would have this rank's part of `{prefix}{name}` only, which "
+                    f"`tensor_parallel_degree` divides among {self.group.size} ranks. To save the model, call "
+                    "`trainer.save_checkpoint` or `accelerator.get_state_dict(model)` on all ranks; in a hook of "
+                    "Lightning weights are whole."
+                )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def extra_repr(self) -> str:
         """What the dense layer says of itself, with the sizes of the part."""

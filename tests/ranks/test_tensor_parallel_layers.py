@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -101,7 +102,9 @@ def round_trips() -> None:
         assert split(layer) is layer
         assert isinstance(layer, kind)
         assert f"rank {group.rank} of {group.size}" in repr(layer) or kind is Conv1D
-        assert list(layer.state_dict()) == names
+        assert list(layer.state_dict(keep_vars=True)) == names
+        with pytest.raises(UnsupportedError, match="this rank's part of `weight` only"):
+            layer.state_dict()
         assert all(one is other for one, other in zip(layer.parameters(), parameters, strict=True))
         assert sum(p.numel() for p in parameters) < sum(p.numel() for p in before.parameters())
         assert layer.to_dense() is layer
