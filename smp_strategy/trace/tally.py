@@ -114,8 +114,11 @@ class Tally:
 
 def _flops(kind: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     """By PyTorch's formulas and some that it lacks; ``None``: no product."""
-    if kind is _aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    if kind in _ATTENTIONS:
+        query, *others = (tensor.shape for tensor in args[:3])
+        # Each head of the query has its products, also where several share a key; torch 2.11 has no formula for that.
+        key, value = ((batch, query[1], length, width) for batch, _, length, width in others)
+        return int(sdpa_flop_count(query, key, value))
     if kind is _aten._grouped_mm:  # every row of the result, or every entry where the groups are summed over
         inner = args[0].size(-1) if result.ndim < 3 or args[0].ndim == 3 else args[0].size(-1) // len(result)
         return 2 * int(result.numel()) * inner

@@ -49,6 +49,13 @@ class Fused(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
+class Grouped(nn.Module):
+    """Attention in which two heads share a key."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +102,7 @@ LOW = 2 * ROWS * 2 * (WIDTH + WIDE)
         pytest.param(Deep(), real(ROWS, WIDTH, grad=False), (2 * PRODUCT, 0, 3 * PRODUCT), id="deep first"),
         pytest.param(Scores(), real(2, ROWS, WIDTH), (2 * BMM, 4 * BMM, 0), id="products of activations"),
         pytest.param(Fused(), real(2, 1, ROWS, WIDTH), (2 * BMM, 5 * BMM, 0), id="fused attention"),
+        pytest.param(Grouped(), real(2, 4, ROWS, WIDTH), (8 * BMM, 20 * BMM, 0), id="grouped heads"),
         pytest.param(nn.Conv2d(3, 4, 3, padding=1), real(2, 3, 6, 6), (CONV, CONV, CONV), id="convolution"),
         pytest.param(Tied(), real(ROWS, WIDTH), (2 * PRODUCT, 2 * PRODUCT, 2 * PRODUCT), id="tied"),
         pytest.param(Adapted(), real(ROWS, WIDTH), (PRODUCT + LOW, PRODUCT + LOW, LOW), id="adapter"),
