@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 from torch.utils import _pytree as pytree
 
 __all__ = ["take_step", "twin_of"]
@@ -39,6 +39,7 @@ def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> 
     memo.pop(id(None), None)
     for member in members:
         _fill(memo[id(member)], member, memo)
+        _begin_state(memo[id(member)])
     twin: Optimizer = memo[id(optimizer)]
     return twin
 
@@ -47,6 +48,16 @@ def take_step(twin: Optimizer) -> None:
     """Nothing of it is left but in the twin; random numbers go on as before."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         twin.step()
+
+
+def _begin_state(twin: Optimizer) -> None:
+    """Do what the constructor does: Adagrad keeps something from the beginning under torch 2.11, not from a step on."""
+    if type(twin) is not Adagrad:
+        return
+    for group in twin.param_groups:
+        for parameter in group["params"]:
+            total = torch.full_like(parameter, group["initial_accumulator_value"])
+            twin.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:

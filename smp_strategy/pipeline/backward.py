@@ -12,12 +12,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
-from smp_strategy.pipeline.segments import Export, Import, Remote, Segment
+from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, edge_of
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.transport import Receipt, Transport
 
@@ -122,7 +122,7 @@ class Backward:
             segment, tensor = -1, loss
         else:
             return
-        self._seeds[segment] = [(get_gradient_edge(tensor), torch.full_like(tensor, weight))]
+        self._seeds[segment] = [(edge_of(tensor), torch.full_like(tensor, weight))]
 
     def _post_receives(self) -> None:
         for segment in self._program.graph.segments:

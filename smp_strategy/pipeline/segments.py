@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "enter", "import_at", "start_of_gradient"]
+__all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "edge_of", "enter", "import_at", "start_of_gradient"]
 
 
 @final
@@ -32,6 +32,14 @@ class Remote:
     """Message tag of the value; its gradient travels back under the next number."""
     spec: TensorSpec
     """Metadata of the value, which is that of its gradient."""
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where the backward of ``tensor`` begins."""
+    # It takes a view of a tensor that an autograd Function has made, whose node, not being Python's, holds the graph.
+    # A subclass of Tensor would make that view in its own way, and its node may be one of Python's again.
+    with torch._C.DisableTorchFunctionSubclass():
+        return get_gradient_edge(tensor)
 
 
 @final
@@ -55,7 +63,7 @@ class Export:
     def edge(self) -> GradientEdge:
         """Where its backward begins."""
         found = self.value_or_edge
-        return get_gradient_edge(found) if isinstance(found, Tensor) else found
+        return edge_of(found) if isinstance(found, Tensor) else found
 
     def let_go(self) -> None:
         """There will be no more uses: the value need not stay in memory."""

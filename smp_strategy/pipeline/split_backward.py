@@ -21,10 +21,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.segments import Import, import_at
+from smp_strategy.pipeline.segments import Import, edge_of, import_at
 from smp_strategy.pipeline.weight_gradients import can_come_later, formula_of
 
 __all__ = ["Deferred", "backward_of_imports"]
@@ -81,7 +81,7 @@ def backward_of_imports(roots: Roots, gradients: Sequence[Tensor], imports: Coll
 
 
 def _node_of(root: Tensor | GradientEdge) -> Node:
-    return get_gradient_edge(root).node if isinstance(root, Tensor) else root.node
+    return edge_of(root).node if isinstance(root, Tensor) else root.node
 
 
 def _keep(parts: list[Callable[[], None]], node: Node, edges: "_Edges", gradients: Sequence[Tensor | None]) -> None:

@@ -257,7 +257,7 @@ def profiled(profiles: bool) -> tuple[set[str], int]:
         if not profiles:
             train(engine, net, 1)
             return set(), ranges.call_count
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
             train(engine, net, 1)
     return {event.name for event in profile.events()}, ranges.call_count
 
