@@ -63,7 +63,7 @@ def place_beforehand(config: SMPConfig, module: nn.Module, units: Sequence[Unit]
     if not config.auto_partition:
         return Given(by_hand.place([unit.name for unit in units], num_stages))
     if not config.load_partition:
-        return None
+        return None if units else Given({})  # of a bare layer, say, there is nothing to choose
     assert config.partition_file is not None
     saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
     stage_of = saved.place(num_parameters_of(units), num_stages, config.chunks_per_stage)

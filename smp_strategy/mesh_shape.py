@@ -65,7 +65,7 @@ def check_degree(
             f"`sharded_data_parallel_degree` must divide the number of replicas ({dp}: {world_size} ranks, {pp * tp} "
             f"for each replica), but is {dp_shard}. Degrees that fit: {_divisors(dp)}."
         )
-    if units is not None and pp > len(units):
+    if units is not None and pp > max(len(units), 1):  # one stage runs the outermost module even if that is all
         problems.append(
             f"`pipeline_parallel_degree` is {pp}, but the model can be cut into {len(units)} units only "
             f"({', '.join(units) or 'none'}). Choose a degree that is not larger."

@@ -23,7 +23,7 @@ def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, spl
         split: what became of each layer, where layers are split.
     """
     console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
-    for line in (shape.draw(), *summary(partition), *_sharding(shape, config)):
+    for line in (shape.draw(), *summary(partition), *_sharding(shape, config, bool(partition.units))):
         console.print(line, highlight=False)
     console.print(stage_table(partition))
     if split is not None:
@@ -32,7 +32,7 @@ def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, spl
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def _sharding(shape: MeshShape, config: SMPConfig) -> list[str]:
+def _sharding(shape: MeshShape, config: SMPConfig, has_units: bool) -> list[str]:
     """What ranks share out among each other."""
     found = []
     if config.shard_optimizer_state and shape.dp == shape.dp_shard:
@@ -40,7 +40,12 @@ def _sharding(shape: MeshShape, config: SMPConfig) -> list[str]:
         found.append(f"`shard_optimizer_state` changes nothing: there is one {those}.")
     elif config.shard_optimizer_state and shape.dp_shard == 1:
         found.append(f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each.")
-    if shape.dp_shard > 1:
+    if shape.dp_shard > 1 and not has_units:
+        found.append(
+            f"`sharded_data_parallel_degree` ({shape.dp_shard}) spreads nothing: the model cannot be cut into units, "
+            "and the parameters of its outermost module are whole on every rank."
+        )
+    elif shape.dp_shard > 1:
         when = "once per batch" if config.gathers_once(shape.pp) else "for each use"
         groups = shape.dp // shape.dp_shard
         copies = f"; {groups} groups of ranks have one copy each" if groups > 1 else ""

@@ -301,7 +301,7 @@ def _named(partition: Partition) -> dict[str, Any]:
 def _limit(problem: Problem, stages: Sequence[StageLoad], score: Score) -> str:
     """The larger part of the cost, or a limit of memory that is nearly reached."""
     # Not even the smallest unit fits beside what is there.
-    smallest = min(unit.held.total + unit.activation_bytes for unit in problem.units)
+    smallest = min((unit.held.total + unit.activation_bytes for unit in problem.units), default=0)
     for number, stage in enumerate(stages):
         if stage.memory_limit is not None and stage.memory_bytes + smallest > stage.memory_limit:
             return f"memory of stage {number}"

@@ -8,6 +8,8 @@ import torch
 from accelerate.utils import GradientAccumulationPlugin
 from accelerate_checks import (
     BATCH,
+    CLASSES,
+    FEATURES,
     MICROBATCHES,
     Samples,
     accelerated_loop,
@@ -22,9 +24,11 @@ from accelerate_checks import (
     toy,
     whole_state,
 )
+from torch import nn
 from torch.utils.data import DataLoader
 
 LAYOUTS = {
+    "one process": (1, {}),
     "pp2": (2, {"pipeline_parallel_degree": 2}),
     "pp4": (4, {"pipeline_parallel_degree": 4, "pipeline": "simple"}),
     "pp2 x dp2": (4, {"pipeline_parallel_degree": 2}),
@@ -33,7 +37,7 @@ LAYOUTS = {
     "tp2": (2, {"tensor_parallel_degree": 2, "tensor_parallel": {"inlet": "column", "outlet": "row"}}),
     "zero1": (2, {"shard_optimizer_state": True}),
 }
-EXACT = ("pp2", "pp4")
+EXACT = ("one process", "pp2", "pp4")
 
 CASES = {
     "a dict, and a scheduler": {"schedules": True},
@@ -47,9 +51,9 @@ def scheduler_of(optimizer):
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
 
-def train(smp, *, kind="dict", window=1, clip=None, schedules=False, loss_of=loss_inside):
+def train(smp, *, made=toy, kind="dict", window=1, clip=None, schedules=False, loss_of=loss_inside):
     accelerator = fresh_accelerator(smp, gradient_accumulation_steps=window)
-    model = toy(kind)
+    model = made(kind)
     optimizer = adamw(model)
     scheduler = scheduler_of(optimizer) if schedules else None
     # The order is free; what is no object of PyTorch's comes back as it is.
@@ -58,8 +62,8 @@ def train(smp, *, kind="dict", window=1, clip=None, schedules=False, loss_of=los
     return whole_state(accelerator), torch.stack(losses), optimizer.param_groups[0]["lr"]
 
 
-def trained_plainly(replicas, *, kind="dict", window=1, clip=None, schedules=False, loss_of=loss_inside):
-    model = toy(kind)
+def trained_plainly(replicas, *, made=toy, kind="dict", window=1, clip=None, schedules=False, loss_of=loss_inside):
+    model = made(kind)
     optimizer = adamw(model)
     scheduler = scheduler_of(optimizer) if schedules else None
 
@@ -105,6 +109,34 @@ OUTSIDE = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_outside_of_the_model(layout):
     check(layout, OUTSIDE)
+
+
+class Affine(nn.Module):
+    """A model that is all parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, FEATURES * CLASSES).view(FEATURES, CLASSES))
+        self.bias = nn.Parameter(torch.zeros(CLASSES))
+
+    def forward(self, inputs):
+        return inputs @ self.weight + self.bias
+
+
+def layer(kind):
+    torch.manual_seed(0)
+    return nn.Linear(FEATURES, CLASSES)
+
+
+BARE = {
+    "a layer": {"made": layer, "loss_of": loss_outside, "window": 2},
+    "parameters, and clipping": {"made": lambda kind: Affine(), "loss_of": loss_outside, "clip": 0.5},
+}
+
+
+@pytest.mark.parametrize("layout", ["one process", "sdp2", "zero1"])
+def test_a_model_that_cannot_be_cut(layout):
+    check(layout, BARE)
 
 
 def of_the_issue(smp, plugin):

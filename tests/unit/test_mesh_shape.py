@@ -190,6 +190,12 @@ def test_degrees_that_fit_neither_units_nor_replicas_are_refused_with_both_reaso
     assert len(error.value.problems) == 2
 
 
+def test_a_model_without_units_has_one_stage():
+    check_degree(1, 2, [])
+    with pytest.raises(ConfigError, match=r"degree` is 2, .* cut into 0 units only \(none\)"):
+        check_degree(2, 2, [])
+
+
 # Drawing
 
 

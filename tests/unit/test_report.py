@@ -1,5 +1,7 @@
 """What the user is shown once."""
 
+import dataclasses
+
 import pytest
 
 from smp_strategy.config import SMPConfig
@@ -34,6 +36,12 @@ def test_the_layout_says_what_is_shared_among_ranks(pp, dp, options, said):
     config = SMPConfig(**options)
     shape = MeshShape(pp=pp, dp=dp, dp_shard=config.sharded_data_parallel_degree)
     assert said in " ".join(render_layout(shape, partition(), config).split())
+
+
+def test_the_layout_of_a_model_without_units_says_that_nothing_is_spread():
+    whole = dataclasses.replace(partition(), units=(), cut_bytes=())
+    text = " ".join(render_layout(MeshShape(pp=1, dp=4, dp_shard=4), whole, SMPConfig(**SHARDED)).split())
+    assert "`sharded_data_parallel_degree` (4) spreads nothing: the model cannot be cut into units" in text
 
 
 def test_the_layout_of_replicas_speaks_of_no_shards():
