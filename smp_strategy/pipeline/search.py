@@ -16,7 +16,7 @@ from smp_strategy.pipeline.peaks import DEFAULT_HORIZON, peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD, simulate
+from smp_strategy.pipeline.simulate import NEGLIGIBLE, SPLIT_OVERHEAD, simulate
 from smp_strategy.pipeline.step_graph import Entry, StepGraph
 from smp_strategy.trace.work import Link
 
@@ -86,7 +86,7 @@ def search(
     if min(excess) > 0:
         return Found(found[0].policy, found[0].plan.crowded(losses.crowding))
     graph = StepGraph(flow, num_microbatches, link, losses.split)
-    improved: list[Found] = []
+    improved: dict[bool, Found] = {}
     for splits in (False, True):
         # A backward can be split under any policy.
         mine = [each for each in found if splits or not each.policy.splits_backward]
@@ -95,10 +95,15 @@ def search(
             plan = _Improvement(graph, flow, limits, active_microbatches, splits, horizon).of(
                 [each.plan for each in mine]
             )
-            improved.append(Found(mine[0].policy, plan))
-    found = [Found(each.policy, each.plan.crowded(losses.crowding)) for each in [*found, *improved]]
-    fastest = min(each.plan.makespan for each in found)
-    return next(each for each in found if each.plan.makespan * (1 - NOTICEABLE) <= fastest)
+            improved[splits] = Found(mine[0].policy, plan.crowded(losses.crowding))
+    found = [Found(each.policy, each.plan.crowded(losses.crowding)) for each in found]
+    every = [*found, *improved.values()]
+    fastest = min(each.plan.makespan for each in every)
+    simplest = next(each for each in every if each.plan.makespan * (1 - NOTICEABLE) <= fastest)
+    # A better order for the same policy is as simple.
+    better = improved.get(simplest.policy.splits_backward, simplest)
+    is_worth_it = better.plan.makespan < simplest.plan.makespan * (1 - NEGLIGIBLE)
+    return better if better.policy == simplest.policy and is_worth_it else simplest
 
 
 def _excess(plan: Plan, flow: Flow, limits: Sequence[int | None], horizon: int) -> int:

@@ -21,7 +21,7 @@ from smp_strategy.pipeline.step_graph import Orders, StepGraph
 from smp_strategy.pipeline.tables import one_forward_one_backward, zero_bubble, zero_bubble_v
 from smp_strategy.trace.work import Link
 
-__all__ = ["SPLIT_OVERHEAD", "simulate"]
+__all__ = ["NEGLIGIBLE", "SPLIT_OVERHEAD", "simulate"]
 
 # Share of a whole backward that its input gradient takes longer if the weight gradient is left for later, as
 # `benchmarks/split_backward.py` measures it for blocks of GPT-2 on a CPU (0.05 to 0.08).
