@@ -240,7 +240,9 @@ class HookView:
         foreseen = self._foresight.of(func, leaves, structure)
         if foreseen is None:
             return self._with_values(func, leaves, structure)
-        found = pytree.tree_leaves(self._run(func, name, leaves, structure, holders)) or [None] * len(foreseen.leaves)
+        made = self._run(func, name, leaves, structure, holders)
+        is_here = self._mesh.stage in holders
+        found = pytree.tree_leaves(made) if is_here else [None] * len(foreseen.leaves)
         results = []
         for told, real in zip(foreseen.leaves, found, strict=True):
             if isinstance(told, Argument):

@@ -280,10 +280,26 @@ def clip_gradients_by_hand(self, optimizer, gradient_clip_val=None, gradient_cli
     self.log("after", torch.stack([p.grad.norm() for p in self.parameters()]).norm())
 
 
+def look_at_several_results(self):
+    for name, parameter in self.named_parameters():
+        weight = parameter.detach()
+        largest, places = weight.max(dim=0)
+        low, high = torch.aminmax(weight)
+        spread, mean = torch.std_mean(weight)
+        self.log_dict({f"{name}/low": low, f"{name}/high": high, f"{name}/spread": spread, f"{name}/mean": mean})
+        self.log_dict({f"{name}/largest": largest.sum(), f"{name}/places": places.float().mean()})
+        if weight.dim() == 2:
+            self.log(f"{name}/spectrum", torch.linalg.svd(weight, full_matrices=False).S[0])
+        first, second = weight.tensor_split(2)
+        first.mul_(0.9)
+        second += largest.max()
+
+
 CHANGES = {
     "clipping": {"on_train_batch_end": clip},
     "clipping after the step": {"optimizer_step": clip_after_the_step},
     "norms": {"on_train_epoch_end": log_norms},
+    "several results": {"on_train_epoch_end": look_at_several_results},
     "gradients": {"configure_gradient_clipping": clip_gradients_by_hand},
 }
 
