@@ -60,7 +60,8 @@ class ManualOptimization:
             name = f"`step` of learning rate scheduler {index}"
             is_skipped = functools.partial(self._is_skipped, scheduler)
             self._replace(scheduler, "state_dict", _without_methods(scheduler.state_dict))
-            self._replace(scheduler, "step", self._once(scheduler.step, name, averaged=True, unless=is_skipped))
+            step = self._once(scheduler.step, name, averaged=True, in_hooks=True, unless=is_skipped)
+            self._replace(scheduler, "step", step)
         module = self._module
         for name in ("toggle_optimizer", "untoggle_optimizer"):
             self._replace(module, name, self._once(getattr(module, name), f"`{name}`", also_dry=True))
@@ -118,13 +119,14 @@ class ManualOptimization:
         *,
         also_dry: bool = False,
         averaged: bool = False,
+        in_hooks: bool = False,
         unless: Callable[[], bool] = lambda: False,
     ) -> Callable[..., Any]:
         manual = self._engine.manual
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not manual.is_in_step:
+            if not manual.is_in_step or (in_hooks and self._engine.views.is_open):
                 return method(*args, **kwargs)
 
             def act(given: list[Any]) -> Any:

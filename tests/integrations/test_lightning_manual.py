@@ -436,3 +436,62 @@ def test_a_hook_that_sees_gradients_cannot_call_what_is_done_once(tmp_path):
     messages = {message for message in on_ranks(refusal_in_a_hook, 2, tmp_path) if message}
     assert len(messages) == 1, messages
     assert "`zero_grad` of optimizer 0 is called in a hook that sees gradients" in messages.pop()
+
+
+# Schedulers in hooks
+
+
+def halved(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def on_a_plateau(self):
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)]
+
+
+def logging_step(self, batch, batch_idx):
+    loss = self.loss(batch)
+    self.log("loss", loss, on_epoch=True)
+    self.manual_backward(loss)
+    self.optimizers().step()
+    self.optimizers().zero_grad()
+
+
+def next_rate(self, *args):
+    self.lr_schedulers().step()
+
+
+def next_rate_on_a_plateau(self):
+    self.lr_schedulers().step(self.trainer.callback_metrics["loss_epoch"])
+
+
+SCHEDULES = [
+    (halved, "on_train_epoch_end", next_rate),
+    (halved, "on_train_batch_end", next_rate),
+    (on_a_plateau, "on_train_epoch_end", next_rate_on_a_plateau),
+]
+
+
+def fit_with_schedule(folder, smp, optimizers, hook, method):
+    module = toy_module(training_step=logging_step, configure_optimizers=optimizers, **{hook: method})
+    module.automatic_optimization = False
+    trainer = toy_trainer(folder, smp=smp, max_epochs=3)
+    trainer.fit(module, DataLoader(toy_data(2 * BATCH), batch_size=BATCH))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    weights = torch.load(folder / "end.ckpt", weights_only=True)["state_dict"]
+    return trainer.optimizers[0].param_groups[0]["lr"], weights
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: f"{schedule[2].__name__} {schedule[1]}")
+def test_schedulers_may_be_stepped_in_hooks(schedule, pp, tmp_path):
+    with quiet():
+        rate, expected = fit_with_schedule(tmp_path / "one", None, *schedule)
+    assert rate < 0.1
+    for found, weights in on_ranks(
+        fit_with_schedule, pp, tmp_path / "smp", {"pipeline_parallel_degree": pp, "microbatches": 1}, *schedule
+    ):
+        assert found == rate
+        assert all(torch.equal(weights[key], value) for key, value in expected.items())
