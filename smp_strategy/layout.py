@@ -43,6 +43,7 @@ from smp_strategy.tensor_parallel.joint_batch import join
 from smp_strategy.tensor_parallel.report import Report
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.tensor_parallel.watching import read_by_others
 from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
@@ -183,6 +184,7 @@ class Layout:
                 self._calls.give_back()
 
         before = None if self._split is None else dict(self._split.cuts)
+        watched = None if self._split is None else self._split.watched
         # Calls must reach the layers as they are afterwards, and not as they were when calls were intercepted.
         self._calls.give_back()
         try:
@@ -193,6 +195,7 @@ class Layout:
                 strict=self._config.tensor_parallel_strict,
                 stream_dim=self._config.stream_dim,
                 run_step=run_step,
+                before=watched,
             )
             self._split = SplitLayers(split, group)
         finally:
@@ -217,9 +220,15 @@ class Layout:
         """
         has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
         surroundings = self.surroundings(optimizers)
-        used = look_for_exposed(kind.step, kind.microbatch, surroundings, has_values=has_values).used_by_glue
+
+        def run_step() -> tuple[Tensor, ...]:
+            return look_for_exposed(kind.step, kind.microbatch, surroundings, has_values=has_values).used_by_glue
+
         cuts = {} if self._split is None else self._split.cuts
-        used_parts = {id(tensor) for tensor in used if tensor in cuts}
+        used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
+        if used_parts and has_values:
+            # Code may call a layer that it has not called before: the layer knows what it has.
+            used_parts &= read_by_others(dict(self._module.named_modules()), run_step)
         found = [name for name, parameter in self._module.named_parameters() if id(parameter) in used_parts]
         if found:
             layer = found[0].rpartition(".")[0]

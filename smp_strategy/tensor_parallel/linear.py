@@ -43,6 +43,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
         num_blocks: int = 1,
         granule: int = 1,
         gather_output: bool = False,
+        looks_whole: bool = False,
         shares_input: bool = False,
         randomness: SplitRandomness | None = None,
     ) -> Self:
@@ -54,6 +55,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
             num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
             granule: outputs that stay together (the size of an attention head).
             gather_output: see the class.
+            looks_whole: see the class; of one block.
             shares_input: see the class.
             randomness: see the class.
 
@@ -67,8 +69,10 @@ class ColumnParallelLinear(ColumnParallelLayer):
             cuts["bias"] = Cut(0, cut.blocks)
         settings = {
             "gather_output": gather_output,
+            "looks_whole": looks_whole,
             "shares_input": shares_input,
-            "randomness": None if gather_output else randomness,
+            # A split tensor knows what is drawn for parts, and what for the whole.
+            "randomness": None if gather_output or looks_whole else randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
         }

@@ -166,7 +166,7 @@ def _by_proof(parent: str, layers: Mapping[str, How], goes_into: Callable[[str, 
     for row in rows:
         columns = [name for name, into in proven.items() if into == row]
         if columns:
-            yield Block(parent, SOURCE, {name: layers[name] for name in (*columns, row)})
+            yield Block(parent, SOURCE, {name: replace(layers[name], looks_whole=True) for name in (*columns, row)})
     for name, how in layers.items():
         if name not in proven and name not in proven.values():
             yield Block(name, SOURCE, {name: replace(how, is_whole_outside=how.style != "vocab")})

@@ -35,6 +35,9 @@ class How:
     """Features that stay together: those of a head."""
     is_whole_outside: bool = False
     """Output that is split otherwise is gathered; input that is expected in parts otherwise is whole."""
+    looks_whole: bool = False
+    """Output that is split is used as if it were whole, and input may be whole: nothing but a look at one step says
+    what is done with them."""
     split_by: Callable[..., nn.Module] | None = field(default=None, compare=False)
     """Splits a layer in place, given the group as its second argument."""
 

@@ -15,6 +15,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.parts import Parts
 from smp_strategy.tensor_parallel.report import Report
 from smp_strategy.tensor_parallel.split import SplitModule
+from smp_strategy.tensor_parallel.watching import Watched
 
 __all__ = ["SplitLayers"]
 
@@ -30,12 +31,14 @@ class SplitLayers:
     Attributes:
         parts: what is split.
         report: what became of each layer.
+        watched: what was seen in the step before.
     """
 
     def __init__(self, module: SplitModule, group: TensorGroup) -> None:
         self._module = module
         self.parts = Parts(module.cuts, group)
         self.report: Report = module.report
+        self.watched: Watched = module.watched
         self._is_dense = False
 
     @property

@@ -35,9 +35,9 @@ def test_columns_that_are_known_to_go_into_rows_are_one_block():
     patterns = {"*.up": "column", "*.gate": "column", "*.down": "row"}
     first, second = blocks_of(net(), patterns, lambda column, row: True)
     assert first.layers == {
-        "layers.0.up": How("column"),
-        "layers.0.gate": How("column"),
-        "layers.0.down": How("row"),
+        "layers.0.up": How("column", looks_whole=True),
+        "layers.0.gate": How("column", looks_whole=True),
+        "layers.0.down": How("row", looks_whole=True),
     }
     assert all(name.startswith("layers.1.") for name in second.layers)
 
