@@ -252,4 +252,5 @@ class _Watch(TorchFunctionMode):
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    is_own = layer._parameters.get("weight") is not None  # and not computed from others, which may change by a question
+    return is_own and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.watching import read_by_others
@@ -55,7 +56,13 @@ def of_features(net: Mlp, x: Tensor) -> Tensor:
     return net.features(x)
 
 
+def changed_in_place(net: Mlp, x: Tensor) -> Tensor:
+    h = net.up(x[None])
+    return net.down(F.relu(h, inplace=True))[0]
+
+
 LATER = {
+    "changed in place": changed_in_place,
     "the same": Mlp.forward,
     "a number of the input": by_number_of_the_input,
     "a norm": normalized,
@@ -103,6 +110,33 @@ def test_dropout_of_features_that_somebody_has_looked_at_is_the_same_on_all_rank
 
     one, other = run_ranks(on_rank, 2)
     assert one == other
+
+
+class Spectral(nn.Module):
+    """A weight that changes a little whenever it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 10))
+        self.down = nn.Linear(10, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_a_weight_that_is_computed_from_others_is_not_asked_for():
+    def on_rank():
+        torch.manual_seed(0)
+        dense = Spectral()
+        net = copy.deepcopy(dense)
+        split = split_layers(net, group_of_all(), run_step=lambda: None)
+        assert not any(line.is_split for line in split.report.lines)
+        assert all(torch.equal(a, b) for a, b in zip(net.buffers(), dense.buffers(), strict=True))
+        with pytest.raises(ConfigError, match="its weight is no parameter of its own, but computed from others"):
+            split_layers(net, group_of_all(), patterns={"up": "column"})
+        assert all(torch.equal(a, b) for a, b in zip(net.buffers(), dense.buffers(), strict=True))
+
+    run_ranks(on_rank, 2)
 
 
 def test_a_call_of_a_layer_is_no_use_of_its_weight_by_others():
