@@ -202,9 +202,12 @@ class Layout:
             self._calls.intercept(self._units)
         self._delayed.divide(self._split)
         if before is not None and before != self._split.cuts:
+            odd = {id(parameter) for parameter, _ in before.items() ^ self._split.cuts.items()}
+            names = [name for name, parameter in self._module.named_parameters() if id(parameter) in odd]
+            where = f"`{names[0]}` ({self._split.report.why(names[0])})" if names else "Layers"
             raise SMPError(
-                "Layers would be split otherwise than in the last run of this strategy, which optimizers have state "
-                "for: modules or patterns have changed. Use a new strategy object."
+                f"{where} would be split otherwise than in the last run of this strategy, which optimizers have state "
+                "for: modules, patterns, hooks or who reads weights have changed. Use a new strategy object."
             )
 
     @property
@@ -216,8 +219,10 @@ class Layout:
         """Look at a later kind of step, which may use what the first one has not used.
 
         Raises:
-            UnsupportedError: code above the units computes with parts of split layers as if they were whole.
+            UnsupportedError: code above the units computes with parts of split layers as if they were whole, or a hook
+                would, that has been registered since.
         """
+        self._refuse_new_hooks()
         has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
         surroundings = self.surroundings(optimizers)
 
@@ -236,6 +241,17 @@ class Layout:
                 f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, "
                 "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
                 f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
+            )
+
+    def _refuse_new_hooks(self) -> None:
+        if self._split is None:
+            return
+        problem = self._split.hook_problem(dict(self._module.named_modules(remove_duplicate=False)))
+        if problem is not None:
+            raise UnsupportedError(
+                f"`tensor_parallel_degree`: {problem}. Register it before the first step (in `__init__` or "
+                "`configure_model`; validation may come before training), which keeps the layer whole, or keep it so "
+                'yourself: `tensor_parallel={"<layer>": "replicate"}`.'
             )
 
     def _agree(self, is_so: bool) -> bool:

@@ -6,6 +6,7 @@ do outside of layers that gather and cut; inside a block of a known model they a
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -27,12 +28,18 @@ def hook_problem(block: Block, modules: Mapping[str, nn.Module]) -> str | None:
     for layer, how in block.layers.items():
         for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer"):
             is_cut = cut_key(modules[layer], how, own) is not None
-            if is_cut and any(getattr(parameter, hooks, None) for hooks in _OF_GRADIENTS):
+            if is_cut and any(_are_users(getattr(parameter, hooks, None)) for hooks in _OF_GRADIENTS):
                 return f"a hook on the gradient of `{layer}.{own}` would see a part of it"
     for name in _among_parts(block, modules):
-        if any(getattr(modules[name], hooks) for hooks in _FORWARD):
+        if any(_are_users(getattr(modules[name], hooks)) for hooks in _FORWARD):
             return f"a hook on `{name}` would see parts of activations"
     return None
+
+
+def _are_users(hooks: Mapping[int, Any] | None) -> bool:
+    """Whether one of ``hooks`` is not this package's own, which knows what parts are."""
+    modules = [str(getattr(hook, "__module__", "")) for hook in (hooks or {}).values()]
+    return any(module.partition(".")[0] != "smp_strategy" for module in modules)
 
 
 def _among_parts(block: Block, modules: Mapping[str, nn.Module]) -> Iterator[str]:

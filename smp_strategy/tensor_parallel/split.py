@@ -50,12 +50,14 @@ class SplitModule:
         report: what became of each layer.
         appearance: what it looked like before.
         watched: what has been seen in the step.
+        blocks: what is split together.
     """
 
     cuts: Mapping[nn.Parameter, Cut]
     report: Report
     appearance: Appearance
     watched: Watched
+    blocks: tuple[Block, ...]
     _undo: list[Callable[[], object]] = field(repr=False)
 
     def to_dense(self) -> None:
@@ -109,8 +111,8 @@ def split_layers(
                 undo += [SequenceParallel(layers, group, dim=stream_dim).remove for layers in streams.values()]
                 report = replace(report, streams=tuple(streams), stream_dim=stream_dim)
             appearance.compare()
-            return SplitModule(_cuts(module), report, appearance, watched, undo)
-        SplitModule({}, report, appearance, watched, undo).to_dense()
+            return SplitModule(_cuts(module), report, appearance, watched, choice.blocks, undo)
+        SplitModule({}, report, appearance, watched, (), undo).to_dense()
         refused |= failed
 
 
