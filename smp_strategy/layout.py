@@ -40,6 +40,7 @@ from smp_strategy.report import render_layout
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
+from smp_strategy.tensor_parallel.patterns import heads_explained
 from smp_strategy.tensor_parallel.report import Report
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
@@ -150,16 +151,17 @@ class Layout:
             self._split_layers(first, optimizers, self._group)
         if self.partition is not None:
             return
-        self.partition, found, self.costs = decide(
-            self._config,
-            self.surroundings(optimizers),
-            self._mesh.shape,
-            first=(first.step, first.microbatch, first.loss_of),
-            given=self._given,
-            chosen=self._recomputed.units,
-            num_parameters=self._num_parameters,
-            measuring=nullcontext if self._group is None else self._group.alone,
-        )
+        with heads_explained(self._config.tensor_parallel or {}):
+            self.partition, found, self.costs = decide(
+                self._config,
+                self.surroundings(optimizers),
+                self._mesh.shape,
+                first=(first.step, first.microbatch, first.loss_of),
+                given=self._given,
+                chosen=self._recomputed.units,
+                num_parameters=self._num_parameters,
+                measuring=nullcontext if self._group is None else self._group.alone,
+            )
         self.treatments = self.partition.treatments
         self._used_by_glue = found.used_by_glue
         self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
