@@ -25,7 +25,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
 from smp_strategy.decision import decide
 from smp_strategy.delayed import DelayedModule
-from smp_strategy.dry_run import Surroundings, look_for_exposed, run_for_real
+from smp_strategy.dry_run import Surroundings, look_for_exposed, rescaled_tables, run_for_real
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import ProcessMesh
@@ -243,6 +243,21 @@ class Layout:
                 f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, "
                 "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
                 f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
+            )
+
+    def refuse_rescaled(self) -> None:
+        """Training begins.
+
+        Raises:
+            UnsupportedError: replicas would rescale rows of an embedding each in its own way.
+        """
+        tables = {id(table) for table in rescaled_tables(self._units)} if self._mesh.dp > 1 else set[int]()
+        names = [name for name, parameter in self._module.named_parameters() if id(parameter) in tables]
+        if names:
+            raise UnsupportedError(
+                f"`{names[0]}` is rescaled as it is used (`max_norm`), but {self._mesh.dp} replicas use rows of their "
+                "own, so that they would not have the same weights any more. Leave `max_norm` out and rescale all rows "
+                "after the optimizer's step (`torch.renorm` in `on_train_batch_end`), or train with one replica."
             )
 
     def _refuse_new_hooks(self) -> None:

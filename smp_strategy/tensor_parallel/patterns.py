@@ -79,7 +79,7 @@ def heads_explained(patterns: Mapping[str, str]) -> Iterator[None]:
         if heads and not isinstance(error, SMPError):
             error.add_note(
                 f"`tensor_parallel` divides {', '.join(f'`{pattern}`' for pattern in heads)}: between the layers that "
-                "it names, code has some of the heads and their features only. Code that counts features in another way "
+                "it names, code has some of the heads and their features only. Code that counts features otherwise "
                 "(`.split(self.n_embd)`, `C // self.n_head`) needs all of them: compute sizes by heads "
                 "(`.chunk(3, -1)`, `.view(B, T, self.n_head, -1)`), or leave the number of heads out of "
                 "`tensor_parallel`, which gathers all heads for it."
