@@ -34,7 +34,7 @@ from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
 from smp_strategy.units import Unit
 
-__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "run_for_real"]
+__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real"]
 
 
 @final
@@ -172,7 +172,7 @@ def _survey(
             leftovers.next_round()
             log.calls.clear()
             try:
-                with seeded(0, device), _untouched(module, units), uses:
+                with seeded(0, device), _untouched(module, units, computes), uses:
                     trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
                     if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
@@ -202,14 +202,22 @@ def _try_another(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callabl
         runtime.survey(step, microbatch, loss_of)
 
 
+def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
+    """Weights that their own layers change as they run: embeddings rescale the rows that are used (``max_norm``)."""
+    inside = [part for unit in units for part in unit.module.modules()]
+    tables = [part for part in inside if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    yield from (table.weight for table in tables if table.max_norm is not None)
+
+
 @contextmanager
-def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
+def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iterator[None]:
     """Undo what the step does to the module (buffers, attributes, and what lists and dicts in attributes hold) and to
     containers in context variables; let it print nothing.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
     """
+    rescaled = {id(table): (table, table.detach().clone()) for table in rescaled_tables(units) if computes}
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
     # Those of other stages, where the module is spread already, cannot change here.
@@ -227,9 +235,9 @@ def _untouched(module: nn.Module, units: Sequence[Unit]) -> Iterator[None]:
             for container, contents in collected:
                 refill(container, contents)
             with torch.no_grad():
-                for buffer, value in buffers:
+                for buffer, value in (*buffers, *rescaled.values()):
                     buffer.copy_(value)
-    changed = {key for key, parameter in placed.items() if parameter._version != versions[key]}
+    changed = {key for key, parameter in placed.items() if parameter._version != versions[key]} - rescaled.keys()
     names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
     if names:
         raise UnsupportedError(

@@ -250,6 +250,8 @@ class Engine(SavedState, Inspection):
         self._kinds.add(kind)
         if kind in ("train", "manual"):
             refuse_trained(self._without_masters, self.config)
+            if is_new:
+                self.layout.refuse_rescaled()
         if self._calls.halves is not None:
             self._calls.halves.refresh()
         if self._calls.runtime is None:

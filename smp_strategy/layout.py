@@ -25,7 +25,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.costs import Costs
 from smp_strategy.decision import decide
 from smp_strategy.delayed import DelayedModule
-from smp_strategy.dry_run import Surroundings, look_for_exposed, run_for_real
+from smp_strategy.dry_run import Surroundings, look_for_exposed, rescaled_tables, run_for_real
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import ProcessMesh
@@ -40,9 +40,11 @@ from smp_strategy.report import render_layout
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
+from smp_strategy.tensor_parallel.patterns import heads_explained
 from smp_strategy.tensor_parallel.report import Report
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.tensor_parallel.watching import read_by_others
 from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
@@ -149,16 +151,17 @@ class Layout:
             self._split_layers(first, optimizers, self._group)
         if self.partition is not None:
             return
-        self.partition, found, self.costs = decide(
-            self._config,
-            self.surroundings(optimizers),
-            self._mesh.shape,
-            first=(first.step, first.microbatch, first.loss_of),
-            given=self._given,
-            chosen=self._recomputed.units,
-            num_parameters=self._num_parameters,
-            measuring=nullcontext if self._group is None else self._group.alone,
-        )
+        with heads_explained(self._config.tensor_parallel or {}):
+            self.partition, found, self.costs = decide(
+                self._config,
+                self.surroundings(optimizers),
+                self._mesh.shape,
+                first=(first.step, first.microbatch, first.loss_of),
+                given=self._given,
+                chosen=self._recomputed.units,
+                num_parameters=self._num_parameters,
+                measuring=nullcontext if self._group is None else self._group.alone,
+            )
         self.treatments = self.partition.treatments
         self._used_by_glue = found.used_by_glue
         self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
@@ -183,6 +186,7 @@ class Layout:
                 self._calls.give_back()
 
         before = None if self._split is None else dict(self._split.cuts)
+        watched = None if self._split is None else self._split.watched
         # Calls must reach the layers as they are afterwards, and not as they were when calls were intercepted.
         self._calls.give_back()
         try:
@@ -193,15 +197,19 @@ class Layout:
                 strict=self._config.tensor_parallel_strict,
                 stream_dim=self._config.stream_dim,
                 run_step=run_step,
+                before=watched,
             )
             self._split = SplitLayers(split, group)
         finally:
             self._calls.intercept(self._units)
         self._delayed.divide(self._split)
         if before is not None and before != self._split.cuts:
+            odd = {id(parameter) for parameter, _ in before.items() ^ self._split.cuts.items()}
+            names = [name for name, parameter in self._module.named_parameters() if id(parameter) in odd]
+            where = f"`{names[0]}` ({self._split.report.why(names[0])})" if names else "Layers"
             raise SMPError(
-                "Layers would be split otherwise than in the last run of this strategy, which optimizers have state "
-                "for: modules or patterns have changed. Use a new strategy object."
+                f"{where} would be split otherwise than in the last run of this strategy, which optimizers have state "
+                "for: modules, patterns, hooks or who reads weights have changed. Use a new strategy object."
             )
 
     @property
@@ -213,13 +221,21 @@ class Layout:
         """Look at a later kind of step, which may use what the first one has not used.
 
         Raises:
-            UnsupportedError: code above the units computes with parts of split layers as if they were whole.
+            UnsupportedError: code above the units computes with parts of split layers as if they were whole, or a hook
+                would, that has been registered since.
         """
+        self._refuse_new_hooks()
         has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
         surroundings = self.surroundings(optimizers)
-        used = look_for_exposed(kind.step, kind.microbatch, surroundings, has_values=has_values).used_by_glue
+
+        def run_step() -> tuple[Tensor, ...]:
+            return look_for_exposed(kind.step, kind.microbatch, surroundings, has_values=has_values).used_by_glue
+
         cuts = {} if self._split is None else self._split.cuts
-        used_parts = {id(tensor) for tensor in used if tensor in cuts}
+        used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
+        if used_parts and has_values:
+            # Code may call a layer that it has not called before: the layer knows what it has.
+            used_parts &= read_by_others(dict(self._module.named_modules()), run_step)
         found = [name for name, parameter in self._module.named_parameters() if id(parameter) in used_parts]
         if found:
             layer = found[0].rpartition(".")[0]
@@ -227,6 +243,32 @@ class Layout:
                 f"Code above the units computes with `{found[0]}`{f' and {len(found) - 1} more' * (len(found) > 1)}, "
                 "of which `tensor_parallel_degree` gives each rank a part. Keep the layer whole "
                 f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
+            )
+
+    def refuse_rescaled(self) -> None:
+        """Training begins.
+
+        Raises:
+            UnsupportedError: replicas would rescale rows of an embedding each in its own way.
+        """
+        tables = {id(table) for table in rescaled_tables(self._units)} if self._mesh.dp > 1 else set[int]()
+        names = [name for name, parameter in self._module.named_parameters() if id(parameter) in tables]
+        if names:
+            raise UnsupportedError(
+                f"`{names[0]}` is rescaled as it is used (`max_norm`), but {self._mesh.dp} replicas use rows of their "
+                "own, so that they would not have the same weights any more. Leave `max_norm` out and rescale all rows "
+                "after the optimizer's step (`torch.renorm` in `on_train_batch_end`), or train with one replica."
+            )
+
+    def _refuse_new_hooks(self) -> None:
+        if self._split is None:
+            return
+        problem = self._split.hook_problem(dict(self._module.named_modules(remove_duplicate=False)))
+        if problem is not None:
+            raise UnsupportedError(
+                f"`tensor_parallel_degree`: {problem}. Register it before the first step (in `__init__` or "
+                "`configure_model`; validation may come before training), which keeps the layer whole, or keep it so "
+                'yourself: `tensor_parallel={"<layer>": "replicate"}`.'
             )
 
     def _agree(self, is_so: bool) -> bool:

@@ -2,9 +2,10 @@
 
 Sources are asked in order, and the first that names a layer decides on it: what the user names (patterns), classes that
 the user has registered, what is known of models, PyTorch's own layers, and pairs found in the step. A block is left out
-where the user has disabled a layer of it, where an earlier source has taken some of its layers, where sizes or numbers
-of heads do not allow it, where a block that it is bonded with is left out, and where a weight in it is tied to a layer
-that is not split alike. Each of these may leave out others, so they are looked at until nothing changes.
+where the user has disabled a layer of it, where hooks would see its parts, where an earlier source has taken some of
+its layers, where sizes or numbers of heads do not allow it, where a block that it is bonded with is left out, and where
+a weight in it is tied to a layer that is not split alike. Each of these may leave out others, so they are looked at
+until nothing changes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import final
 from torch import nn
 
 from smp_strategy.tensor_parallel.families import is_from_transformers
+from smp_strategy.tensor_parallel.hooks import hook_problem
 from smp_strategy.tensor_parallel.plan import Block, How, cut_key, problem_of
 
 __all__ = ["Choice", "choose"]
@@ -69,7 +71,7 @@ def choose(
         if (off := [name for name in layers if name in disabled]) and not _is_whole(block):
             block = block.refused(disabled[off[0]] if len(off) == len(layers) else f"`{off[0]}`: {disabled[off[0]]}")
         block = block.refused(refused[block.name]) if refused and block.name in refused else block
-        problem = problem_of(block, modules, num_ranks)
+        problem = problem_of(block, modules, num_ranks) or hook_problem(block, modules)
         block = block if problem is None else block.refused(problem)
         found.append(block)
         for name in _claims(block, modules):

@@ -163,7 +163,9 @@ def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
 
 
 def _is_table(layer: Any) -> bool:
-    return isinstance(layer, nn.Embedding) or (isinstance(layer, nn.Module) and linear_sizes(layer) is not None)
+    if not isinstance(layer, nn.Module) or layer._parameters.get("weight") is None:
+        return False
+    return isinstance(layer, nn.Embedding) or linear_sizes(layer) is not None
 
 
 def _asked(module: nn.Module, method: str) -> Any:

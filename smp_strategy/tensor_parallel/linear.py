@@ -43,6 +43,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
         num_blocks: int = 1,
         granule: int = 1,
         gather_output: bool = False,
+        looks_whole: bool = False,
         shares_input: bool = False,
         randomness: SplitRandomness | None = None,
     ) -> Self:
@@ -54,6 +55,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
             num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
             granule: outputs that stay together (the size of an attention head).
             gather_output: see the class.
+            looks_whole: see the class; of one block.
             shares_input: see the class.
             randomness: see the class.
 
@@ -67,8 +69,10 @@ class ColumnParallelLinear(ColumnParallelLayer):
             cuts["bias"] = Cut(0, cut.blocks)
         settings = {
             "gather_output": gather_output,
+            "looks_whole": looks_whole,
             "shares_input": shares_input,
-            "randomness": None if gather_output else randomness,
+            # A split tensor knows what is drawn for parts, and what for the whole.
+            "randomness": None if gather_output or looks_whole else randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
         }
@@ -127,11 +131,16 @@ class RowParallelLinear(RowParallelLayer):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = self.weight.t() if self._is_transposed else self.weight
-        if bias is None:
-            return F.linear(x, weight)
-        # The result of `F.linear` with a bias is a view, in which no sum can be taken in place.
-        rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        return torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], len(weight)])
+        return _linear_of_its_own(x, weight, bias)
+
+
+def _linear_of_its_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, whose result with a bias is a view: no sum can be taken in it in place, and autograd Functions must
+    not return one that code after them changes (``nn.ReLU(inplace=True)``)."""
+    if bias is None:
+        return F.linear(x, weight)
+    rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], len(weight)])
 
 
 class _Form(NamedTuple):
@@ -165,7 +174,7 @@ class _Columns(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.group = group
         ctx.later = frozenset()
-        return F.linear(x, weight, bias)
+        return _linear_of_its_own(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -212,7 +221,7 @@ class _ColumnsOfParts(torch.autograd.Function):
         ctx.save_for_backward(part, weight)
         ctx.readers = readers
         readers.left += 1
-        return F.linear(x, weight, bias)
+        return _linear_of_its_own(x, weight, bias)
 
     @staticmethod
     @once_differentiable

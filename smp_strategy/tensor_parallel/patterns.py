@@ -13,15 +13,16 @@ Elsewhere a layer by columns gathers its output, and one by rows cuts its input:
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from smp_strategy.errors import ConfigError
+from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.tensor_parallel.plan import Block, How, linear_sizes
 
-__all__ = ["STYLES", "pattern_blocks"]
+__all__ = ["STYLES", "heads_explained", "pattern_blocks"]
 
 STYLES = ("column", "row", "vocab", "embedding", "replicate", "heads")
 SOURCE = "pattern"
@@ -66,6 +67,24 @@ def pattern_blocks(
             yield _with_heads(parent, split, heads[parent], modules)
         else:
             yield from _by_proof(parent, split, goes_into)
+
+
+@contextmanager
+def heads_explained(patterns: Mapping[str, str]) -> Iterator[None]:
+    """Add to an error of a step that was run in here with some of the heads what it may come from."""
+    try:
+        yield
+    except Exception as error:
+        heads = [pattern for pattern, style in patterns.items() if style == "heads"]
+        if heads and not isinstance(error, SMPError):
+            error.add_note(
+                f"`tensor_parallel` divides {', '.join(f'`{pattern}`' for pattern in heads)}: between the layers that "
+                "it names, code has some of the heads and their features only. Code that counts features otherwise "
+                "(`.split(self.n_embd)`, `C // self.n_head`) needs all of them: compute sizes by heads "
+                "(`.chunk(3, -1)`, `.view(B, T, self.n_head, -1)`), or leave the number of heads out of "
+                "`tensor_parallel`, which gathers all heads for it."
+            )
+        raise
 
 
 def _matched(
@@ -166,7 +185,7 @@ def _by_proof(parent: str, layers: Mapping[str, How], goes_into: Callable[[str, 
     for row in rows:
         columns = [name for name, into in proven.items() if into == row]
         if columns:
-            yield Block(parent, SOURCE, {name: layers[name] for name in (*columns, row)})
+            yield Block(parent, SOURCE, {name: replace(layers[name], looks_whole=True) for name in (*columns, row)})
     for name, how in layers.items():
         if name not in proven and name not in proven.values():
             yield Block(name, SOURCE, {name: replace(how, is_whole_outside=how.style != "vocab")})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
 
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["Block", "How", "Style", "cut_key", "describe", "is_conv1d", "linear_sizes", "problem_of"]
 
@@ -35,6 +35,9 @@ class How:
     """Features that stay together: those of a head."""
     is_whole_outside: bool = False
     """Output that is split otherwise is gathered; input that is expected in parts otherwise is whole."""
+    looks_whole: bool = False
+    """Output that is split is used as if it were whole, and input may be whole: nothing but a look at one step says
+    what is done with them."""
     split_by: Callable[..., nn.Module] | None = field(default=None, compare=False)
     """Splits a layer in place, given the group as its second argument."""
 
@@ -77,12 +80,13 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 def linear_sizes(layer: nn.Module) -> tuple[int, int] | None:
     """Input and output features of a linear layer; ``None`` for other layers."""
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
+    # Not asked for as an attribute: one that is computed from others (a norm of the spectrum) may change by that.
+    weight = layer._parameters.get("weight")
+    if weight is not None and weight.ndim != 2:
         return None
     if isinstance(layer, nn.Linear):
-        return weight.shape[1], weight.shape[0]
-    return (weight.shape[0], weight.shape[1]) if is_conv1d(layer) else None
+        return (layer.in_features, layer.out_features) if weight is None else (weight.shape[1], weight.shape[0])
+    return (weight.shape[0], weight.shape[1]) if weight is not None and is_conv1d(layer) else None
 
 
 def problem_of(block: Block, modules: Mapping[str, nn.Module], num_ranks: int) -> str | None:
@@ -128,7 +132,7 @@ def _length(layer: nn.Module, how: How) -> int | str | None:
     if how.style in ("vocab", "embedding"):
         if not isinstance(layer, nn.Embedding):
             return f"is a {kind}, which has no vocabulary to split"
-        return layer.weight.shape[0 if how.style == "vocab" else 1]
+        return layer.num_embeddings if how.style == "vocab" else layer.embedding_dim
     if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return layer.out_channels if how.style == "column" else layer.in_channels
     sizes = linear_sizes(layer)

@@ -16,6 +16,7 @@ from smp_strategy.tensor_parallel.functions import gather, split, summand
 from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.split_layer import SplitLayer
 from smp_strategy.tensor_parallel.split_parts import Along, InParts
+from smp_strategy.tensor_parallel.split_tensor import SplitTensor
 
 __all__ = ["ColumnParallelLayer", "RowParallelLayer"]
 
@@ -28,6 +29,7 @@ class ColumnParallelLayer(SplitLayer):
 
     Attributes:
         gather_output: whether the result has the outputs of all ranks, and all go on alike.
+        looks_whole: whether the result is a split tensor, which code uses as if it were whole.
         shares_input: whether other layers of the region read the same tensor.
         randomness: what the region draws from, if random numbers are drawn in it.
     """
@@ -35,6 +37,7 @@ class ColumnParallelLayer(SplitLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
     gather_output: bool
+    looks_whole: bool = False
     shares_input: bool
     randomness: SplitRandomness | None
     _features: int
@@ -45,6 +48,9 @@ class ColumnParallelLayer(SplitLayer):
         if self.randomness is not None and self.training:
             self.randomness.enter(x.part if isinstance(x, InParts) else x, self)
         y = self._product(x)
+        if self.looks_whole:
+            (lengths,) = self.cuts["weight"].blocks
+            return SplitTensor.from_part(y, self.group, self._features, lengths)
         return self._gathered(y) if self.gather_output else y
 
     def _product(self, x: Tensor) -> Tensor:

@@ -45,6 +45,10 @@ class Report:
         """Layers that are whole although they have matrices, for other reasons than the user's."""
         return tuple(line for line in self.lines if line.is_skipped)
 
+    def why(self, parameter: str) -> str:
+        """Who says how the layer of ``parameter`` is split, or why it is whole."""
+        return next((line.why for line in self.lines if parameter.startswith(f"{line.name}.")), "not in the report")
+
     def __str__(self) -> str:
         split = sum(line.is_split for line in self.lines)
         title = f"{split} of {len(self.lines)} layers are split over {self.num_ranks} ranks"

@@ -49,11 +49,15 @@ class SplitModule:
         cuts: how parameters are divided; those that are not in here are the same on all ranks.
         report: what became of each layer.
         appearance: what it looked like before.
+        watched: what has been seen in the step.
+        blocks: what is split together.
     """
 
     cuts: Mapping[nn.Parameter, Cut]
     report: Report
     appearance: Appearance
+    watched: Watched
+    blocks: tuple[Block, ...]
     _undo: list[Callable[[], object]] = field(repr=False)
 
     def to_dense(self) -> None:
@@ -70,6 +74,7 @@ def split_layers(
     strict: bool = False,
     stream_dim: int | None = None,
     run_step: Callable[[], Any] | None = None,
+    before: Watched | None = None,
 ) -> SplitModule:
     """Split layers of ``module`` over the ranks of ``group``, in place. All of them call it with the same module.
 
@@ -82,6 +87,7 @@ def split_layers(
             tokens; ``None``: they are not.
         run_step: computes the loss once, to see pairs of linear layers, and who reads weights; ``None``: pairs are not
             looked for, and layers trusted to be the only ones that read their weights.
+        before: what was seen when the module was split before; its pairs are split again, whatever ``run_step`` is.
 
     Raises:
         ConfigError: a pattern matches nothing, its style is unknown, or what it names cannot be split; layers stay
@@ -89,6 +95,7 @@ def split_layers(
     """
     modules = dict(module.named_modules(remove_duplicate=False))
     watched = Watched() if run_step is None or group.size == 1 else watch(modules, run_step)
+    watched = watched if before is None else watched.after(before)
     blocks = [] if group.size == 1 else list(_blocks(modules, patterns or {}, watched))
     refused: dict[str, str] = {}
     while True:
@@ -104,8 +111,8 @@ def split_layers(
                 undo += [SequenceParallel(layers, group, dim=stream_dim).remove for layers in streams.values()]
                 report = replace(report, streams=tuple(streams), stream_dim=stream_dim)
             appearance.compare()
-            return SplitModule(_cuts(module), report, appearance, undo)
-        SplitModule({}, report, appearance, undo).to_dense()
+            return SplitModule(_cuts(module), report, appearance, watched, choice.blocks, undo)
+        SplitModule({}, report, appearance, watched, (), undo).to_dense()
         refused |= failed
 
 
@@ -220,6 +227,8 @@ def _split_features(
     is_conv = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     blocks: dict[str, Any] = {} if is_conv else {"num_blocks": how.num_blocks}
     if how.style == "column":
+        if how.looks_whole:
+            blocks["looks_whole"] = True
         column = ColumnParallelConv if is_conv else ColumnParallelLinear
         column.from_dense(
             layer,
@@ -232,9 +241,8 @@ def _split_features(
         )
     else:
         row = RowParallelConv if is_conv else RowParallelLinear
-        row.from_dense(
-            layer, group, **blocks, granule=how.granule, splits_input=how.is_whole_outside, randomness=randomness
-        )
+        splits_input = how.is_whole_outside or how.looks_whole
+        row.from_dense(layer, group, **blocks, granule=how.granule, splits_input=splits_input, randomness=randomness)
 
 
 def _cuts(module: nn.Module) -> dict[nn.Parameter, Cut]:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.hooks import hook_problem
 from smp_strategy.tensor_parallel.parts import Parts
 from smp_strategy.tensor_parallel.report import Report
 from smp_strategy.tensor_parallel.split import SplitModule
+from smp_strategy.tensor_parallel.watching import Watched
 
 __all__ = ["SplitLayers"]
 
@@ -30,18 +32,25 @@ class SplitLayers:
     Attributes:
         parts: what is split.
         report: what became of each layer.
+        watched: what was seen in the step before.
     """
 
     def __init__(self, module: SplitModule, group: TensorGroup) -> None:
         self._module = module
         self.parts = Parts(module.cuts, group)
         self.report: Report = module.report
+        self.watched: Watched = module.watched
         self._is_dense = False
 
     @property
     def cuts(self) -> Mapping[nn.Parameter, Cut]:
         """How parameters are divided."""
         return self.parts.cuts
+
+    def hook_problem(self, modules: Mapping[str, nn.Module]) -> str | None:
+        """What a hook would see that has come since layers were split; ``modules`` by all of their names."""
+        problems = (hook_problem(block, modules) for block in self._module.blocks)
+        return next((problem for problem in problems if problem is not None), None)
 
     def looking_dense(self) -> AbstractContextManager[None]:
         """In here modules have the classes and the sizes that they had before; their values stay parts."""

@@ -70,6 +70,7 @@ class SplitTensor(InParts):
         return cls.of(functions.split(whole, *along), along)
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

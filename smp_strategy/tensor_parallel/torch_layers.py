@@ -82,6 +82,8 @@ class ParallelMultiheadAttention(SplitLayer):
     bias_v: nn.Parameter | None
     out_proj: RowParallelLinear
     randomness: SplitRandomness
+    _num_own_heads: int
+    """``num_heads`` goes on to be that of all ranks: code that makes a mask for each head asks for it."""
 
     @classmethod
     def from_dense(cls, layer: nn.Module, group: TensorGroup) -> Self:
@@ -104,8 +106,8 @@ class ParallelMultiheadAttention(SplitLayer):
         cuts = {name: cut for name, cut in cuts.items() if getattr(layer, name) is not None}
         randomness = SplitRandomness(group)
         RowParallelLinear.from_dense(layer.out_proj, group, granule=granule, randomness=randomness)
-        sizes = {"num_heads": layer.num_heads // group.size, "_qkv_same_embed_dim": False}
-        return cls._split(layer, group, cuts, sizes, {"randomness": randomness})
+        settings = {"randomness": randomness, "_num_own_heads": layer.num_heads // group.size}
+        return cls._split(layer, group, cuts, {"_qkv_same_embed_dim": False}, settings)
 
     def to_dense(self) -> nn.Module:
         """Be what it was before, in place; all ranks of the group call it. Gradients are dropped."""
@@ -165,7 +167,7 @@ class ParallelMultiheadAttention(SplitLayer):
         return [self._heads(each) for each in found]
 
     def _heads(self, values: Tensor) -> Tensor:
-        return values.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        return values.unflatten(-1, (self._num_own_heads, self.head_dim)).transpose(1, 2)
 
     def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
         """Both masks as numbers to add to the scores: [batch, head, query, key], ones where they are for all."""
@@ -173,8 +175,8 @@ class ParallelMultiheadAttention(SplitLayer):
         if mask is not None:
             found = _as_numbers(mask, q)
             if found.dim() == 3:  # for each head
-                start = self.group.rank * self.num_heads
-                found = found.unflatten(0, (q.shape[0], -1))[:, start : start + self.num_heads]
+                start = self.group.rank * self._num_own_heads
+                found = found.unflatten(0, (q.shape[0], -1))[:, start : start + self._num_own_heads]
         if padding is not None:
             numbers = _as_numbers(padding, q)[:, None, None, :]
             found = numbers if found is None else found + numbers
@@ -198,7 +200,7 @@ class ParallelMultiheadAttention(SplitLayer):
         """What the attention of all heads looks at, the same on all ranks."""
         if average:
             return add_up(shares.mean(1) / self.group.size, self.group)
-        return gather(shares, self.group, 1, [self.num_heads] * self.group.size)
+        return gather(shares, self.group, 1, [self._num_own_heads] * self.group.size)
 
 
 def _as_numbers(mask: Tensor, q: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.stage_tensors import HARMLESS
 from smp_strategy.tensor_parallel.plan import Block, How, linear_sizes
 
-__all__ = ["Pair", "Watched", "pair_blocks", "watch"]
+__all__ = ["Pair", "Watched", "pair_blocks", "read_by_others", "watch"]
 
 _ELEMENTWISE_NAMES = (
     "relu relu_ relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign "
@@ -75,6 +75,13 @@ class Watched:
     readers: Mapping[int, frozenset[str]] = field(default_factory=dict)
     """By ``id`` of a parameter the modules whose code has read it."""
 
+    def after(self, before: "Watched") -> "Watched":
+        """What counts for layers that were split after ``before`` and are to be split in the same way: its pairs, and
+        whoever has read a weight in either."""
+        keys = self.readers.keys() | before.readers.keys()
+        none = frozenset[str]()
+        return Watched(before.pairs, {key: self.readers.get(key, none) | before.readers.get(key, none) for key in keys})
+
 
 def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Watched:
     """Run the step, and look.
@@ -106,6 +113,16 @@ def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Watc
     return Watched(tuple(mode.pairs()), {key: frozenset(found) for key, found in mode.readers.items()})
 
 
+def read_by_others(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> set[int]:
+    """The ``id`` of each parameter that other code reads than that of the module which has it."""
+    readers = watch(modules, run_step).readers.items()
+    return {key for key, names in readers if any(key not in _own(modules[name]) for name in names)}
+
+
+def _own(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters(recurse=False)}
+
+
 def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list[Block]:
     """Blocks of those of ``pairs`` that are worth it: where it gets narrower in between (an adapter) there is little to
     compute, and as much to send as ever."""
@@ -115,7 +132,10 @@ def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list
         if any(size is not None and size[1] < size[0] for size in sizes):
             continue
         parents = {name.rpartition(".")[0] for name in (*pair.columns, pair.row)}
-        layers = {**dict.fromkeys(pair.columns, How("column")), pair.row: How("row")}
+        layers = {
+            **dict.fromkeys(pair.columns, How("column", looks_whole=True)),
+            pair.row: How("row", looks_whole=True),
+        }
         found.append(Block(min(parents, key=len), "found in the step", layers))
     return found
 
@@ -232,4 +252,5 @@ class _Watch(TorchFunctionMode):
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    return isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    is_own = layer._parameters.get("weight") is not None  # and not computed from others, which may change by a question
+    return is_own and isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward

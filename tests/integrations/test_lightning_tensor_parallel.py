@@ -90,3 +90,60 @@ def test_a_schedule_over_all_steps_of_the_run_is_that_of_one_process(layout, tmp
     for found_steps, found in on_ranks(run_warming_up, ranks, tmp_path / "smp", smp):
         assert found_steps == steps == 12
         torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
+
+
+class Hidden:
+    """Steps of other kinds that look at what lies between layers which the first step has shown to be a pair."""
+
+    def validation_step(self, batch, batch_idx):
+        hidden = self.net[:2](batch[0])
+        self.log("spread", hidden.std(-1).mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net[:6](batch[0])
+
+
+def run_hidden(folder, smp):
+    overrides = {name: vars(Hidden)[name] for name in ("validation_step", "predict_step")}
+    loader = toy_loader(shuffle=False)
+    module = toy_module(**overrides)
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(module, loader, loader)
+    spread = float(trainer.callback_metrics["spread"])
+    return spread, trainer.predict(module, toy_loader(shuffle=False))
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_degree": 2, "microbatches": 2}], ids=["2 parts", "stages"])
+def test_steps_of_other_kinds_see_whole_features_between_layers_of_a_pair(options, tmp_path):
+    smp = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2, **options}
+    with quiet():
+        spread, features = run_hidden(tmp_path / "one", None)
+    for found_spread, found in on_ranks(run_hidden, 2 * smp["pipeline_parallel_degree"], tmp_path / "smp", smp):
+        assert found_spread == pytest.approx(spread, rel=1e-5)
+        torch.testing.assert_close(torch.cat(found), torch.cat(features), rtol=1e-5, atol=1e-6)
+
+
+def normalize_gradient(self):
+    self.net[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+def run_hooked(folder, smp, when):
+    module = toy_module(**{when: normalize_gradient})
+    loader = toy_loader(shuffle=False)
+    toy_trainer(folder, smp=smp, max_epochs=1, num_sanity_val_steps=1).fit(module, loader, loader)
+    return module.state_dict()
+
+
+def test_a_hook_on_a_gradient_sees_all_of_it(tmp_path):
+    smp = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
+    with quiet():
+        expected = run_hooked(tmp_path / "one", None, "on_fit_start")
+    for found in on_ranks(run_hooked, 2, tmp_path / "smp", smp, "on_fit_start"):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_hook_on_a_gradient_that_comes_after_layers_are_split_is_refused(tmp_path):
+    smp = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
+    error = r"a hook on the gradient of `net\.0\.weight` would see a part of it. Register it before the first step"
+    with pytest.raises(RuntimeError, match=error):
+        on_ranks(run_hooked, 2, tmp_path, smp, "on_train_start")

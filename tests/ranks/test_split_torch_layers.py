@@ -58,7 +58,8 @@ def attend(name):
     model = copy.deepcopy(dense)
     group = group_of_all()
     split = split_layers(nn.ModuleList([model]), group)
-    assert model.num_heads == 4 // group.size
+    assert model.num_heads == 4, "code that makes a mask for each head asks for it"
+    assert model.out_proj.in_features == 16 // group.size
     sizes = [(QUERY, 16), (KEY, options.get("kdim", 16)), (KEY, options.get("vdim", 16))]
     inputs = [torch.randn(2, length, width) for length, width in sizes]
     if not options.get("batch_first"):

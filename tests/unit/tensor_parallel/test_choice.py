@@ -129,3 +129,55 @@ def test_a_layer_whose_weight_other_code_reads_stays_whole():
     assert choose(modules, blocks, 2, {}, readers=allowed).blocks, "the bias of rows is not cut"
     choice = choose(modules, blocks, 2, {}, readers={weight: frozenset({"up", "head"})})
     assert choice.reasons["down"] == ("a source", "code of `head` reads the weight of `up`")
+
+
+def hook_on_gradient(module):
+    module["up"].weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+def hook_after_backward(module):
+    module["down"].weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def hook_on_layer(module):
+    module["up"].register_forward_hook(lambda layer, given, found: found.norm())
+
+
+def hook_before_layer(module):
+    module["down"].register_forward_pre_hook(lambda layer, given: None)
+
+
+def hook_between(module):
+    module["act"].register_full_backward_hook(lambda layer, given, found: None)
+
+
+@pytest.mark.parametrize(
+    ("register", "reason"),
+    [
+        (hook_on_gradient, "a hook on the gradient of `up.weight` would see a part of it"),
+        (hook_after_backward, "a hook on the gradient of `down.weight` would see a part of it"),
+        (hook_on_layer, "a hook on `up` would see parts of activations"),
+        (hook_before_layer, "a hook on `down` would see parts of activations"),
+        (hook_between, "a hook on `act` would see parts of activations"),
+    ],
+)
+def test_hooks_that_would_see_parts_are_a_reason(register, reason):
+    module = net()
+    module["act"] = nn.ReLU()
+    register(module)
+    assert decide(module, Block("", "a source", UP_DOWN)).reasons["up"] == ("a source", reason)
+
+
+@pytest.mark.parametrize("register", [hook_on_layer, hook_before_layer, hook_between])
+def test_hooks_see_whole_activations_where_parts_look_whole(register):
+    module = net()
+    module["act"] = nn.ReLU()
+    register(module)
+    layers = {"up": How("column", looks_whole=True), "down": How("row", looks_whole=True)}
+    assert split(decide(module, Block("", "a source", layers))) == {"up": "column", "down": "row"}
+
+
+def test_hooks_on_gradients_of_what_stays_whole_see_all_of_them():
+    module = net()
+    module["down"].bias.register_hook(lambda gradient: None)
+    assert split(decide(module, Block("", "a source", UP_DOWN))) == {"up": "column", "down": "row"}

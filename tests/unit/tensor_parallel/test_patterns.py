@@ -1,8 +1,9 @@
 import pytest
+import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.patterns import pattern_blocks
+from smp_strategy.tensor_parallel.patterns import heads_explained, pattern_blocks
 from smp_strategy.tensor_parallel.plan import How
 
 
@@ -35,9 +36,9 @@ def test_columns_that_are_known_to_go_into_rows_are_one_block():
     patterns = {"*.up": "column", "*.gate": "column", "*.down": "row"}
     first, second = blocks_of(net(), patterns, lambda column, row: True)
     assert first.layers == {
-        "layers.0.up": How("column"),
-        "layers.0.gate": How("column"),
-        "layers.0.down": How("row"),
+        "layers.0.up": How("column", looks_whole=True),
+        "layers.0.gate": How("column", looks_whole=True),
+        "layers.0.down": How("row", looks_whole=True),
     }
     assert all(name.startswith("layers.1.") for name in second.layers)
 
@@ -111,3 +112,11 @@ def test_all_mistakes_are_told_at_once():
     with pytest.raises(ConfigError) as error:
         blocks_of(net(), {"*.up": "columns", "*.sideways": "column"})
     assert len(error.value.problems) == 2
+
+
+@pytest.mark.parametrize(("patterns", "is_explained"), [({"*.num_heads": "heads"}, True), ({"*.up": "column"}, False)])
+def test_an_error_of_code_that_has_some_of_the_heads_says_so(patterns, is_explained):
+    with pytest.raises(ValueError, match="not enough values") as caught, heads_explained(patterns):
+        _q, _k, _v = torch.zeros(2, 12).split(8, 1)
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("`tensor_parallel` divides `*.num_heads`" in note for note in notes) == is_explained
