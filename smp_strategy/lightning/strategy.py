@@ -48,6 +48,7 @@ from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
+from smp_strategy.lightning.signature import with_options
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
@@ -78,6 +79,7 @@ class SMPHooks(CheckpointHooks):
         ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
     """
 
+    @with_options
     def __init__(
         self,
         accelerator: Any = None,
