@@ -1,17 +1,24 @@
 """Where gradients go in scripts whose loss is none of one call of the model, against one process."""
 
+import pytest
 import torch
+from accelerate import Accelerator
 from accelerate_checks import (
+    BATCH,
+    FEATURES,
     MICROBATCHES,
     adamw,
     assert_same,
     batches,
     fresh_accelerator,
+    mine,
     on_ranks,
     toy,
     whole_state,
 )
 from torch import nn
+
+from smp_strategy import UnsupportedError
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
 TP2 = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 1, "tensor_parallel": {"blocks.*.0": "column"}}
@@ -46,3 +53,115 @@ def test_with_one_data_rank_what_is_gathered_has_a_history():
         optimizer.zero_grad()
     for smp, ranks in [(PP2, 2), (TP2, 2), (PP2 | {"pipeline_parallel_degree": 1}, 1)]:
         assert_same(on_ranks(gathered, ranks, smp)[0], model.state_dict(), **CLOSE)
+
+
+class Generator(nn.Module):
+    """Makes what the other model takes for data."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh()) for _ in range(4)])
+
+    def forward(self, noise):
+        return self.layers(noise)
+
+
+def generator():
+    torch.manual_seed(1)
+    return Generator()
+
+
+def verdict(judge, samples, targets, *, inside):
+    if inside:
+        return judge(samples, targets)["loss"]
+    return nn.functional.cross_entropy(judge(samples)["logits"], targets)
+
+
+def adversaries(maker, judge, optimizers, batch, backward, *, inside, freezes=False):
+    """A step of the one that judges, and one of the one that makes."""
+    optimizer_of_maker, optimizer_of_judge = optimizers
+    noise = batch["inputs"].flip(-1)
+    fake, wrong = maker(noise), torch.zeros_like(batch["targets"])
+    true = verdict(judge, batch["inputs"], batch["targets"], inside=inside)
+    backward(true + verdict(judge, fake.detach(), wrong, inside=inside))
+    optimizer_of_judge.step()
+    optimizer_of_judge.zero_grad()
+    judge.requires_grad_(not freezes)
+    backward(verdict(judge, fake * 1.0, batch["targets"], inside=inside))
+    judge.requires_grad_(True)
+    optimizer_of_maker.step()
+    optimizer_of_maker.zero_grad()
+    optimizer_of_judge.zero_grad()
+
+
+def adversarial(smp, inside, freezes, both):
+    accelerator = fresh_accelerator(smp)
+    judge, maker = toy(), generator()
+    judge, optimizer = accelerator.prepare(judge, adamw(judge))
+    other = adamw(maker)
+    if both:
+        maker, other = Accelerator().prepare(maker, other)
+    for batch in batches():
+        batch = mine(accelerator, batch)
+        adversaries(maker, judge, (other, optimizer), batch, accelerator.backward, inside=inside, freezes=freezes)
+    return maker.state_dict(), whole_state(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("smp", "ranks", "freezes", "both"),
+    [
+        (PP2, 2, False, False),
+        (PP2, 2, True, True),
+        ({"pipeline_parallel_degree": 1, "microbatches": 2}, 1, True, False),
+        (TP2, 2, False, False),
+        ({"sharded_data_parallel_degree": 2, "microbatches": 2}, 2, False, True),
+        ({"pipeline_parallel_degree": 2, "pipeline": "zb-h1", "microbatches": 4}, 2, False, False),
+    ],
+    ids=["pp2", "pp2 both", "pp1", "tp2", "sdp2 both", "zb"],
+)
+def test_gradients_flow_through_the_model_to_its_input(smp, ranks, freezes, both):
+    for inside in (True, False):
+        judge, maker = toy(), generator()
+        optimizers = adamw(maker), adamw(judge)
+        for batch in batches():
+            adversaries(maker, judge, optimizers, batch, torch.Tensor.backward, inside=inside, freezes=freezes)
+        made, judged = on_ranks(adversarial, ranks, smp, inside, freezes, both)[0]
+        assert_same(judged, judge.state_dict(), **CLOSE)
+        assert_same(made, maker.state_dict(), **CLOSE)
+
+
+def asked_for_inputs_alone():
+    accelerator = fresh_accelerator(PP2)
+    model = accelerator.prepare(toy())
+    batch = batches()[0]
+    inputs = batch["inputs"].requires_grad_()
+    inside = torch.autograd.grad(3 * verdict(model, inputs, batch["targets"], inside=True), inputs)[0]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(UnsupportedError, match=r"`torch\.autograd\.grad`"):
+        torch.autograd.grad(verdict(model, inputs, batch["targets"], inside=False), inputs)
+    logits = model(inputs)["logits"]
+    logits.sum().backward(retain_graph=True)
+    logits.square().sum().backward()
+    return inside, inputs.grad
+
+
+def test_gradients_of_inputs_alone():
+    model, batch = toy(), batches()[0]
+    inputs = batch["inputs"].requires_grad_()
+    inside = torch.autograd.grad(3 * verdict(model, inputs, batch["targets"], inside=True), inputs)[0]
+    logits = model(inputs)["logits"]
+    (logits.sum() + logits.square().sum()).backward()
+    for found in on_ranks(asked_for_inputs_alone, 2):
+        torch.testing.assert_close(found[0], inside, **CLOSE)
+        torch.testing.assert_close(found[1], inputs.grad, **CLOSE)
+
+
+def refused_inputs(smp):
+    accelerator = fresh_accelerator(smp)
+    model = accelerator.prepare(toy())
+    with pytest.raises(UnsupportedError, match="needs a gradient"):
+        model(torch.zeros(BATCH, FEATURES).requires_grad_())
+
+
+def test_inputs_that_could_not_get_gradients_are_refused():
+    on_ranks(refused_inputs, 2, TP2 | {"prescaled_batch": False})
