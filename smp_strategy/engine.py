@@ -13,7 +13,8 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -436,6 +437,17 @@ class Engine(SavedState, Inspection):
         """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
         if self._share is not None:
             self._share.end_update(optimizer)
+        if self._calls.halves is not None:
+            self._calls.halves.refresh()
+
+    @contextmanager
+    def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
+        """In here ``optimizer`` changes weights, but takes no step: it sees those that it updates. Collective."""
+        if self._share is None:
+            yield
+            return
+        with self.views.put_aside(), self._share.changing_weights(optimizer):
+            yield
         if self._calls.halves is not None:
             self._calls.halves.refresh()
 

@@ -49,6 +49,26 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
             engine.end_update(self.optimizer)
         return returned
 
+    def train(self) -> None:
+        """What optimizers have that keep an average of the weights beside them: go on with those to be trained."""
+        self._switch("train", super().train)
+
+    def eval(self) -> None:
+        """Put the average in the place of the weights."""
+        self._switch("eval", super().eval)
+
+    def _switch(self, mode: str, switch: Callable[[], None]) -> None:
+        """Collective, if there is anything to change."""
+        wanted = {group.get("train_mode", mode != "train") for group in self.optimizer.param_groups}
+        if not callable(getattr(self.optimizer, mode, None)) or wanted == {mode == "train"}:
+            return
+        if not self.smp.has_engine:
+            switch()
+            return
+        meet(f"optimizer.{mode}", self.smp.stage_ranks)
+        with self.smp.engine.changing_weights(self.optimizer):
+            switch()
+
     def state_dict(self) -> dict[str, Any]:
         """All of the optimizer's state as one process has it, on global rank 0, and ``{}`` elsewhere. Collective."""
         if not self.smp.has_engine:

@@ -64,6 +64,12 @@ class Unprepared:
                 f"{name} steps with a closure without being prepared, and gradients of a closure are not final. "
                 "Prepare it: `optimizer = accelerator.prepare(optimizer)`."
             )
+        if self._engine.config.shard_optimizer_state and callable(getattr(optimizer, "eval", None)):
+            raise UnsupportedError(
+                f"{name} changes weights in `eval()` and `train()` without being prepared, of which the ranks would "
+                "not hear that do not keep its state (`shard_optimizer_state=True`). Prepare it: `optimizer = "
+                "accelerator.prepare(optimizer)`."
+            )
         self._engine.reduce_gradients()
         self._engine.begin_update(optimizer)
 
