@@ -409,6 +409,10 @@ class Engine(SavedState, Inspection):
             return function(*args, **kwargs)
         return self._calls.runtime.call_with_values(function, args, kwargs, unknown=unknown)
 
+    def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """Let ``watch(unit, call)`` answer calls of units outside of steps; also before the module is spread."""
+        self._calls.outside = watch
+
     # Gradients
 
     def reduce_gradients(self) -> None:

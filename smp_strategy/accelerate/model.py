@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from smp_strategy.accelerate.guesses import Guesses
 from smp_strategy.accelerate.inputs import Inputs
 from smp_strategy.accelerate.items import with_share_of_items
+from smp_strategy.accelerate.methods import Methods
 from smp_strategy.accelerate.outputs import (
     Packed,
     Ready,
@@ -93,9 +94,13 @@ class ModelCalls:
         self._guesses = guesses
         self._check = check
         self._inner: Callable[..., Any] = model.forward
+        # What the next step calls, and whether it may be expected to have gradients.
+        self._called, self._has_gradients = self._inner, True
+        self._methods = Methods(model, engine, self._call_method, lambda: self._is_inside)
         self._own_forward = own_forward
         self._stand_ins = StandIns()
         self._is_inside = False
+        self._name = "forward"
         # Ways to call the model, each with its number and what it returns.
         self._kinds: dict[Any, int] = {}
         self._looks: dict[Any, _Look] = {}
@@ -109,6 +114,8 @@ class ModelCalls:
             if callable(getattr(self.model, name, None)):
                 method = functools.partial(self._run_whole, getattr(self.model, name))
                 self._stand_ins.replace(self.model, method, name)
+        if self._engine.mesh.shape.world_size > 1:
+            self._methods.install(self._stand_ins)
 
     def remove(self) -> None:
         """Let calls reach the model directly again."""
@@ -133,7 +140,18 @@ class ModelCalls:
             return self._train(inputs)
         return self._forward(inputs) if look.is_differentiable else self._evaluate(inputs.call)
 
+    def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
+        """A method that calls parts of the model, the first of them perhaps ``with_gradients``."""
+        self._called, self._name, self._has_gradients = method, name, with_gradients
+        try:
+            return self._call(*call[0], **call[1])
+        finally:
+            self._called, self._name, self._has_gradients = self._inner, "forward", True
+
     def _evaluate(self, call: Any) -> Any:
+        if self._called is not self._inner and self._own_samples is None:
+            # It may return anything, of all samples: an accuracy, say.
+            return self._run_whole(self._called, *call[0], **call[1])
         number = self._kinds.setdefault(self._way_of(call), len(self._kinds))
         with self._inside() as around:
             step = self._step(around, call)
@@ -225,6 +243,7 @@ class ModelCalls:
         if not found:
             # It looks at values, which a dry run does not have.
             trains = bool(inputs) or any(parameter.requires_grad for parameter in self.model.parameters())
+            trains = trains and self._has_gradients
             return _Look(has_loss=trains, is_differentiable=trains)
         self._looks[way] = found[-1]
         return found[-1]
@@ -234,20 +253,20 @@ class ModelCalls:
         args, kwargs = call
         named = ((name, _described(value)) for name, value in sorted(kwargs.items()))
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
-        return self.model.training, is_trained, tuple(map(_described, args)), tuple(named)
+        return self._name, self.model.training, is_trained, tuple(map(_described, args)), tuple(named)
 
     # Inside of steps
 
     def _step(
         self, around: Callable[..., Any], call: Any, inputs: Inputs | None = None, *, only_loss: bool = False
     ) -> Callable[[Any], Packed]:
-        adds_up = self._options.loss_reduction == "sum"
+        adds_up, called = self._options.loss_reduction == "sum", self._called
 
         def step(microbatch: Any) -> Packed:
             args, kwargs = microbatch if inputs is None else inputs.begin(microbatch)
             if not adds_up:
                 kwargs = with_share_of_items(kwargs, microbatch, call)
-            return pack(around(lambda: self._inner(*args, **kwargs)), only_loss=only_loss)
+            return pack(around(lambda: called(*args, **kwargs)), only_loss=only_loss)
 
         return step
 

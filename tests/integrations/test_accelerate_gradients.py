@@ -156,6 +156,109 @@ def test_gradients_of_inputs_alone():
         torch.testing.assert_close(found[1], inputs.grad, **CLOSE)
 
 
+class Several(type(toy())):
+    """Has methods that stand for calls of it."""
+
+    computed = 0
+
+    def encode(self, inputs):
+        hidden = self.inlet(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.outlet(hidden)
+
+    def compute_loss(self, batch, *, scale=1.0):
+        self.computed += 1
+        scale = scale * (0.5 + 0.0 * torch.rand(()))
+        return scale * nn.functional.cross_entropy(self.encode(batch["inputs"]), batch["targets"])
+
+    def twice(self, batch):
+        return self.compute_loss(batch) + self(**batch)["loss"]
+
+    def accuracy(self, batch):
+        with torch.no_grad():
+            return (self.encode(batch["inputs"]).argmax(-1) == batch["targets"]).float().mean().item()
+
+    def describe(self):
+        return f"{type(self).__name__} with {len(self.blocks)} blocks"
+
+
+def several():
+    torch.manual_seed(0)
+    return Several()
+
+
+WAYS = {
+    "loss": lambda model, batch: model.compute_loss(batch, scale=2.0),
+    "result": lambda model, batch: nn.functional.cross_entropy(model.encode(batch["inputs"]), batch["targets"]),
+    "both": lambda model, batch: model(**batch)["loss"] + model.compute_loss(batch),
+    "calls itself": lambda model, batch: model.twice(batch),
+}
+
+
+def by_methods(smp, way):
+    accelerator = fresh_accelerator(smp)
+    model = several()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    data, accuracies = batches(), []
+    assert model.describe() == "Several with 4 blocks"
+    torch.manual_seed(7)
+    for batch in data:
+        accelerator.backward(WAYS[way](model, mine(accelerator, batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        accuracies.append(model.accuracy(batch))
+    return whole_state(accelerator), accuracies
+
+
+@pytest.mark.parametrize(
+    ("smp", "ranks"),
+    [(PP2, 2), ({"sharded_data_parallel_degree": 2, "microbatches": 2}, 2), ({"pipeline_parallel_degree": 1}, 2)],
+    ids=["pp2", "sdp2", "dp2"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_methods_of_the_model_are_steps(way, smp, ranks):
+    model, accuracies = several(), []
+    optimizer = adamw(model)
+    for batch in batches():
+        WAYS[way](model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        accuracies.append(model.accuracy(batch))
+    found = on_ranks(by_methods, ranks, smp, way)
+    assert_same(found[0][0], model.state_dict(), **CLOSE)
+    assert [each for _, each in found] == [accuracies] * ranks
+
+
+def left_as_it_was():
+    """A method that turns out to be a step has counted and drawn nothing before that."""
+    accelerator = fresh_accelerator(PP2)
+    model = accelerator.prepare(several())
+    torch.manual_seed(7)
+    with torch.no_grad():
+        model.compute_loss(batches()[0])
+    return model.computed
+
+
+def parts_alone(smp, way):
+    accelerator = fresh_accelerator(smp)
+    model = several()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    batch = batches()[0]
+    if way == "later":
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+    with pytest.raises(UnsupportedError, match=r"`inlet` .* outside of the prepared model"):
+        model.inlet(batch["inputs"]).sum().backward()
+
+
+def test_gradients_of_parts_alone_are_refused():
+    assert on_ranks(left_as_it_was, 2) == [1, 1]
+    for way in ("at once", "later"):
+        on_ranks(parts_alone, 2, PP2, way)
+        on_ranks(parts_alone, 2, {"pipeline_parallel_degree": 1}, way)
+
+
 def refused_inputs(smp):
     accelerator = fresh_accelerator(smp)
     model = accelerator.prepare(toy())
