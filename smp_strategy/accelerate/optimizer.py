@@ -7,6 +7,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from smp_strategy.accelerate.session import Session
+from smp_strategy.accelerate.syncs import refuse_step_without_sync
 from smp_strategy.meeting import meet
 from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.precision.gradient_scaler import GradientScaler
@@ -34,6 +35,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """Step, if this call ends an accumulation window."""
         if not (self.gradient_state.sync_gradients and self.smp.has_engine):
             return super().step(closure)
+        refuse_step_without_sync(self.smp)
         if closure is not None:
             once = evaluated_once(closure, self.optimizer)
             # What it computes must be final before the optimizer looks at it.

@@ -36,6 +36,7 @@ class Session:
         config: the same, with the number of stages.
         shape: degrees and rank order.
         rank: global rank of this process.
+        syncs_blocked: in how many ``no_sync`` the script is.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks.
@@ -60,6 +61,7 @@ class Session:
             node_size=find_node_size(dp_shard),
         )
         self._timeout = timeout
+        self.syncs_blocked = 0
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None
 

@@ -19,6 +19,7 @@ from smp_strategy.accelerate.processes import tell_of_failures
 from smp_strategy.accelerate.refusals import prepared_elsewhere, refuse_compiled, refuse_foreign, second_model
 from smp_strategy.accelerate.scheduler import SMPScheduler
 from smp_strategy.accelerate.session import Session
+from smp_strategy.accelerate.syncs import give_no_sync, take_no_sync
 from smp_strategy.accelerate.unprepared import Unprepared
 from smp_strategy.engine import Engine
 from smp_strategy.leaving import call_at_exit
@@ -41,7 +42,6 @@ class TrainingHooks(Host):
         self._smp_calls: ModelCalls | None = None
         self._smp_unprepared: Unprepared | None = None
         self._smp_main: nn.Module | None = None
-        self._smp_syncs_blocked = 0
         config = session.config
         self._smp_scaler: GradientScaler | None = None
         if config.fp16 or config.fp16_params:
@@ -105,10 +105,11 @@ class TrainingHooks(Host):
         guesses = Guesses(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,
-            syncs=lambda: self.sync_gradients and not self._smp_syncs_blocked,
+            syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
         self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even, own)
         self._smp_calls.install()
+        give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = Unprepared(
             model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None
         )
@@ -157,11 +158,11 @@ class TrainingHooks(Host):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Calls in here do not end the accumulation window."""
-        self._smp_syncs_blocked += 1
+        self.smp.syncs_blocked += 1
         try:
             yield
         finally:
-            self._smp_syncs_blocked -= 1
+            self.smp.syncs_blocked -= 1
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the scale of the loss, if it was scaled and they are not divided yet. Collective."""
@@ -225,6 +226,7 @@ class TrainingHooks(Host):
         assert self._smp_unprepared is not None
         self._smp_unprepared.end()
         self._smp_calls.remove()
+        take_no_sync(self._smp_calls.model)
         return self.smp.engine
 
     def _smp_leave_spread(self, engine: Engine) -> None:

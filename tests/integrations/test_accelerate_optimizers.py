@@ -1,9 +1,13 @@
 """Optimizers that do more than steps, and steps of models whose gradients come from elsewhere, against one process."""
 
+import contextlib
+
 import pytest
 import torch
+from accelerate.local_sgd import LocalSGD
 from accelerate_checks import (
     MICROBATCHES,
+    adamw,
     assert_same,
     batches,
     fresh_accelerator,
@@ -125,6 +129,63 @@ def on_one_rank():
     call = optimizer.eval if accelerator.is_main_process else accelerator.wait_for_everyone
     with pytest.raises(SMPError, match=r"optimizer\.eval"):
         call()
+
+
+def held_back(smp, way):
+    """Of each two batches the gradients of the first wait, in the ways that scripts have."""
+    accelerator = fresh_accelerator(smp)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    for number, batch in enumerate(batches()):
+        held = model.no_sync() if way == "model" else accelerator.no_sync(model)
+        with held if number % 2 == 0 else contextlib.nullcontext():
+            accelerator.backward(loss_inside(model, mine(accelerator, batch)) / 2)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole_state(accelerator)
+
+
+@pytest.mark.parametrize("smp", [PP2, SDP2], ids=["pp2", "sdp2"])
+@pytest.mark.parametrize("way", ["model", "accelerator"])
+def test_no_sync_accumulates(way, smp):
+    model = toy()
+    plain_loop(model, adamw(model), batches(), window=2)
+    assert_same(on_ranks(held_back, 2, smp, way)[0], model.state_dict(), **CLOSE)
+
+
+def local_sgd(smp):
+    accelerator = fresh_accelerator(smp)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local:
+        for batch in batches():
+            accelerator.backward(loss_inside(model, mine(accelerator, batch)))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    return whole_state(accelerator)
+
+
+def steps_without_sync():
+    accelerator = fresh_accelerator(ZERO1)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    with pytest.raises(UnsupportedError, match=r"Leave it out, .* `gradient_accumulation_steps`"):
+        LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2).__enter__()
+    with model.no_sync():
+        accelerator.backward(loss_inside(model, mine(accelerator, batches()[0])))
+        with pytest.raises(UnsupportedError, match="steps inside of `no_sync`"):
+            optimizer.step()
+    accelerator.free_memory()
+    assert not hasattr(model, "no_sync")
+
+
+def test_local_sgd_of_one_replica_and_of_several():
+    model = toy()
+    plain_loop(model, adamw(model), batches())
+    assert_same(on_ranks(local_sgd, 2, PP2)[0], model.state_dict(), **CLOSE)
+    on_ranks(steps_without_sync, 2)
 
 
 def unprepared():
