@@ -5,8 +5,9 @@ settled here, from the options and the number of ranks alone, and the engine is 
 """
 
 import dataclasses
+from collections.abc import Callable
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from smp_strategy.accelerate.data_groups import DataGroups
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.errors import SMPError
+from smp_strategy.meeting import meet
 from smp_strategy.mesh_shape import MeshShape, check_degree
 from smp_strategy.nodes import find_node_size
 
@@ -82,6 +84,20 @@ class Session:
         self._close_engine()
         self._engine = Engine(self.config, report=self._report, device=self.device, timeout=self._timeout)
         return self._engine
+
+    def with_weights(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` with all weights and gradients in sight, as one process has them. All ranks have to do it.
+
+        For code that goes over the parameters of the model between steps: averages of weights, norms, ties.
+
+        Returns:
+            What ``function`` returns, with real tensors on every rank.
+        """
+        if self._engine is None:
+            return function()
+        meet("accelerator.smp.with_weights", self.stage_ranks)
+        self._engine.reduce_gradients()
+        return self._engine.run_hook(function)
 
     @property
     def data_groups(self) -> DataGroups:

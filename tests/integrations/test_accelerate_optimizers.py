@@ -18,6 +18,7 @@ from accelerate_checks import (
     toy,
     whole_state,
 )
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from smp_strategy import SMPError, UnsupportedError
 
@@ -186,6 +187,53 @@ def test_local_sgd_of_one_replica_and_of_several():
     plain_loop(model, adamw(model), batches())
     assert_same(on_ranks(local_sgd, 2, PP2)[0], model.state_dict(), **CLOSE)
     on_ranks(steps_without_sync, 2)
+
+
+def moved_on(average, shadow, model):
+    """Two averages of weights: PyTorch's, of a copy of the model, and one by hand; and the norm of the gradients."""
+    average.update_parameters(model)
+    with torch.no_grad():
+        for old, new in zip(shadow, model.parameters(), strict=True):
+            old.mul_(0.9).add_(new, alpha=0.1)
+    return torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+
+
+def averages_of(model):
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    return average, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def averaged(smp):
+    accelerator = fresh_accelerator(smp)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    average, shadow = averages_of(accelerator.unwrap_model(model))
+    norms = []
+    for batch in batches():
+        accelerator.backward(loss_inside(model, mine(accelerator, batch)))
+        if accelerator.num_processes > 1:
+            accelerator.smp.with_weights(lambda: None)  # makes gradients final, which is done once
+        optimizer.step()
+        norms.append(accelerator.smp.with_weights(lambda: moved_on(average, shadow, model)))
+        optimizer.zero_grad()
+    with pytest.raises(UnsupportedError, match=r"accelerator\.smp\.with_weights"):
+        average.update_parameters(model)
+    return list(average.module.state_dict().values()), shadow, norms, average(**batches()[0])["loss"].detach()
+
+
+@pytest.mark.parametrize(("smp", "ranks"), [(PP2, 2), (SDP2, 2), (PP2 | SDP2, 4)], ids=["pp2", "sdp2", "pp2 sdp2"])
+def test_averages_of_weights(smp, ranks):
+    model = toy()
+    optimizer = adamw(model)
+    (average, shadow), norms = averages_of(model), []
+    for batch in batches():
+        loss_inside(model, batch).backward()
+        optimizer.step()
+        norms.append(moved_on(average, shadow, model))
+        optimizer.zero_grad()
+    expected = list(average.module.state_dict().values()), shadow, norms, average(**batches()[0])["loss"].detach()
+    for found in on_ranks(averaged, ranks, smp):
+        torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def unprepared():
