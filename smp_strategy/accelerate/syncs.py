@@ -6,10 +6,10 @@ own ways until somebody averages weights (local SGD). That is not offered.
 """
 
 import sys
-import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, final
 
 from torch import nn
 
@@ -28,21 +28,35 @@ def give_no_sync(model: nn.Module, session: Session, no_sync: Callable[[Any], Ab
         no_sync: the Accelerator's.
     """
 
-    def of_model(called: nn.Module) -> AbstractContextManager[None]:
-        if called is not model:  # a copy
-            return nullcontext()
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = _NoSync(session, partial(no_sync, model))
+
+
+@final
+class _NoSync:
+    """Of a copy of the model there is nothing to hold back."""
+
+    def __init__(self, session: Session, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+        self._session = session
+        self._no_sync = no_sync
+
+    def __call__(self) -> AbstractContextManager[None]:
         if (local_sgd := _local_sgd_above()) is not None:
-            if session.num_data_ranks > 1:
+            if self._session.num_data_ranks > 1:
                 raise UnsupportedError(
-                    f"LocalSGD lets {session.num_data_ranks} replicas step with their own gradients and averages their "
-                    "weights now and then, but here gradients are averaged at each step. Leave it out, or give it "
-                    "`enabled=False`; to average more seldom, set `gradient_accumulation_steps`."
+                    f"LocalSGD lets {self._session.num_data_ranks} replicas step with their own gradients and averages "
+                    "their weights now and then, but here gradients are averaged at each step. Leave it out, or give "
+                    "it `enabled=False`; to average more seldom, set `gradient_accumulation_steps`."
                 )
             local_sgd.enabled = False  # one replica is its own average
-        return no_sync(called)
+        return self._no_sync()
 
-    if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = types.MethodType(of_model, model)
+    def __reduce__(self) -> Any:
+        return _of_copy, ()
+
+
+def _of_copy() -> type[nullcontext[None]]:
+    return nullcontext
 
 
 def take_no_sync(model: nn.Module) -> None:

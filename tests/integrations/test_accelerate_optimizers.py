@@ -1,6 +1,7 @@
 """Optimizers that do more than steps, and steps of models whose gradients come from elsewhere, against one process."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -174,6 +175,9 @@ def steps_without_sync():
     model, optimizer = accelerator.prepare(model, adamw(model))
     with pytest.raises(UnsupportedError, match=r"Leave it out, .* `gradient_accumulation_steps`"):
         LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2).__enter__()
+    copied = copy.deepcopy(model)
+    with copied.no_sync():
+        copied(**batches()[0])["loss"].backward()
     with model.no_sync():
         accelerator.backward(loss_inside(model, mine(accelerator, batches()[0])))
         with pytest.raises(UnsupportedError, match="steps inside of `no_sync`"):
