@@ -218,10 +218,13 @@ def averaged(smp):
         if accelerator.num_processes > 1:
             accelerator.smp.with_weights(lambda: None)  # makes gradients final, which is done once
         optimizer.step()
-        norms.append(accelerator.smp.with_weights(lambda: moved_on(average, shadow, model)))
+        with torch.no_grad():
+            norms.append(accelerator.smp.with_weights(lambda: moved_on(average, shadow, model)))
         optimizer.zero_grad()
     with pytest.raises(UnsupportedError, match=r"accelerator\.smp\.with_weights"):
         average.update_parameters(model)
+    with pytest.raises(UnsupportedError, match="without a history"):
+        accelerator.smp.with_weights(lambda: sum(each.square().sum() for each in model.parameters()))
     return list(average.module.state_dict().values()), shadow, norms, average(**batches()[0])["loss"].detach()
 
 
