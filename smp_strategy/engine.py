@@ -13,7 +13,8 @@ Gradients are handed over separately (:meth:`TrainStep.commit`), because in Ligh
 first, then ``zero_grad``, then ``backward``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, final
@@ -410,6 +411,10 @@ class Engine(SavedState, Inspection):
             return function(*args, **kwargs)
         return self._calls.runtime.call_with_values(function, args, kwargs, unknown=unknown)
 
+    def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """Let ``watch(unit, call)`` answer calls of units outside of steps; also before the module is spread."""
+        self._calls.outside = watch
+
     # Gradients
 
     def reduce_gradients(self) -> None:
@@ -438,6 +443,17 @@ class Engine(SavedState, Inspection):
         """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
         if self._share is not None:
             self._share.end_update(optimizer)
+        if self._calls.halves is not None:
+            self._calls.halves.refresh()
+
+    @contextmanager
+    def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
+        """In here ``optimizer`` changes weights, but takes no step: it sees those that it updates. Collective."""
+        if self._share is None:
+            yield
+            return
+        with self.views.put_aside(), self._share.changing_weights(optimizer):
+            yield
         if self._calls.halves is not None:
             self._calls.halves.refresh()
 

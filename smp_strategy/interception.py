@@ -38,6 +38,7 @@ class UnitCalls:
         runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
         leftovers: what units leave in attributes, and who uses it.
         halves: as given.
+        outside: answers calls of units outside of steps, given the unit's name and what they are without it.
         in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
@@ -45,6 +46,7 @@ class UnitCalls:
         self.runtime: Runtime | None = None
         self.leftovers = Leftovers()
         self.halves = halves
+        self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False
         self._parts: PartCalls | None = None
         self._stand_ins = StandIns()
@@ -104,6 +106,11 @@ class UnitCalls:
                 return runs(*args, **kwargs)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.outside is not None and not self._is_in_step:
+                return self.outside(unit.name, lambda: answer(*args, **kwargs))
+            return answer(*args, **kwargs)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
             if self.runtime is None:
                 return original(*args, **kwargs)
             callee = self._callees[unit.name]
@@ -114,6 +121,10 @@ class UnitCalls:
         self._stand_ins.replace(unit.module, forward)
         self._units.append(unit.module)
         hide_backward_hooks(unit.module)
+
+    @property
+    def _is_in_step(self) -> bool:
+        return self.runtime is not None and (self.runtime.is_in_step or self.runtime.is_in_unit)
 
     def recompute_inside(
         self, parts: Mapping[str, tuple[nn.Module, Treatment]], activations: Activations, device: torch.device

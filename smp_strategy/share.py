@@ -217,6 +217,20 @@ class Share:
         if self.sharded is not None:
             self.sharded.hide_pieces()
 
+    @contextmanager
+    def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
+        """See :meth:`smp_strategy.engine.Engine.changing_weights`."""
+        self._try_optimizers([optimizer])
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if self.sharded is not None:
+            self.sharded.show_pieces(parameters)
+        try:
+            with self._state.changing_weights(optimizer), _no_new_states(optimizer):
+                yield
+        finally:
+            if self.sharded is not None:
+                self.sharded.hide_pieces()
+
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See :meth:`smp_strategy.engine.Engine.clip_grad_norm_`."""
         norm = self.reduction.norm(parameters, norm_type)
@@ -302,6 +316,17 @@ def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iter
         for context in contexts:
             stack.enter_context(context())
         yield
+
+
+@contextmanager
+def _no_new_states(optimizer: Optimizer) -> Iterator[None]:
+    """Who asks for a state makes one, also of parameters that this rank does not train."""
+    before = set(optimizer.state)
+    try:
+        yield
+    finally:
+        for parameter in [each for each, state in optimizer.state.items() if not state and each not in before]:
+            del optimizer.state[parameter]
 
 
 def _sharded(

@@ -113,7 +113,8 @@ class Home:
         stages = " and ".join(str(stage) for stage in sorted(self.holders))
         return UnsupportedError(
             f"`{operation}` needs the values of `{self.name}`, which are on stage {stages} and not on stage "
-            f"{self.stage}, that of this rank. Compute with it in a step or in a hook of Lightning; to save the model, "
+            f"{self.stage}, that of this rank. Compute with it in a step, in a hook of Lightning, or in "
+            "`accelerator.smp.with_weights(lambda: ...)` on all ranks; to save the model, "
             "call `trainer.save_checkpoint` or `accelerator.get_state_dict(model)` on all ranks; to have the whole "
             'model after a run, leave `restore_module` at "all".'
         )

@@ -4,6 +4,9 @@ The ranks that read alike speak with one voice: the value of a data rank is that
 exchange theirs and tell the others what they have found. So every rank of the world gets the same answer, even where
 only the main process had something to say (it is a first rank) or where values are those of the rank (a clock), and
 decisions that are taken from it are the same everywhere. It costs one message more than an exchange between all.
+
+What several data ranks exchange has no history, as in Accelerate. With one data rank there is nothing to exchange, and
+a loss of embeddings that were gathered trains them, as with one process: each rank's own tensor gets the gradient.
 """
 
 from collections.abc import Sequence
@@ -13,6 +16,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 __all__ = ["DataGroups"]
 
@@ -53,13 +57,13 @@ class DataGroups:
         return self._among_readers
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all data ranks, one after the other along dim 0; with one data rank just that.
+        """The tensors of all data ranks, one after the other; with one data rank just that, with its history.
 
         Args:
             tensor: of the same shape and dtype on all ranks; without dims it counts as one of shape (1,).
         """
         if self._num == 1:
-            return self._told(tensor)
+            return self._told_with_history(tensor)
         mine = (tensor[None] if tensor.ndim == 0 else tensor).detach().contiguous()
         if self._is_first:
             parts = [torch.empty_like(mine) for _ in range(self._num)]
@@ -68,9 +72,14 @@ class DataGroups:
         return self._told(mine.new_empty((self._num * len(mine), *mine.shape[1:])))
 
     def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
-        """A new tensor: the sum, mean or maximum of those of all data ranks, of the same shape and dtype."""
+        """A new tensor: the sum, mean or maximum of those of all data ranks, of the same shape and dtype.
+
+        With one data rank it has the history of ``tensor``.
+        """
+        if self._num == 1:
+            return self._told_with_history(tensor.clone())
         found = tensor.detach().clone()
-        if self._num > 1 and self._is_first:
+        if self._is_first:
             dist.all_reduce(found, _REDUCTIONS[reduction], group=self._between_firsts)
             if reduction == "mean":
                 found /= self._num
@@ -87,6 +96,12 @@ class DataGroups:
             dist.broadcast_object_list(box, src=self._first, group=self._among_readers)
         return box
 
+    def _told_with_history(self, tensor: Tensor) -> Tensor:
+        if len(self.readers) == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return self._told(tensor)
+        told: Tensor = _InPlaceOf.apply(tensor, self._told(tensor.detach()))  # type: ignore[no-untyped-call]
+        return told
+
     def _told(self, tensor: Tensor) -> Tensor:
         """The tensor of the first of the ranks that read alike."""
         if len(self.readers) == 1:
@@ -95,3 +110,15 @@ class DataGroups:
         found = found.detach().contiguous()
         dist.broadcast(found, src=self._first, group=self._among_readers)
         return found
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """A value that stands for a tensor, which gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

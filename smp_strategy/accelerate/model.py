@@ -22,9 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.accelerate.guesses import Guesses
+from smp_strategy.accelerate.inputs import Inputs
 from smp_strategy.accelerate.items import with_share_of_items
+from smp_strategy.accelerate.methods import Methods
 from smp_strategy.accelerate.outputs import (
     Packed,
+    Ready,
     gradients_come_later,
     is_differentiable,
     loss_in,
@@ -91,9 +94,13 @@ class ModelCalls:
         self._guesses = guesses
         self._check = check
         self._inner: Callable[..., Any] = model.forward
+        # What the next step calls, and whether it may be expected to have gradients.
+        self._called, self._has_gradients = self._inner, True
+        self._methods = Methods(model, engine, self._call_method, lambda: self._is_inside)
         self._own_forward = own_forward
         self._stand_ins = StandIns()
         self._is_inside = False
+        self._name = "forward"
         # Ways to call the model, each with its number and what it returns.
         self._kinds: dict[Any, int] = {}
         self._looks: dict[Any, _Look] = {}
@@ -107,6 +114,8 @@ class ModelCalls:
             if callable(getattr(self.model, name, None)):
                 method = functools.partial(self._run_whole, getattr(self.model, name))
                 self._stand_ins.replace(self.model, method, name)
+        if self._engine.mesh.shape.world_size > 1:
+            self._methods.install(self._stand_ins)
 
     def remove(self) -> None:
         """Let calls reach the model directly again."""
@@ -124,24 +133,39 @@ class ModelCalls:
         self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
-        look = self._look(call, self._way_of(call))
+        way = self._way_of(call)
+        inputs = Inputs(call, self._engine.mesh, reads_alone=self._own_samples is not None)
+        look = self._look(inputs, way)
         if look.has_loss and self.model.training and self._options.loss_in_model is not False:
-            return self._train(call)
-        return self._forward(call) if look.is_differentiable else self._evaluate(call)
+            return self._train(inputs)
+        return self._forward(inputs) if look.is_differentiable else self._evaluate(inputs.call)
+
+    def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
+        """A method that calls parts of the model, the first of them perhaps ``with_gradients``."""
+        self._called, self._name, self._has_gradients = method, name, with_gradients
+        try:
+            return self._call(*call[0], **call[1])
+        finally:
+            self._called, self._name, self._has_gradients = self._inner, "forward", True
 
     def _evaluate(self, call: Any) -> Any:
+        if self._called is not self._inner and self._own_samples is None:
+            # It may return anything, of all samples: an accuracy, say.
+            return self._run_whole(self._called, *call[0], **call[1])
         number = self._kinds.setdefault(self._way_of(call), len(self._kinds))
         with self._inside() as around:
-            result = self._engine.eval_step(self._step(around, call), call, kind=f"evaluation {number}")
+            step = self._step(around, call)
+            result = self._engine.eval_step(step, call, kind=f"evaluation {number}")
         return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
 
-    def _train(self, call: Any) -> Any:
+    def _train(self, inputs: Inputs) -> Any:
+        call = inputs.call
         guesses, parameters = self._guesses, self._engine.share.parameters
         factor = guesses.factor()
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
             result = self._engine.train_step(
-                self._step(around, call, only_loss=self._options.training_outputs == "loss"),
+                self._step(around, call, inputs, only_loss=self._options.training_outputs == "loss"),
                 call,
                 loss_of=_loss_of,
                 factor=factor,
@@ -158,14 +182,16 @@ class ModelCalls:
             guesses.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
-        merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE)
+        ready = Ready(inputs.tensors, inputs.gradients(), factor) if inputs else None
+        merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
 
-    def _forward(self, call: Any) -> Any:
+    def _forward(self, inputs: Inputs) -> Any:
+        call = inputs.call
         with self._inside() as around:
-            step = self._engine.forward_step(self._step(around, call), call)
+            step = self._engine.forward_step(self._step(around, call, inputs), call)
         own = self._own_samples
-        return self._own(gradients_come_later(step, None if own is None else own.averaged), call, step.sizes)
+        return self._own(gradients_come_later(step, inputs, None if own is None else own.averaged), call, step.sizes)
 
     @property
     def _own_samples(self) -> OwnSamples | None:
@@ -193,14 +219,14 @@ class ModelCalls:
             raise
         return result.outputs[0]
 
-    def _look(self, call: Any, way: Any) -> _Look:
-        """What the model returns for ``call``; all ranks come here for the same calls."""
+    def _look(self, inputs: Inputs, way: Any) -> _Look:
+        """What the model returns for ``inputs``; all ranks come here for the same calls."""
         if way in self._looks:
             return self._looks[way]
         found: list[_Look] = []
 
         def step_with(around: Callable[..., Any]) -> Callable[[Any], Any]:
-            step = self._step(around, call)
+            step = self._step(around, inputs.call, inputs)
 
             def looked_at(microbatch: Any) -> Any:
                 packed = step(microbatch)
@@ -213,10 +239,11 @@ class ModelCalls:
         with self._inside() as around:
             for _ in range(2):  # the first one may be without a look: where the partition is known, say
                 if not found:
-                    self._engine.look(step_with(around), call, loss_of=_loss_of)
+                    self._engine.look(step_with(around), inputs.call, loss_of=_loss_of)
         if not found:
             # It looks at values, which a dry run does not have.
-            trains = any(parameter.requires_grad for parameter in self.model.parameters())
+            trains = bool(inputs) or any(parameter.requires_grad for parameter in self.model.parameters())
+            trains = trains and self._has_gradients
             return _Look(has_loss=trains, is_differentiable=trains)
         self._looks[way] = found[-1]
         return found[-1]
@@ -225,18 +252,21 @@ class ModelCalls:
         """What calls have in common that take the same path, and return the same kind of result."""
         args, kwargs = call
         named = ((name, _described(value)) for name, value in sorted(kwargs.items()))
-        return self.model.training, tuple(map(_described, args)), tuple(named)
+        is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
+        return self._name, self.model.training, is_trained, tuple(map(_described, args)), tuple(named)
 
     # Inside of steps
 
-    def _step(self, around: Callable[..., Any], call: Any, *, only_loss: bool = False) -> Callable[[Any], Packed]:
-        adds_up = self._options.loss_reduction == "sum"
+    def _step(
+        self, around: Callable[..., Any], call: Any, inputs: Inputs | None = None, *, only_loss: bool = False
+    ) -> Callable[[Any], Packed]:
+        adds_up, called = self._options.loss_reduction == "sum", self._called
 
         def step(microbatch: Any) -> Packed:
-            args, kwargs = microbatch
+            args, kwargs = microbatch if inputs is None else inputs.begin(microbatch)
             if not adds_up:
                 kwargs = with_share_of_items(kwargs, microbatch, call)
-            return pack(around(lambda: self._inner(*args, **kwargs)), only_loss=only_loss)
+            return pack(around(lambda: called(*args, **kwargs)), only_loss=only_loss)
 
         return step
 
@@ -269,4 +299,6 @@ def _loss_of(packed: Packed) -> Tensor | None:
 
 
 def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return type(value).__qualname__, value.requires_grad
     return value if value is None or isinstance(value, (bool, str)) else type(value).__qualname__

@@ -7,6 +7,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from smp_strategy.accelerate.session import Session
+from smp_strategy.accelerate.syncs import refuse_step_without_sync
 from smp_strategy.meeting import meet
 from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.precision.gradient_scaler import GradientScaler
@@ -34,6 +35,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """Step, if this call ends an accumulation window."""
         if not (self.gradient_state.sync_gradients and self.smp.has_engine):
             return super().step(closure)
+        refuse_step_without_sync(self.smp)
         if closure is not None:
             once = evaluated_once(closure, self.optimizer)
             # What it computes must be final before the optimizer looks at it.
@@ -48,6 +50,26 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
             returned = super().step(closure)
             engine.end_update(self.optimizer)
         return returned
+
+    def train(self) -> None:
+        """What optimizers have that keep an average of the weights beside them: go on with those to be trained."""
+        self._switch("train", super().train)
+
+    def eval(self) -> None:
+        """Put the average in the place of the weights."""
+        self._switch("eval", super().eval)
+
+    def _switch(self, mode: str, switch: Callable[[], None]) -> None:
+        """Collective, if there is anything to change."""
+        wanted = {group.get("train_mode", mode != "train") for group in self.optimizer.param_groups}
+        if not callable(getattr(self.optimizer, mode, None)) or wanted == {mode == "train"}:
+            return
+        if not self.smp.has_engine:
+            switch()
+            return
+        meet(f"optimizer.{mode}", self.smp.stage_ranks)
+        with self.smp.engine.changing_weights(self.optimizer):
+            switch()
 
     def state_dict(self) -> dict[str, Any]:
         """All of the optimizer's state as one process has it, on global rank 0, and ``{}`` elsewhere. Collective."""

@@ -11,16 +11,18 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from smp_strategy.accelerate.inputs import Inputs
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.forward_step import ForwardStep
 from smp_strategy.pipeline.microbatch import merge
 from smp_strategy.step_results import loss_that_commits
 from smp_strategy.trace.tree import flatten
 
-__all__ = ["LeftBehind", "Packed", "gradients_come_later", "is_differentiable", "loss_in", "pack", "with_loss"]
+__all__ = ["LeftBehind", "Packed", "Ready", "gradients_come_later", "is_differentiable", "loss_in", "pack", "with_loss"]
 
 
 class Packed(NamedTuple):
@@ -109,8 +111,24 @@ def is_differentiable(packed: Packed) -> bool:
     return bool(packed.places)
 
 
+class Ready(NamedTuple):
+    """Gradients that there are before anybody asks for them."""
+
+    of: Sequence[Tensor]
+    """What the model was called with."""
+    gradients: Sequence[Tensor]
+    factor: float
+    """What the loss was multiplied by."""
+
+
 def with_loss(
-    outputs: Sequence[Packed], sizes: Sequence[int], loss: Tensor, commit: Callable[[Tensor], None], *, remedy: str
+    outputs: Sequence[Packed],
+    sizes: Sequence[int],
+    loss: Tensor,
+    commit: Callable[[Tensor], None],
+    *,
+    remedy: str,
+    inputs: Ready | None = None,
 ) -> Any:
     """The merged result of a step whose backward has run; the loss in it hands the gradients over.
 
@@ -120,6 +138,7 @@ def with_loss(
         loss: over all of them.
         commit: adds gradients times the given number to ``.grad``.
         remedy: for those who want gradients of other results.
+        inputs: with which backward goes on.
     """
 
     def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
@@ -131,14 +150,17 @@ def with_loss(
     leaves, structure = flatten(merged)
     place = loss_in(merged)
     handed = loss_that_commits(loss, _once(commit))
+    if inputs is not None:
+        handed = _GoesOn.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
 
 
-def gradients_come_later(step: ForwardStep, combine: Callable[[Tensor], Tensor] | None = None) -> Any:
+def gradients_come_later(step: ForwardStep, inputs: Inputs, combine: Callable[[Tensor], Tensor] | None = None) -> Any:
     """The merged result of a step whose backward runs when gradients come.
 
     Args:
         step: has run forward.
+        inputs: with which backward goes on.
         combine: makes the gradients of a result out of those that the ranks of a replica have, if they differ.
     """
     places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
@@ -146,13 +168,15 @@ def gradients_come_later(step: ForwardStep, combine: Callable[[Tensor], Tensor] 
     leaves = [flatten(packed)[0] for packed in step.outputs]
     found = [leaves[number][place] for number, place in places]
 
-    def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+    def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor]:
         given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
         for (number, place), gradient in zip(places, gradients, strict=True):
             given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
         step.backward(given, retain_graph=retain_graph)
+        return inputs.gradients() if inputs else []
 
-    later = iter(_Later.apply(_anchor(found), run, *found))  # type: ignore[no-untyped-call]
+    anchor = _anchor(found)
+    later = iter(_Later.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
     return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
 
 
@@ -200,16 +224,35 @@ class _Ended(torch.autograd.Function):
         )
 
 
-class _Later(torch.autograd.Function):
+class _GoesOn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, anchor: Tensor, run: Any, *leaves: Tensor) -> Any:
-        ctx.run = run  # type: ignore[attr-defined]
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.detach() for leaf in leaves)
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], factor: float, *inputs: Tensor) -> Tensor:
+        ctx.gradients, ctx.factor = gradients, loss.new_tensor(factor)
+        return loss.view_as(loss)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        scale = gradient / ctx.factor
+        return gradient, None, None, *(each * scale for each in ctx.gradients)
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
+        ctx.run, ctx.anchor, ctx.num_results = run, get_gradient_edge(anchor).node, len(tensors) - num_inputs
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.detach() for leaf in tensors[num_inputs:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not torch._C._will_engine_execute_node(ctx.anchor):
+            raise UnsupportedError(
+                "`torch.autograd.grad` asks for the gradient of what the model was called with, and for none of its "
+                "parameters, which get theirs in the same backward. Call `backward` and look at `.grad` of the input, "
+                "and set those of the parameters to zero before they are trained."
+            )
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.run(gradients, retain_graph=retain_graph)  # type: ignore[attr-defined]
-        return None, None, *(None for _ in gradients)
+        of_inputs = ctx.run(gradients, retain_graph=retain_graph)
+        return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

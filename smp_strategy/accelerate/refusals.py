@@ -135,8 +135,9 @@ def second_model(model: nn.Module, first: nn.Module) -> UnsupportedError:
     which = "another" if kinds[0] == kinds[1] else "a"
     return UnsupportedError(
         f"This Accelerator already spreads a {kinds[1]}, and {which} {kinds[0]} is prepared: there can be one such "
-        "model. Put modules that are trained together into one `nn.Module`; freeze one that is not trained, or call "
-        "`prepare_model(..., evaluation_mode=True)` for it, so that every rank keeps the whole of it; or call "
+        "model. Put modules that are trained together into one `nn.Module`, or prepare each of them, with its "
+        "optimizer, with an Accelerator of its own (`Accelerator().prepare(...)`); freeze one that is not trained, or "
+        "call `prepare_model(..., evaluation_mode=True)` for it, so that every rank keeps the whole of it; or call "
         "`accelerator.free_memory()` when the first one is done with."
     )
 

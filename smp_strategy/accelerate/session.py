@@ -5,18 +5,22 @@ settled here, from the options and the number of ranks alone, and the engine is 
 """
 
 import dataclasses
+from collections.abc import Callable
 from datetime import timedelta
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from smp_strategy.accelerate.data_groups import DataGroups
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.errors import SMPError
+from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.meeting import meet
 from smp_strategy.mesh_shape import MeshShape, check_degree
 from smp_strategy.nodes import find_node_size
+from smp_strategy.trace.tree import flatten
 
 __all__ = ["Session"]
 
@@ -36,6 +40,7 @@ class Session:
         config: the same, with the number of stages.
         shape: degrees and rank order.
         rank: global rank of this process.
+        syncs_blocked: in how many ``no_sync`` the script is.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks.
@@ -60,6 +65,7 @@ class Session:
             node_size=find_node_size(dp_shard),
         )
         self._timeout = timeout
+        self.syncs_blocked = 0
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None
 
@@ -80,6 +86,30 @@ class Session:
         self._close_engine()
         self._engine = Engine(self.config, report=self._report, device=self.device, timeout=self._timeout)
         return self._engine
+
+    def with_weights(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` with all weights and gradients in sight, as one process has them. All ranks have to do it.
+
+        For code that goes over the parameters of the model between steps: averages of weights, norms, ties.
+
+        Returns:
+            What ``function`` returns, with real tensors on every rank.
+
+        Raises:
+            UnsupportedError: gradients might be expected to flow through that.
+        """
+        if self._engine is None:
+            return function()
+        meet("accelerator.smp.with_weights", self.stage_ranks)
+        self._engine.reduce_gradients()
+        found = self._engine.run_hook(function)
+        if torch.is_grad_enabled() and any(_is_floating(leaf) for leaf in flatten(found)[0]):
+            raise UnsupportedError(
+                "What the function of `with_weights` returns comes out without a history: a loss that it is added to "
+                "would not train the weights for it. Call `with_weights` under `torch.no_grad()` if that is right; "
+                "compute a penalty for weights in the `forward` of the model, or use `weight_decay` of the optimizer."
+            )
+        return found
 
     @property
     def data_groups(self) -> DataGroups:
@@ -141,3 +171,7 @@ def _with_degree(config: SMPConfig, world_size: int) -> SMPConfig:
     others = config.shard_optimizer_state or config.sharded_data_parallel_degree * config.tensor_parallel_degree > 1
     degree = 1 if others else world_size
     return dataclasses.replace(config, pipeline_parallel_degree=degree, microbatches=config.num_microbatches(degree))
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()

@@ -15,10 +15,12 @@ from smp_strategy.accelerate.guesses import Guesses
 from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.model import CallOptions, ModelCalls
 from smp_strategy.accelerate.optimizer import SMPOptimizer, unwrapped
+from smp_strategy.accelerate.places import Place
 from smp_strategy.accelerate.processes import tell_of_failures
 from smp_strategy.accelerate.refusals import prepared_elsewhere, refuse_compiled, refuse_foreign, second_model
 from smp_strategy.accelerate.scheduler import SMPScheduler
 from smp_strategy.accelerate.session import Session
+from smp_strategy.accelerate.syncs import give_no_sync, take_no_sync
 from smp_strategy.accelerate.unprepared import Unprepared
 from smp_strategy.engine import Engine
 from smp_strategy.leaving import call_at_exit
@@ -40,8 +42,7 @@ class TrainingHooks(Host):
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
         self._smp_calls: ModelCalls | None = None
         self._smp_unprepared: Unprepared | None = None
-        self._smp_main: nn.Module | None = None
-        self._smp_syncs_blocked = 0
+        self._smp_models = Place()
         config = session.config
         self._smp_scaler: GradientScaler | None = None
         if config.fp16 or config.fp16_params:
@@ -72,9 +73,8 @@ class TrainingHooks(Host):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare all of ``args``, in any order; the model is spread over the ranks when it is called first."""
         models = [each for each in args if isinstance(each, nn.Module)]
-        trained = [model for model in models if _is_trained(model)]
-        if self._smp_calls is None and len(trained) == 1:
-            self._smp_main = trained[0]  # whatever the order: the others are kept whole
+        optimizers = unwrapped(each for each in args if isinstance(each, Optimizer))
+        self._smp_models.begin(models, optimizers, unwrapped(self._optimizers))
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -86,10 +86,7 @@ class TrainingHooks(Host):
                 raise prepared_elsewhere(model)
             return model
         refuse_compiled(model)
-        main = self._smp_main if self._smp_calls is None else self._smp_calls.model
-        is_other = main is not None and main is not model
-        if main is not None and is_other and _is_trained(model) and not evaluation_mode:
-            raise second_model(model, main)
+        is_other = self._smp_is_other(model, evaluation_mode)
         restore_left(model)
         own = vars(model).get("forward")
         # Only placement and autocast: what Accelerate does for several processes is not for ours.
@@ -98,6 +95,7 @@ class TrainingHooks(Host):
             # What has no values yet gets them where they belong.
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         if is_other:
+            self._smp_models.others.append(model)
             return model
         vars(model).pop("_original_forward", None)  # by which Accelerate would take our `forward` away as well
         engine = self.smp.make_engine()
@@ -105,15 +103,43 @@ class TrainingHooks(Host):
         guesses = Guesses(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,
-            syncs=lambda: self.sync_gradients and not self._smp_syncs_blocked,
+            syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
         self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even, own)
         self._smp_calls.install()
+        give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = Unprepared(
-            model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None
+            model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
         )
         self._smp_attach()
         return model
+
+    def _smp_is_other(self, model: nn.Module, evaluation_mode: bool) -> bool:
+        """Whether ``model`` is kept whole on every rank. One that is spread already may give way to it. Collective."""
+        models, holder = self._smp_models, None if self._smp_calls is None else self._smp_calls.model
+        if next(model.parameters(), None) is None:
+            return True
+        if evaluation_mode:
+            models.evaluates(model)
+        prepared, first = unwrapped(self._optimizers), holder or models.chosen
+        if models.may_stay_whole(model, prepared):
+            return first not in (None, model)
+        if holder is not None and models.may_stay_whole(holder, prepared) and not _on_meta(holder):
+            engine = self._smp_remove()
+            assert engine is not None
+            engine.restore_everywhere()
+            engine.detach()
+            self._smp_leave_spread(engine)
+            models.others.append(holder)
+        elif first is not None and first is not model:
+            raise second_model(model, first)
+        return False
+
+    def _smp_refuse(self, optimizer: Optimizer) -> None:
+        """Models that are whole are averaged over no replicas."""
+        other = self._smp_models.other_of(optimizer)
+        if self.smp.num_data_ranks > 1 and other is not None and self._smp_calls is not None:
+            raise second_model(other, self._smp_calls.model)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Wrap ``optimizer``."""
@@ -157,11 +183,11 @@ class TrainingHooks(Host):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Calls in here do not end the accumulation window."""
-        self._smp_syncs_blocked += 1
+        self.smp.syncs_blocked += 1
         try:
             yield
         finally:
-            self._smp_syncs_blocked -= 1
+            self.smp.syncs_blocked -= 1
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Divide gradients by the scale of the loss, if it was scaled and they are not divided yet. Collective."""
@@ -206,6 +232,7 @@ class TrainingHooks(Host):
         """Let go of everything that is prepared; the model, if it is prepared again, is whole again."""
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)
+        self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
             engine.detach(failed=True)  # as if: nobody may need the values, and restoring them takes memory
             self._smp_leave_spread(engine)
@@ -213,6 +240,7 @@ class TrainingHooks(Host):
 
     def end_training(self) -> None:
         """End trackers, and make the model an ordinary one again, where `restore_module` says. Collective."""
+        self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
             engine.detach()
             self._smp_leave_spread(engine)
@@ -225,6 +253,7 @@ class TrainingHooks(Host):
         assert self._smp_unprepared is not None
         self._smp_unprepared.end()
         self._smp_calls.remove()
+        take_no_sync(self._smp_calls.model)
         return self.smp.engine
 
     def _smp_leave_spread(self, engine: Engine) -> None:
@@ -232,7 +261,7 @@ class TrainingHooks(Host):
         if engine.is_spread:
             leave_spread(self._smp_calls.model, engine)
             self.smp.let_go()
-        self._smp_calls = self._smp_unprepared = self._smp_main = None
+        self._smp_calls = self._smp_unprepared = None
         self.smp.close()
 
     def _smp_leave(self) -> None:
@@ -245,8 +274,8 @@ class TrainingHooks(Host):
         gc.collect()
 
 
-def _is_trained(model: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in model.parameters())
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Any]:

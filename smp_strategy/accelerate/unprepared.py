@@ -27,6 +27,7 @@ class Unprepared:
         engine: spreads it.
         prepared: the optimizers for which all is done elsewhere.
         is_scaled: whether gradients are multiplied, which only a prepared optimizer undoes.
+        check: is told of any optimizer of the process that is about to step.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class Unprepared:
         engine: Engine,
         prepared: Callable[[], Iterable[Optimizer]],
         is_scaled: Callable[[], bool],
+        check: Callable[[Optimizer], None],
     ) -> None:
         self._parameters = {id(parameter) for parameter in model.parameters()}
         self._engine = engine
         self._prepared = prepared
         self._is_scaled = is_scaled
+        self._check = check
         self._handles = [
             register_optimizer_step_pre_hook(self._begin),
             register_optimizer_step_post_hook(self._end),
@@ -51,6 +54,7 @@ class Unprepared:
             handle.remove()
 
     def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._check(optimizer)
         if not self._concerns(optimizer):
             return
         name = type(optimizer).__name__
@@ -63,6 +67,12 @@ class Unprepared:
             raise UnsupportedError(
                 f"{name} steps with a closure without being prepared, and gradients of a closure are not final. "
                 "Prepare it: `optimizer = accelerator.prepare(optimizer)`."
+            )
+        if self._engine.config.shard_optimizer_state and callable(getattr(optimizer, "eval", None)):
+            raise UnsupportedError(
+                f"{name} changes weights in `eval()` and `train()` without being prepared, of which the ranks would "
+                "not hear that do not keep its state (`shard_optimizer_state=True`). Prepare it: `optimizer = "
+                "accelerator.prepare(optimizer)`."
             )
         self._engine.reduce_gradients()
         self._engine.begin_update(optimizer)

@@ -12,6 +12,7 @@ user's hooks look at gradients all replicas keep them until the step.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import final
 
@@ -120,6 +121,22 @@ class StateSharding:
         for shares in self._rounds(self._dealt_out(optimizer)):
             self._pass_on(shares)
 
+    @contextmanager
+    def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
+        """In here ``optimizer`` may change weights for which it has a state. Collective over the replicas."""
+        self.arrivals.wait()
+        members = self._dealt_out(optimizer, also_frozen=True)
+        versions = [each._version for each in members]
+        yield
+        if not members:
+            return
+        changed = any(each._version != version for each, version in zip(members, versions, strict=True))
+        # Most calls change nothing: who is told to train in each step does so already.
+        is_new = torch.tensor(float(changed), device=members[0].device)
+        dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self._mesh.dp_group)
+        for shares in self._rounds(members) if is_new else ():
+            self._pass_on(shares)
+
     def _pass_on(self, shares: Sequence[Sequence[nn.Parameter]]) -> None:
         sizes = [sum(parameter.numel() for parameter in share) for share in shares]
         example = next(parameter for share in shares for parameter in share)
@@ -141,13 +158,13 @@ class StateSharding:
     def _owner(self, parameter: Tensor) -> int:
         return self.owner(parameter, self._mesh.stage)
 
-    def _dealt_out(self, optimizer: Optimizer) -> list[nn.Parameter]:
+    def _dealt_out(self, optimizer: Optimizer, *, also_frozen: bool = False) -> list[nn.Parameter]:
         """The parameters that one replica updates and the others wait for, in the order in which they are used."""
         if not self.is_on:
             return []
         given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         local = self._ownership.local_parameters(self._mesh.stage)
-        return [parameter for parameter in local if parameter.requires_grad and parameter in given]
+        return [parameter for parameter in local if parameter in given and (also_frozen or parameter.requires_grad)]
 
     def _rounds(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[list[nn.Parameter]]]:
         """Parameters that travel together, of one dtype: for each replica those that it owns."""

@@ -40,6 +40,8 @@ def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> 
     for member in members:
         _fill(memo[id(member)], member, memo)
         _begin_state(memo[id(member)])
+        if callable(begin := getattr(memo[id(member)], "train", None)):  # it may be evaluating just now
+            begin()
     twin: Optimizer = memo[id(optimizer)]
     return twin
 

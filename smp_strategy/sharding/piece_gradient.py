@@ -97,6 +97,7 @@ def _fit(leaves: Iterable[Any]) -> bool:
 def _refusal(operation: str, gradient: Tensor) -> UnsupportedError:
     return UnsupportedError(
         f"`{operation}` of a gradient of shape {list(gradient.shape)}, which is spread over ranks "
-        "(`sharded_data_parallel_degree`), needs all of it. Do it in a hook of Lightning, where gradients are whole; "
+        "(`sharded_data_parallel_degree`), needs all of it. Do it in a hook of Lightning or "
+        "`accelerator.smp.with_weights(lambda: ...)` on all ranks, where gradients are whole; "
         "to clip by the norm, use `gradient_clip_val`, or `engine.clip_grad_norm_`."
     )

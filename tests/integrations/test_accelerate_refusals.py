@@ -148,6 +148,73 @@ def test_a_frozen_model_beside_the_trained_one_stays_whole(at_once):
     assert_same(on_ranks(with_a_teacher, 2, at_once)[0], model.state_dict(), rtol=1e-5, atol=1e-6)
 
 
+class Criterion(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, outputs, wanted):
+        return nn.functional.mse_loss(outputs["logits"], wanted)
+
+
+def beside_others(way, smp):
+    accelerator = fresh_accelerator(smp)
+    torch.manual_seed(5)
+    teacher, model, criterion = Toy(), toy(), accelerator.prepare(Criterion())
+    optimizer = adamw(model)
+    if way == "frozen":
+        teacher = accelerator.prepare(teacher.requires_grad_(False))
+    elif way == "used":
+        teacher = accelerator.prepare(teacher.eval())
+        with torch.no_grad():
+            teacher(batches()[0]["inputs"])
+    elif way == "evaluation_mode":
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    elif way == "both in evaluation mode":
+        model.eval()
+        teacher, model, optimizer = accelerator.prepare(teacher.eval(), model, optimizer)
+        model.train()
+    if way != "both in evaluation mode":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for batch in batches():
+        batch = mine(accelerator, batch)
+        with torch.no_grad():
+            wanted = teacher(batch["inputs"])["logits"]
+        accelerator.backward(criterion(model(batch["inputs"]), wanted))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(parameter.numel() for parameter in teacher.parameters())
+    return whole_state(accelerator)
+
+
+@pytest.mark.parametrize("smp", [PP2, {"sharded_data_parallel_degree": 2, "microbatches": 2}], ids=["pp2", "sdp2"])
+@pytest.mark.parametrize("way", ["frozen", "used", "evaluation_mode", "both in evaluation mode"])
+def test_the_trained_model_is_spread_whatever_comes_first(way, smp):
+    torch.manual_seed(5)
+    teacher, model = Toy(), toy()
+    optimizer = adamw(model)
+    for batch in batches():
+        with torch.no_grad():
+            wanted = teacher(batch["inputs"])["logits"]
+        Criterion()(model(batch["inputs"]), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(on_ranks(beside_others, 2, way, smp)[0], model.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def trained_after_all():
+    accelerator = fresh_accelerator({"sharded_data_parallel_degree": 2})
+    teacher, model = toy().eval(), Toy()
+    teacher, model = accelerator.prepare(teacher), accelerator.prepare(model)
+    teacher(**batches()[0])["loss"].backward()
+    with pytest.raises(UnsupportedError, match="one such model"):
+        adamw(teacher).step()
+    accelerator.free_memory()
+    assert "no_sync" in vars(accelerator.prepare(teacher))  # which is the one that is spread now
+
+
+def test_a_model_that_is_not_spread_is_not_trained():
+    on_ranks(trained_after_all, 2)
+
+
 def in_any_way(way, smp):
     accelerator = fresh_accelerator(smp)
     model = toy()
