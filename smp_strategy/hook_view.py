@@ -39,11 +39,9 @@ from smp_strategy.whole_view import PartsInSight, WholeView
 
 __all__ = ["HookView", "Views"]
 
-_READS = frozenset(
-    {
-        *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__"),
-        *("__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
-    }
+_READS = (
+    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__"),
+    *("__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
 )
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -241,8 +239,7 @@ class HookView:
         if foreseen is None:
             return self._with_values(func, leaves, structure)
         made = self._run(func, name, leaves, structure, holders)
-        is_here = self._mesh.stage in holders
-        found = pytree.tree_leaves(made) if is_here else [None] * len(foreseen.leaves)
+        found = pytree.tree_leaves(made) if self._mesh.stage in holders else [None] * len(foreseen.leaves)
         results = []
         for told, real in zip(foreseen.leaves, found, strict=True):
             if isinstance(told, Argument):
