@@ -1,14 +1,17 @@
 """The calls of units that a dry run meets, kept so that they can be repeated without the model around.
 
 Tensors are kept by their metadata, and whole numbers and masks of the batch as they are: they say which rows of a table
-are read, and how long a sequence is. Two calls are alike if the units are built alike and get arguments of the same
-metadata: then one of them is measured. Other objects (a key/value cache) are copied, without the values of what they
-hold; they count by their class.
+are read, and how long a sequence is. Two calls are of one kind if the units are built alike and get arguments of the
+same metadata. Other objects (a key/value cache) are copied, without
+the values of what they hold; they count by their class.
 """
 
 import hashlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,6 +24,11 @@ from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten_call
 
 __all__ = ["CallLog", "Modes", "Opaque", "UnitCall"]
+
+# Of any module: its tensors, its parts and hooks.
+STATE = frozenset(vars(nn.Module())) - {"training"}
+# Options deeper inside of others do not count: an object may even hold itself.
+DEPTH = 4
 
 
 class Modes(NamedTuple):
@@ -57,7 +65,7 @@ class UnitCall(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The same text, on any rank, for calls that do and cost the same."""
+        """The same text, on any rank, for calls of units that are built alike, with arguments that are alike."""
         assert self.callee.module is not None
         parts = [*_construction(self.callee.module), *map(_description, self.leaves), self.structure, self.modes]
         return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
@@ -111,12 +119,31 @@ def _kept(leaf: Any) -> Any:
 
 
 def _construction(module: nn.Module) -> Iterator[str]:
-    """How a module is built: classes, options, shapes. Whole numbers in attributes do not count: they number layers."""
+    """How a module is built: classes, options, shapes."""
     for name, part in module.named_modules():
-        options = {key: value for key, value in vars(part).items() if type(value) in (bool, str, float)}
-        yield f"{name} {type(part).__module__}.{type(part).__qualname__}({part.extra_repr()}) {sorted(options.items())}"
+        # Whole numbers do not count: they number layers. Where they say how much is done, operations tell.
+        options = {key: value for key, value in vars(part).items() if key not in STATE and type(value) is not int}
+        yield f"{name} {type(part).__module__}.{type(part).__qualname__}({part.extra_repr()}) {_option(options)}"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+
+
+def _option(value: Any, depth: int = DEPTH) -> str:
+    """The same text for options that are equal, on any rank; that of their class for objects."""
+    kind = type(value).__qualname__
+    if isinstance(value, (Enum, *IMMUTABLE)):
+        return repr(value)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return getattr(value, "__qualname__", kind)
+    if depth == 0:
+        return kind
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return f"{kind}{sorted((repr(key), _option(part, depth - 1)) for key, part in value.items())}"
+    if isinstance(value, (tuple, list)):
+        return f"{kind}{[_option(part, depth - 1) for part in value]}"
+    return kind
 
 
 def _description(leaf: Any) -> str:

@@ -1,5 +1,6 @@
 """Who measures what: each kind of call once, the work spread over all ranks, the same numbers everywhere.
 
+Calls are of the same kind if units that are built alike get arguments that are alike and do as many operations.
 Ranks say which kinds of calls they have met (replicas may have batches of other shapes). What rank 0 has met is
 measured: each kind by the rank that has least to do among those that have met it, by modelled cost. The results are
 exchanged. Every rank also takes the time of one common call, which tells how fast it is; times are given for the
@@ -77,10 +78,8 @@ def measure(
         options: what is measured, and where.
     """
     rank, _ = _place()
-    by_kind: dict[str, UnitCall] = {}
-    for call in calls:
-        by_kind.setdefault(call.kind, call)
-    met = _gathered(_describe(calls, events, machine))
+    by_kind, mine = _describe(calls, events, machine)
+    met = _gathered(mine)
     plan = assign([each.cost for each in met])
     samples, failures = dict[str, Sample](), dict[str, str]()
     common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
@@ -119,23 +118,27 @@ def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
     return owner
 
 
-def _describe(calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine) -> _Met:
+def _describe(calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine) -> tuple[dict[str, UnitCall], _Met]:
+    """One call of each kind, and what this rank says of all of them."""
     work = modelled_work(events, machine)
-    modelled: dict[str, list[float]] = {}
+    runs: dict[str, list[int]] = {}
     for position, event in enumerate(events):
         if event.kind == "unit":
-            modelled.setdefault(event.name, []).append(sum(work[position]))
-    kinds: dict[str, list[str]] = {}
+            runs.setdefault(event.name, []).append(position)
+    met = _Met({}, {}, {})
+    by_kind: dict[str, UnitCall] = {}
     for call in calls:
-        kinds.setdefault(call.unit, []).append(call.kind)
-    obstacles = {call.kind: call.obstacle for call in calls if call.obstacle}
-    cost = {
-        kind: seconds
-        for unit, of_unit in kinds.items()
-        for kind, seconds in zip(of_unit, modelled.get(unit, ()), strict=False)
-        if kind not in obstacles
-    }
-    return _Met(cost, kinds, obstacles)
+        of_unit = met.kinds.setdefault(call.unit, [])
+        # There is no event of a call that ended the dry run.
+        run = next(iter(runs.get(call.unit, ())[len(of_unit) :]), None)
+        kind = f"{call.kind} {None if run is None else events[run].effort}"
+        of_unit.append(kind)
+        by_kind.setdefault(kind, call)
+        if call.obstacle:
+            met.obstacles[kind] = call.obstacle
+        elif run is not None:
+            met.cost[kind] = sum(work[run])
+    return by_kind, met
 
 
 def _assembled(

@@ -1,15 +1,21 @@
 """Who measures what, and what becomes of it."""
 
+import itertools
 import time
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from smp_strategy.measurement import sharing
+from smp_strategy.measurement.alone import Sample
 from smp_strategy.measurement.sharing import MeasuringOptions, assign, measure
 from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.measured import with_measured_bytes, work_of
+from smp_strategy.trace.work import Work
 from tests.parity.models import Text, batch_for
 from tests.unit.measurement.surveyed import CPU, survey
 
@@ -67,6 +73,62 @@ def test_units_built_alike_are_measured_once():
     measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), MeasuringOptions(device=CPU))
     assert len({measured.work[f"blocks.{i}"] for i in range(6)}) == 1
     assert measured.rank_speeds == ()
+
+
+class Times(NamedTuple):
+    first: float
+    second: float
+
+
+@dataclass
+class Options:
+    name: str
+    times: Times
+
+
+class Sleeps(nn.Linear):
+    """Numbered; its options are not numbers or text themselves."""
+
+    def __init__(self, number: int, options: object) -> None:
+        super().__init__(16, 16)
+        self.number, self.options, self.itself = number, options, [self]
+        self.itself.append(self.itself)
+
+
+class Repeats(nn.Linear):
+    def __init__(self, count: int) -> None:
+        super().__init__(16, 16)
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.count):
+            x = super().forward(x)
+        return x
+
+
+KINDS = {
+    "tuples": [Sleeps(number, (0.1, number // 3)) for number in range(6)],
+    "named tuples": [Sleeps(number, Times(0.1, number // 3)) for number in range(6)],
+    "dataclasses": [Sleeps(number, Options("a", Times(0.1, number // 3))) for number in range(6)],
+    "dictionaries": [Sleeps(number, {"times": [number // 3]}) for number in range(6)],
+    "functions": [Sleeps(number, F.gelu if number < 3 else F.relu) for number in range(6)],
+    "classes": [Sleeps(number, nn.GELU if number < 3 else nn.ReLU) for number in range(6)],
+    "dtypes": [Sleeps(number, torch.half if number < 3 else torch.float) for number in range(6)],
+    "counts of operations": [Repeats(1 + number // 3) for number in range(6)],
+}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_units_of_other_options_are_measured_one_by_one(kinds, monkeypatch):
+    times = itertools.count(1)
+    monkeypatch.setattr(sharing, "measure_alone", lambda *args, **options: Sample(Work(next(times), 0, 0), 0, 0.0))
+    model = Text()
+    model.blocks = nn.ModuleList(KINDS[kinds])
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), MeasuringOptions(device=CPU))
+    first, *_, last = of_units = [measured.work[f"blocks.{number}"] for number in range(6)]
+    assert of_units == [first] * 3 + [last] * 3
+    assert first != last
 
 
 @pytest.mark.parametrize("times", [True, False])
