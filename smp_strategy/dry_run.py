@@ -2,7 +2,8 @@
 
 It tells the order of the units, the flow of values and what everything costs, before anything is placed anywhere. The
 code it runs is the user's, so it must leave no trace: it works on a copy of the batch, draws from random streams of
-its own, and whatever it does to the module (counters, lists of losses, buffers of the glue) is undone.
+its own, and whatever it does to the module (counters, lists of losses, buffers of the glue) and to variables around its
+functions is undone.
 """
 
 import copy
@@ -32,6 +33,7 @@ from smp_strategy.trace.collectors import collectors
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import ValueNeededError
+from smp_strategy.trace.variables import variables_restored
 from smp_strategy.units import Unit
 
 __all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real"]
@@ -172,7 +174,12 @@ def _survey(
             leftovers.next_round()
             log.calls.clear()
             try:
-                with seeded(0, device), _untouched(module, units, computes), uses:
+                with (
+                    seeded(0, device),
+                    _untouched(module, units, computes),
+                    variables_restored(module.modules(), step),
+                    uses,
+                ):
                     trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
                     if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:

@@ -23,6 +23,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.stand_ins import StandIns
 from smp_strategy.trace.attributes import attributes_restored
 from smp_strategy.trace.tree import flatten
+from smp_strategy.trace.variables import variables_restored
 
 __all__ = ["Methods"]
 
@@ -74,20 +75,21 @@ class Methods:
         way = name, torch.is_grad_enabled()
         if way not in self._steps:
             try:
-                with self._probing():
+                with self._probing(method):
                     return method(*args, **kwargs)
             except _StepNeededError as needed:
                 self._steps[way] = needed.with_gradients
         return self._run(name, method, (args, kwargs), self._steps[way])
 
     @contextmanager
-    def _probing(self) -> Iterator[None]:
+    def _probing(self, method: Callable[..., Any]) -> Iterator[None]:
         """Where a method is left, nothing of what it has done remains."""
         generators = [generator_of(each) for each in (torch.device("cpu"), self._engine.device)]
         states = [each.get_state() for each in generators]
         self._is_probing = True
         with ExitStack() as stack:
             stack.enter_context(attributes_restored(self._model.modules()))
+            stack.enter_context(variables_restored(self._model.modules(), method))
             try:
                 yield
             except _StepNeededError:

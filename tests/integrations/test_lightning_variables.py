@@ -1,0 +1,54 @@
+"""Steps that keep things in variables around them, as scripts and notebooks do: as if nobody had run them dry."""
+
+import pytest
+import torch
+from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
+
+LOSSES: list[float] = []
+ROWS: dict[str, list[torch.Tensor]] = {}
+COUNT = 0
+
+
+def keep(outputs, loss, value):
+    global COUNT
+    COUNT += 1
+    LOSSES.append(value)
+    ROWS.setdefault("outputs", []).append(outputs)
+    ROWS.setdefault("losses", []).append(loss.detach())
+
+
+def fit(folder, smp, reads):
+    """What is in the variables after training."""
+    kept, total = [], 0
+
+    def validation_step(self, batch, batch_idx):
+        nonlocal total
+        outputs = self.net(batch[0])
+        loss = torch.nn.functional.cross_entropy(outputs, batch[1])
+        value = loss.item() if reads else float(batch_idx)
+        total += 1
+        kept.append(outputs)
+        self.in_class.append(value)
+        keep(outputs, loss, value)
+
+    def on_validation_epoch_end(self):
+        self.log("mean", torch.cat(kept).mean())
+        self.log("kept", torch.cat(ROWS["outputs"]).std() + torch.stack(ROWS["losses"]).max())
+
+    module = toy_module(validation_step=validation_step, on_validation_epoch_end=on_validation_epoch_end, in_class=[])
+    trainer = toy_trainer(folder, smp=smp, max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(module, toy_loader(shuffle=False), toy_loader(shuffle=False))
+    found = {name: float(trainer.callback_metrics[name]) for name in ("mean", "kept")}
+    return found, list(LOSSES), list(module.in_class), COUNT, total, torch.cat(kept).tolist()
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["looks at nothing", "looks at values"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_variables_around_the_step_hold_what_they_hold_in_one_process(pp, reads, tmp_path):
+    with quiet():
+        [(expected, *lists)] = on_ranks(fit, 1, tmp_path / "one", None, reads)
+    smp = {"pipeline_parallel_degree": pp, "microbatches": 1}
+    for found, *others in on_ranks(fit, pp, tmp_path / "smp", smp, reads):
+        assert found == pytest.approx(expected, rel=1e-5)
+        for mine, plain in zip(others, lists, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-5, atol=1e-6)
