@@ -17,6 +17,7 @@ from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.weight_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
 from smp_strategy.precision.half_units import HalfUnits
 from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.stand_ins import StandIns
@@ -50,9 +51,10 @@ class UnitCalls:
         self.in_hook = False
         self._parts: PartCalls | None = None
         self._stand_ins = StandIns()
-        self._units: list[nn.Module] = []
+        self._units: dict[str, nn.Module] = {}
         self._callees: dict[str, Callee] = {}
         self._forwards: dict[str, Callable[..., Any]] = {}
+        self._weight_hooks: dict[str, dict[int, Callable[..., Any]]] = {}
 
     @property
     def are_intercepted(self) -> bool:
@@ -80,11 +82,13 @@ class UnitCalls:
             self._parts.give_back()
             self._parts = None
         self._stand_ins.give_back()
-        for module in self._units:
+        for name, module in self._units.items():
             show_backward_hooks(module)
+            show_weight_hooks(module, self._weight_hooks[name])
         self._units.clear()
         self._callees.clear()
         self._forwards.clear()
+        self._weight_hooks.clear()
         if self.halves is not None:
             self.halves.let_go()
 
@@ -95,7 +99,8 @@ class UnitCalls:
             self.runtime = None
 
     def _intercept(self, unit: Unit) -> None:
-        original = self._forwards[unit.name] = unit.module.forward
+        hooks = self._weight_hooks[unit.name] = hide_weight_hooks(unit.module)
+        original = self._forwards[unit.name] = with_weight_hooks(unit.module, unit.module.forward, hooks)
         exposed = tuple(self.leftovers.found.get(unit.name, {}).values())
         runs = self._in_its_precision(unit.module, original)
         dtypes = None if self.halves is None else self.halves.dtypes_in
@@ -119,7 +124,7 @@ class UnitCalls:
             return self.runtime.call_unit(callee, args, kwargs)
 
         self._stand_ins.replace(unit.module, forward)
-        self._units.append(unit.module)
+        self._units[unit.name] = unit.module
         hide_backward_hooks(unit.module)
 
     @property

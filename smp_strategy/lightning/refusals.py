@@ -18,18 +18,20 @@ __all__ = ["refuse_unsupported"]
 PRECISIONS: Final = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
 
-def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer]) -> None:
+def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer], *, spreads: bool) -> None:
     """Raise one error for everything in this run that the strategy does not support.
 
     Args:
         trainer: the Trainer, whose precision and callbacks count.
         module: the LightningModule.
         optimizers: what its ``configure_optimizers`` has returned; empty outside ``fit``.
+        spreads: whether a rank has only some of the weights, or parts of them.
 
     Raises:
         ConfigError: with one sentence for what is wrong and one for the remedy, per problem.
     """
     problems = [*_of_trainer(trainer), *_of_module(module), *_of_optimizers(optimizers)]
+    problems += _of_spread_weights(trainer) if spreads else []
     if problems:
         raise ConfigError(problems)
 
@@ -59,6 +61,17 @@ def _of_trainer(trainer: Any) -> list[str]:
             "gradients of the same step. Leave one of them out."
         )
     return found
+
+
+def _of_spread_weights(trainer: Any) -> list[str]:
+    names = {each.__name__ for callback in trainer.callbacks for each in type(callback).__mro__}
+    if "ModelPruning" not in names:
+        return []
+    return [
+        "The callback ModelPruning puts other parameters into layers during training, which ranks share by then. Prune "
+        "before it (`torch.nn.utils.prune` in `__init__` or `configure_model`), or let every rank have all weights "
+        "(no stages, shards or split layers)."
+    ]
 
 
 def _of_module(module: Any) -> list[str]:

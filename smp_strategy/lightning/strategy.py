@@ -208,7 +208,9 @@ class SMPHooks(CheckpointHooks):
         if fitting:
             # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
             self.setup_optimizers(trainer)
-        refuse_unsupported(trainer, module, self.optimizers)
+        mesh = self._engine.mesh
+        spreads = mesh.pp * mesh.tp > 1 or mesh.shard_group is not None
+        refuse_unsupported(trainer, module, self.optimizers, spreads=spreads)
         self.setup_precision_plugin()
         self._engine.attach(
             module, [unwrap(optimizer) for optimizer in self.optimizers], keep_shared=metrics_of(module)

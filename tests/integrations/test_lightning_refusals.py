@@ -51,6 +51,25 @@ def test_all_problems_are_listed_together(tmp_path):
     assert text.startswith("3 options are wrong")
 
 
+def prune(folder, smp):
+    pruning = import_module(f"{NEWER}.callbacks").ModelPruning("l1_unstructured", amount=0.3)
+    module, trainer = toy_module(), toy_trainer(folder, smp=smp, callbacks=[pruning])
+    with pytest.raises(ConfigError, match=r"ModelPruning puts other parameters") if smp else nullcontext():
+        trainer.fit(module, toy_loader())
+    return module.seen, [(layer.weight == 0).sum().item() for layer in module.net[::2]]
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_degree", "sharded_data_parallel_degree", "tensor_parallel_degree"])
+def test_layers_that_are_spread_are_not_pruned_during_training(axis, tmp_path):
+    assert [seen for seen, _ in on_ranks(prune, 2, tmp_path, {axis: 2})] == [[], []]
+
+
+def test_layers_that_every_rank_has_are_pruned_during_training(tmp_path):
+    [(seen, zeros)] = on_ranks(prune, 1, tmp_path, {})
+    assert len(seen) == 12
+    assert sum(zeros) > 100
+
+
 @pytest.mark.parametrize("norm", [None, 1.0])
 @pytest.mark.parametrize("clips", [None, 0, 0.5])
 def test_gradients_are_clipped_by_the_trainer_or_by_the_strategy(clips, norm, tmp_path):
@@ -58,7 +77,7 @@ def test_gradients_are_clipped_by_the_trainer_or_by_the_strategy(clips, norm, tm
     object.__setattr__(trainer.strategy.config, "sdp_gradient_clipping", norm)
     both = pytest.raises(ConfigError, match=r"`sdp_gradient_clipping` \(1.0\) contradicts `gradient_clip_val` \(0.5\)")
     with both if norm and clips else nullcontext():
-        refuse_unsupported(trainer, toy_module(), [])
+        refuse_unsupported(trainer, toy_module(), [], spreads=False)
 
 
 def test_wrong_options_are_refused_when_the_strategy_is_made():

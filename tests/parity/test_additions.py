@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from .compare import REUSED, SAMPLES, USES, WIDTH, Block, Blocks, Case, check, in_order, mean_square
@@ -148,6 +148,27 @@ def old_weight_norm(net: Blocks) -> None:
             torch.nn.utils.weight_norm(block.mlp[0])
 
 
+def of_hooked_layers(hook: Callable[[nn.Module], Any]) -> Case:
+    """Units are layers whose weights hooks make."""
+
+    def change(net: Blocks) -> None:
+        net.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in net.blocks)
+        net.blocks[1].register_forward_pre_hook(lambda layer, args: (2 * args[0],))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for layer in net.blocks:
+                hook(layer)
+        net.blocks[2].register_forward_pre_hook(lambda layer, args: (args[0] - 1,))
+
+    return changed(change)
+
+
+def prune_twice(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.3)
+    prune.random_unstructured(layer, "weight", 3)
+    prune.l1_unstructured(layer, "bias", 0.2)
+
+
 def script(net: Blocks) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -251,6 +272,9 @@ CASES = {
     "spectral_norm": changed(spectral_norm),
     "orthogonal": changed(orthogonal),
     "old weight_norm": changed(old_weight_norm),
+    "pruned units": of_hooked_layers(prune_twice),
+    "old weight_norm of units": of_hooked_layers(torch.nn.utils.weight_norm),
+    "old spectral_norm of units": of_hooked_layers(torch.nn.utils.spectral_norm),
     "TorchScript": changed(script, differs="it fuses kernels after some calls"),
     "checkpoint inside of units": recompute_in_units(False),
     "checkpoint inside of units, reentrant": recompute_in_units(True),
