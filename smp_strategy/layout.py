@@ -162,6 +162,7 @@ class Layout:
                 num_parameters=self._num_parameters,
                 measuring=nullcontext if self._group is None else self._group.alone,
             )
+        self._refuse_rewritten()
         self.treatments = self.partition.treatments
         self._used_by_glue = found.used_by_glue
         self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
@@ -222,7 +223,7 @@ class Layout:
 
         Raises:
             UnsupportedError: code above the units computes with parts of split layers as if they were whole, or a hook
-                would, that has been registered since.
+                would, that has been registered since; units write to weights that are shards.
         """
         self._refuse_new_hooks()
         has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
@@ -236,6 +237,7 @@ class Layout:
         if used_parts and has_values:
             # Code may call a layer that it has not called before: the layer knows what it has.
             used_parts &= read_by_others(dict(self._module.named_modules()), run_step)
+        self._refuse_rewritten()
         found = [name for name, parameter in self._module.named_parameters() if id(parameter) in used_parts]
         if found:
             layer = found[0].rpartition(".")[0]
@@ -258,6 +260,23 @@ class Layout:
                 f"`{names[0]}` is rescaled as it is used (`max_norm`), but {self._mesh.dp} replicas use rows of their "
                 "own, so that they would not have the same weights any more. Leave `max_norm` out and rescale all rows "
                 "after the optimizer's step (`torch.renorm` in `on_train_batch_end`), or train with one replica."
+            )
+
+    def _refuse_rewritten(self) -> None:
+        """Units have run dry.
+
+        Raises:
+            UnsupportedError: one of them writes to a weight that is put together for each use, of which a rank keeps
+                nothing but its part of what was there before.
+        """
+        rewritten = sorted(self._oracle.rewritten)
+        if rewritten and self._mesh.shard_group is not None:
+            raise UnsupportedError(
+                f"`{rewritten[0]}`{f' and {len(rewritten) - 1} more' * (len(rewritten) > 1)} is written to by its own "
+                "layer as it computes, or by a hook on that, but its values are put together from shards for each use, "
+                "and what is written would be lost. Change it after the optimizer's step (in `on_train_batch_end`), "
+                "compute with a changed copy (`torch.nn.utils.parametrizations`), or train without "
+                "`sharded_data_parallel_degree`."
             )
 
     def _refuse_new_hooks(self) -> None:

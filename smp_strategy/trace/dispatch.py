@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.trace.storage import storage_of
 from smp_strategy.trace.tally import Tally
 from smp_strategy.trace.tree import leaves_of
 
@@ -28,11 +29,16 @@ class Meter(TorchDispatchMode):
         tally: counts kernels.
         assumed: what a dry run takes a number or a count for that it cannot know; ``None``: it fails there.
         unit: name of the unit that runs dry; it must not use what another unit has left somewhere.
+
+    Attributes:
+        random: whether something has drawn random numbers.
+        written: storages that operations have written to (see :func:`~smp_strategy.trace.storage.storage_of`).
     """
 
     def __init__(self, tally: Tally, assumed: int | None = None, unit: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.random = False
+        self.written = set[int]()
         self._tally = tally
         self._assumed = assumed
         self._unit = unit
@@ -52,6 +58,7 @@ class Meter(TorchDispatchMode):
         for tensor in leaves_of(result):
             if isinstance(tensor, FakeTensor) and self._unit is not None:
                 tensor.made_by = self._unit  # type: ignore[attr-defined]
+        self.written.update(map(storage_of, _written(func, args, kwargs)))
         is_random = draws(func, args, kwargs)
         self._tally.note(func, args, kwargs, result, is_random=is_random)
         self.random |= is_random
@@ -66,6 +73,16 @@ class Meter(TorchDispatchMode):
                     "two may live on different stages. Return the tensor and give it as an argument, or use a list or "
                     "dict among the arguments."
                 )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    parameters = func._schema.arguments
+    given = {**dict(zip([parameter.name for parameter in parameters], args, strict=False)), **kwargs}
+    values = [given.get(each.name) for each in parameters if each.alias_info is not None and each.alias_info.is_write]
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
 
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:

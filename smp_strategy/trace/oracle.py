@@ -12,7 +12,7 @@ whether it draws random numbers. Where the code reads a value, the run is repeat
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, final
@@ -38,6 +38,7 @@ from smp_strategy.trace.prediction import (
 )
 from smp_strategy.trace.saved import watching_kept
 from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.trace.storage import storage_of
 from smp_strategy.trace.tally import Tally
 from smp_strategy.trace.tree import flatten, unflatten_call
 
@@ -59,10 +60,14 @@ class Oracle:
 
     Args:
         device: device that the calls really run on.
+
+    Attributes:
+        rewritten: names of parameters that the units that own them have written to as they ran dry.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.rewritten = set[str]()
         self._kind = device.type
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[object, Prediction | Unpredictable] = {}
@@ -165,13 +170,14 @@ class Oracle:
             dtypes = callee.dtype_of_weights()
             specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
             stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
-            versions = versions_of(fakes)
+            versions, homes = versions_of(fakes), {name: storage_of(fake) for name, fake in stand_ins.items()}
             tally = Tally(stand_ins.values(), notes_products=True)
             meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))
             args, kwargs = unflatten_call(fakes, structure)
             with watching_kept(stand_ins.values(), fakes, tally) as watched, meter, noting:
                 result = call(callee, stand_ins, args, kwargs)
             draws = meter.random or python_drew() or assumed is not None
+            self.rewritten |= _rewritten(callee, stand_ins, homes, meter.written)
         kept = watched(flatten(result)[0])
         return describe(
             result,
@@ -184,6 +190,18 @@ class Oracle:
             saved_bytes=kept.saved_bytes,
             kept=kept,
         )
+
+
+def _rewritten(
+    callee: Callee, stand_ins: Mapping[str, Tensor], homes: Mapping[str, int], written: Collection[int]
+) -> set[str]:
+    """Names of parameters among ``stand_ins`` whose storages were written to, or exchanged (``weight.data = ...``)."""
+    parameters = () if callee.module is None else [name for name, _ in callee.module.named_parameters()]
+    return {
+        f"{callee.key}.{name}"
+        for name in parameters
+        if homes[name] in written or storage_of(stand_ins[name]) != homes[name]
+    }
 
 
 def _seen(tensor: Tensor, dtype: torch.dtype | None) -> TensorSpec:
