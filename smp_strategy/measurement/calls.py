@@ -2,8 +2,8 @@
 
 Tensors are kept by their metadata, and whole numbers and masks of the batch as they are: they say which rows of a table
 are read, and how long a sequence is. Two calls are of one kind if the units are built alike and get arguments of the
-same metadata. Other objects (a key/value cache) are copied, without
-the values of what they hold; they count by their class.
+same metadata. Other objects (a key/value cache) are copied, without the values of what they hold; they count by their
+class.
 """
 
 import hashlib
