@@ -263,7 +263,7 @@ class Strange(torch.amp.GradScaler):
 def test_scales_without_effect_are_refused(smp, options, match, tmp_path):
     trainer = toy_trainer(tmp_path, smp={"microbatches": 1, **smp}, **options)
     with quiet(), pytest.raises(ConfigError, match=match):
-        refuse_unsupported(trainer, toy_module(), [])
+        refuse_unsupported(trainer, toy_module(), [], spreads=False)
 
 
 def test_a_scaler_that_is_switched_off_scales_nothing(tmp_path):
