@@ -1,7 +1,8 @@
 """What no schedule can beat: the least time and memory that a stage needs for the units that it has.
 
 A stage that has a set of units, with F, B and W the forward work, the backward work that other stages wait for, and
-weight gradients that nobody waits for (per microbatch; W is part of B unless the schedule splits them):
+weight gradients that nobody waits for (per microbatch; W is part of B unless the schedule splits them, and B part of W
+where backward ends):
 
 * It works m (F + B + W).
 * It waits at the beginning: for its first input (``head``), and before its first backward for the loss of the first
@@ -139,6 +140,9 @@ class Bounds:
             return 0.0
         if load.back == NEVER:
             return load.head + count * forward + load.tail
+        if setting.splits_backward and not load.tail:
+            # Backward ends here, and nobody waits for any of it.
+            backward, weight = 0.0, backward + weight
         most = min(self._promise(stage).most or count, count)
         begin = max(load.head, self._problem.critical_forward + load.back - most * forward)
         # From the last forward on: the loss, the way back, and one backward.

@@ -20,7 +20,7 @@ class Rules(NamedTuple):
 
     forward_first: bool = False
     splits: bool = False
-    """Compute gradients of weights when there is nothing else to do."""
+    """Compute gradients of weights, and backward where it ends, when there is nothing else to do."""
     most_microbatches: int | None = None
     """Microbatches in flight on a stage."""
     most_live: int | None = None
@@ -101,7 +101,8 @@ class _StageQueue:
             track = graph.track(kind, segment)
             self._kinds[track] = kind
             sign = 1 if kind == "F" else -1
-            place = 2 if kind == "W" else int((kind == "F") != rules.forward_first)
+            can_wait = kind == "W" or (kind == "B" and rules.splits and not graph.is_awaited[segment])
+            place = 2 if can_wait else int((kind == "F") != rules.forward_first)
             self._patience[track] = rules.patience * graph.cost(kind, segment) if place else 0.0
             group = rules.group
             self._ranks[track] = [

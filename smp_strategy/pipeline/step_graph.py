@@ -46,6 +46,9 @@ class StepGraph:
         split_overhead: what the input gradient takes longer if it is computed alone, as a share of the backward.
 
     Attributes:
+        is_awaited: per segment, whether anybody waits for its backward. Where backward ends nobody does, but the
+            optimizer for all of it.
+        can_split: per segment, whether its backward has a part that is awaited and one that is not.
         needs: per track, the tracks that must come before in the same microbatch, with the delay after their end.
         tables: per kind of pass and segment, its seconds, its track and what that needs.
         visits: per stage, its segments in groups that it can run without waiting for what depends on their own
@@ -62,7 +65,11 @@ class StepGraph:
             self.of_stage[segment.stage].append(number_of[segment])
         self.has_backward = [segment in flow.backward_needs for segment in self.segments]
         work = list(flow.work.values())
-        self.can_split = [has and cost.weight_gradient > 0 for has, cost in zip(self.has_backward, work, strict=True)]
+        awaited = {need for needs in flow.backward_needs.values() for need in needs}
+        self.is_awaited = [segment in awaited for segment in self.segments]
+        self.can_split = [
+            is_awaited and cost.weight_gradient > 0 for is_awaited, cost in zip(self.is_awaited, work, strict=True)
+        ]
         self._costs = {
             "F": [max(cost.forward, SMALLEST_COST) for cost in work],
             "B": [max(cost.backward, SMALLEST_COST) for cost in work],

@@ -29,9 +29,9 @@ def test_one_forward_one_backward_with_filled_waits_is_as_fast_as_zero_bubble():
     assert "\n".join(" ".join(map(str, actions)) for actions in plan.stages) == (
         dedent(
             """
-            F0 F1 F2 I0 F3 I1 W0 I2 W1 I3 W2 W3
-            F0 F1 I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
-            F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3"""
+            F0 F1 F2 B0 F3 B1 B2 B3
+            F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+            F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3"""
         ).strip()
     )
     assert plan.makespan == simulate(flow_of(0, 1, 2), 4, Policy("zb-h1"), split_overhead=0.0).makespan

@@ -10,15 +10,17 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
 from smp_strategy.pipeline.check import check
+from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
 from smp_strategy.pipeline.peaks import peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy, candidates
-from smp_strategy.pipeline.routing import Flow, route
+from smp_strategy.pipeline.routing import Flow, SegmentId, route
 from smp_strategy.pipeline.search import Losses, search
 from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.step_graph import StepGraph
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Link, Work
 
-from .flows import chain, execute, programs
+from .flows import chain, execute, flow_of, programs
 
 
 def chain_of(works: list[Work], saved_bytes: int = 0) -> Flow:
@@ -128,7 +130,7 @@ def test_less_memory_takes_more_time():
     flow, policies = chain_of([Work(1.0, 1.0, 1.0)] * 4, saved_bytes=10), candidates(4, 8, num_units=4)
     limits = (None, 70, 60, 50, 40)
     plans = [search(flow, 8, policies, Link(1.0, 1e12), most_bytes=[limit] * 4).plan for limit in limits]
-    assert [max(peak_saved_bytes(plan, flow)) for plan in plans] == [70, 70, 60, 50, 40]
+    assert [max(peak_saved_bytes(plan, flow)) for plan in plans] == [80, 70, 60, 50, 40]
     times = [plan.makespan for plan in plans]
     assert times == sorted(times)
     assert times[-1] > times[0] * 1.2
@@ -168,6 +170,24 @@ def test_where_all_share_a_core_there_are_no_waits_to_fill(crowding, policy):
     assert found.policy == policy
     work = sum(sum(each) for each in flow.work.values()) * 6
     assert found.plan.makespan >= crowding * work / 3
+
+
+@given(programs(), st.integers(1, 4))
+def test_a_backward_that_nobody_waits_for_is_whole(program, num_microbatches):
+    trace, stage_of, num_stages = program
+    flow = route(trace, stage_of, num_stages, {position: Work(1.0, 2.0, 0.5) for position in range(20)})
+    awaited = {need for needs in flow.backward_needs.values() for need in needs}
+    plan = search(flow, num_microbatches, candidates(num_stages, num_microbatches, num_units=num_stages)).plan
+    for stage, actions in enumerate(plan.stages):
+        split = {SegmentId(stage, action.segment) for action in actions if action.kind in "IW"}
+        assert split <= awaited
+
+
+def test_a_backward_that_nobody_waits_for_makes_way_for_what_others_wait_for():
+    graph = StepGraph(flow_of(0, 1, 0), 3, Link.instant(), 0.0)
+    plan = graph.follow(list_schedule(graph, [Rules(splits=True)] * 2))
+    order = "F0 F1 F0.1 I0.1 F1.1 I1.1 F2 W0.1 F2.1 I2.1 B0 W1.1 B1 W2.1 B2"
+    assert " ".join(map(str, plan.stages[0])) == order
 
 
 def test_programs_that_do_nothing_backward_are_scheduled_too():
