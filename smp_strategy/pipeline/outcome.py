@@ -49,7 +49,8 @@ def made_tensors(
     if not same_length or not all(_agrees(leaf, p, inputs) for leaf, p in zip(flat, prediction.outputs, strict=True)):
         raise UnsupportedError(
             f"`{name}` returned {_shown(flat)} where its dry run returned {_shown(prediction.outputs)}: what it "
-            "returns depends on tensor values or on the state of an object, so other stages cannot know it."
+            "returns depends on tensor values or on the state of an object (a cache, say: `use_cache=False` does "
+            "without), so other stages cannot know it."
         )
     made: list[Tensor] = []
     for leaf, predicted in zip(flat, prediction.outputs, strict=True):
@@ -71,7 +72,8 @@ def check_tensor(name: str, spec: TensorSpec, tensor: Tensor) -> None:
     if tensor.shape != spec.size or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
         raise UnsupportedError(
             f"`{name}` returned {TensorSpec.of(tensor)}, but other stages expect {spec} from its dry run: what it "
-            "returns depends on tensor values or on the state of an object."
+            "returns depends on tensor values or on the state of an object (a cache, say: `use_cache=False` does "
+            "without)."
         )
 
 

@@ -11,7 +11,7 @@ into four kinds:
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -253,6 +253,14 @@ class PlacedTensor(Tensor):
         if func in _REFUSED:
             raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {_REFUSED[func]}")
         program = _program_of(args, kwargs)
+        if program is None:
+            args, kwargs = _in_plain_lists(args), dict(zip(kwargs, _in_plain_lists(kwargs.values()), strict=True))
+            program = _program_of(args, kwargs)
+        if program is None:
+            raise UnsupportedError(
+                f"`{_name(func)}`{_where()} meets a placed tensor inside of an object. Give it as an argument: bare, "
+                "or in a tuple, list, dict or dataclass."
+            )
         if func is Tensor.register_hook:
             return program.hook_gradient(*args, **kwargs)
         if func is Tensor.requires_grad_:
@@ -272,11 +280,17 @@ class PlacedTensor(Tensor):
         )
 
 
-def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program":
+def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program | None":
     for leaf in args:
         if isinstance(leaf, PlacedTensor):
             return leaf.program
-    return next(leaf.program for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor))
+    placed = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PlacedTensor))
+    return next((leaf.program for leaf in placed), None)
+
+
+def _in_plain_lists(values: Iterable[Any]) -> tuple[Any, ...]:
+    """``values``, where PyTorch takes lists of any class for lists, and its trees take only those of its own."""
+    return tuple(list(value) if isinstance(value, (list, tuple)) else value for value in values)
 
 
 def _name(func: Callable[..., Any]) -> str:

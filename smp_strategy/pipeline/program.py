@@ -13,6 +13,7 @@ the call first and describes the result to the others, who wait for that.
 
 import dataclasses
 import functools
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -207,7 +208,7 @@ class Program:
             if program is not None:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
-        self._refuse_inside_unit(name)
+        self._refuse_hidden(name)
         return self._call("op", name, Callee(function, function), args, kwargs)
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -217,7 +218,7 @@ class Program:
             if program is not None:
                 return program.read(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
-        self._refuse_inside_unit(name)
+        self._refuse_hidden(name)
         if not self.computes_here:
             raise ValueNeededError(name)
         if self._reads_refused:
@@ -386,13 +387,15 @@ class Program:
             known = self._specs[id(tensor)] = (weakref.ref(tensor), TensorSpec.of(tensor))
         return known[1]
 
-    def _refuse_inside_unit(self, name: str) -> None:
-        if self.enclosing is not None:
-            raise UnsupportedError(
-                f"`{name}` inside a unit ({type(self.enclosing).__name__}) meets a placed tensor, which came there in "
-                "an object or an attribute. Give it to the unit as an argument: bare, or in a tuple, list, dict or "
-                "dataclass."
-            )
+    def _refuse_hidden(self, name: str) -> None:
+        """Refuse what a call does with a placed tensor that has come into it unseen."""
+        if self.enclosing is None and not self.is_predicting:
+            return
+        where = "an operation" if self.enclosing is None else f"a unit ({type(self.enclosing).__name__})"
+        raise UnsupportedError(
+            f"`{name}` inside {where} meets a placed tensor, which came there in an object or an attribute. Give it as "
+            "an argument: bare, or in a tuple, list, dict or dataclass."
+        )
 
     def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
         if placement.moves and self.computes_here:
@@ -417,6 +420,8 @@ class Program:
                     placed.append(leaf)
                     given.append(leaf.spec)
                     continue
+            if isinstance(leaf, slice):
+                leaf = leaves[position] = slice(*map(_number_of, (leaf.start, leaf.stop, leaf.step)))
             if not isinstance(leaf, Tensor):
                 given.append(leaf)
             elif is_left_behind(leaf):
@@ -471,3 +476,8 @@ class Program:
 
 def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:
     return tuple([tensor.value for tensor in placed])
+
+
+def _number_of(bound: Any) -> Any:
+    """A bound of a slice as Python would see it, which reads tensors."""
+    return operator.index(bound) if isinstance(bound, Tensor) else bound

@@ -225,9 +225,9 @@ class Leftovers:
 def left_behind() -> UnsupportedError:
     """The refusal of a tensor that only the unit has which made it."""
     return UnsupportedError(
-        "Code above the units uses a tensor that a unit did not return, but left in an object that it was given, or in "
-        "a variable around it (by a hook on one of its parts, say). Other stages do not have it: return it from the "
-        "unit's forward, or set an attribute of the unit."
+        "Code above the units uses a tensor that a unit did not return, but left in an object that it was given (a "
+        "cache, say: `use_cache=False` does without), or in a variable around it (by a hook on one of its parts). "
+        "Other stages do not have it: return it from the unit's forward, or set an attribute of the unit."
     )
 
 

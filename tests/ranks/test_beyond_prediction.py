@@ -66,6 +66,15 @@ def mask_in_the_glue(net: Net, x: Tensor) -> Tensor:
     return g[h > 0].pow(2).sum() + (some * 2).sum()
 
 
+def slices_by_value(net: Net, x: Tensor) -> Tensor:
+    a, b, c, d = net.blocks
+    h = b(a(x))
+    few = (h.detach()[:, 0] > 0).sum().clamp(1, len(x) - 1)
+    g = d(c(h)) * 1
+    g[:few] = 0.0
+    return g[: few + 1].pow(2).sum() + (h[few:] * x[few:]).sum() + g[:, 1 : few // few + 2].sum()
+
+
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -160,6 +169,7 @@ STEPS: dict[str, tuple[Any, type[nn.Module]]] = {
     "experts": (one_after_the_other, Experts),
     "nests by value": (rows_by_value, TuplesByValue),
     "masks": (mask_in_the_glue, Block),
+    "slices": (slices_by_value, Block),
     "autograd functions": (functions_in_the_glue, Block),
     "checkpoint": (checkpoints(False), Block),
     "reentrant checkpoint": (checkpoints(True), Block),

@@ -187,6 +187,30 @@ def test_a_placed_tensor_inside_of_an_object_is_refused_by_units():
         run_ranks(train, 2, step, TakesObject, 2, {})
 
 
+class Several(list[Tensor]):
+    """A list to PyTorch, but not to its trees of values."""
+
+
+def test_lists_may_have_classes_of_their_own():
+    def step(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        h = b(a(x))
+        return torch.cat(Several([h, d(c(h))])).pow(2).mean() + torch.stack(tensors=Several([h, h])).sum()
+
+    assert_as_alone(alone(step, Block), run_ranks(train, 2, step, Block, 2, {}))
+
+
+def test_a_placed_tensor_inside_of_an_object_is_refused_by_operations():
+    def step(net: Net, x: Tensor) -> Tensor:
+        a, b, c, d = net.blocks
+        h = b(a(x))
+        order = h.detach()[:, 0].argsort()
+        return d(c(h)).index_put(Several([order]), h).pow(2).mean()
+
+    with pytest.raises(RuntimeError, match="UnsupportedError: .* inside an operation meets a placed tensor"):
+        run_ranks(train, 2, step, Block, 2, {})
+
+
 def answers() -> dict[str, Any]:
     """What Python code sees of placed tensors."""
     found: dict[str, Any] = {}
