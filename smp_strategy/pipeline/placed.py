@@ -273,6 +273,8 @@ class PlacedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:  # where PyTorch wants a number, as in `torch.arange(n)`
+            return args[0].program.read("item", Tensor.item, args, {})
         raise UnsupportedError(
             f"A placed tensor reached `{func}`{_where()} by a way that cannot be routed between stages (a C++ "
             "extension, a transform of torch.func, or torch.tensor(...) of a tensor in code above the units). Move "
