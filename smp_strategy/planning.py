@@ -6,7 +6,7 @@ of which the fastest is taken. All of it is a function of plain data, the same o
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import final
@@ -22,7 +22,7 @@ from smp_strategy.partitioner.solver import EFFORT, does_not_fit, solve
 from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.schedule import Plan, crowded
 from smp_strategy.pipeline.search import NOTICEABLE
 from smp_strategy.pipeline.simulate import SPLIT_OVERHEAD, simulate
 from smp_strategy.relief import CallTable, Microbatch, Relief, relieve
@@ -224,7 +224,7 @@ def simulated(
 
     def simulate_flow(flow: Flow) -> Plan:
         plan = simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
-        return plan.crowded(program.crowding)
+        return replace(plan, times=crowded(plan.times, program.crowding))
 
     room: list[int | None] = []
     for stage, held in enumerate(problem.held(stage_of)):

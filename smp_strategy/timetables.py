@@ -9,6 +9,7 @@ from smp_strategy.costs import Costs
 from smp_strategy.explain.text import timetable
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.check import check
+from smp_strategy.pipeline.in_a_row import with_real_times
 from smp_strategy.pipeline.policies import Policy, PolicyName
 from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.pipeline.routing import Flow
@@ -16,6 +17,7 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.search import Losses, search
 from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.step_graph import StepGraph
 from smp_strategy.pipeline.turns import Job, StepRun
 from smp_strategy.planning import policies_of
 from smp_strategy.trace.events import Trace
@@ -118,7 +120,8 @@ class Timetables:
         losses = Losses(self._costs.split_overhead, self._costs.crowding)
         if self._config.pipeline != "auto":
             plan = simulate(flow, num_microbatches, policy, link, split_overhead=losses.split, thorough=True)
-            return plan.crowded(losses.crowding)
+            graph = StepGraph(flow, num_microbatches, link, losses.split)
+            return with_real_times(plan, graph, losses.crowding)
         allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
         alike = [each for each in allowed if each.layout == policy.layout]
         free = [

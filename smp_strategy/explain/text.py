@@ -16,6 +16,8 @@ __all__ = ["WIDTH", "relief_table", "sends_on", "stage_table", "summary", "text"
 WIDTH = 118
 # A timetable of this many actions per stage still fits the width.
 MOST_ACTIONS = 40
+# Less than that, as a share of a step, is nothing to tell.
+LEAST_OVERLAP = 0.005
 
 
 def text(partition: Partition, plan: Plan | None) -> str:
@@ -144,7 +146,8 @@ def relief_table(partition: Partition) -> Table:
 
 def timetable(plan: Plan) -> str:
     """The order of work, one line per stage."""
-    lines = [f"Schedule of a training step (idle {plan.bubble:.0%})"]
+    overlap = f"; steps in a row overlap by {plan.overlap:.0%}" if plan.overlap >= LEAST_OVERLAP else ""
+    lines = [f"Schedule of a training step (idle {plan.bubble:.0%}{overlap})"]
     for stage, actions in enumerate(plan.stages):
         shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
         lines.append(f"stage {stage}   {shown}")

@@ -9,10 +9,10 @@ Profiler ranges and traces carry the same text.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Self, final
 
-__all__ = ["Action", "Plan", "backward_positions", "begun_early"]
+__all__ = ["Action", "Plan", "Times", "backward_positions", "begun_early", "crowded", "end_of"]
 
 _ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
 
@@ -38,6 +38,36 @@ class Action:
         return cls(match["kind"], int(match["microbatch"]), int(match["segment"] or 0))  # type: ignore[arg-type]
 
 
+Times = tuple[tuple[tuple[float, float], ...], ...]
+"""Start and end of each action of each stage."""
+
+
+def end_of(times: Times) -> float:
+    """When the last action of all ends."""
+    return max((span[1] for stage in times for span in stage), default=0.0)
+
+
+def crowded(times: Times, crowding: float) -> Times:
+    """The same where stages share cores (processor sharing): they slow each other down, all alike.
+
+    Args:
+        times: of stages that have cores of their own.
+        crowding: how much longer everything takes while all stages compute than while one does.
+    """
+    if crowding <= 1:
+        return times
+    computing: Counter[float] = Counter()
+    for start, end in (span for stage in times for span in stage):
+        computing[start] += 1
+        computing[end] -= 1
+    new, before, now, num = dict[float, float](), 0.0, 0.0, 0
+    for moment in sorted(computing):
+        now += (moment - before) * max(1.0, crowding * num / len(times))
+        new[moment] = now
+        before, num = moment, num + computing[moment]
+    return tuple(tuple((new[start], new[end]) for start, end in stage) for stage in times)
+
+
 @final
 @dataclass(frozen=True)
 class Plan:
@@ -45,13 +75,16 @@ class Plan:
 
     stages: tuple[tuple[Action, ...], ...]
     """Actions of each stage."""
-    times: tuple[tuple[tuple[float, float], ...], ...]
+    times: Times
     """Simulated start and end of each action, in the unit of the costs."""
+    period: float | None = None
+    """Simulated time from the end of a step to that of the next one, where nothing makes stages wait in between;
+    ``None``: not known."""
 
     @property
     def makespan(self) -> float:
         """Simulated time from the first action to the end of the last."""
-        return max((span[1] for stage in self.times for span in stage), default=0.0)
+        return end_of(self.times)
 
     @property
     def bubble(self) -> float:
@@ -60,24 +93,10 @@ class Plan:
         total = self.makespan * len(self.stages)
         return 1.0 - busy / total if total else 0.0
 
-    def crowded(self, crowding: float) -> Self:
-        """The same where stages share cores (processor sharing): they slow each other down, all alike.
-
-        Args:
-            crowding: how much longer everything takes while all stages compute than while one does.
-        """
-        if crowding <= 1:
-            return self
-        computing: Counter[float] = Counter()
-        for start, end in (span for stage in self.times for span in stage):
-            computing[start] += 1
-            computing[end] -= 1
-        new, before, now, num = dict[float, float](), 0.0, 0.0, 0
-        for moment in sorted(computing):
-            now += (moment - before) * max(1.0, crowding * num / len(self.stages))
-            new[moment] = now
-            before, num = moment, num + computing[moment]
-        return replace(self, times=tuple(tuple((new[start], new[end]) for start, end in stage) for stage in self.times))
+    @property
+    def overlap(self) -> float:
+        """Share of a step that is saved where another one follows it, 0 to 1; 0 where that is not known."""
+        return 0.0 if self.period is None or not self.makespan else 1 - self.period / self.makespan
 
     def peak_microbatches(self, stage: int) -> int:
         """Most microbatches whose activations ``stage`` holds at once."""

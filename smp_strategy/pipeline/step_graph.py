@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, final
 
 from smp_strategy.pipeline.routing import Flow, SegmentId
-from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.pipeline.schedule import Action, Plan, Times
 from smp_strategy.pipeline.tables import Pass
 from smp_strategy.trace.work import Link
 
@@ -144,12 +144,13 @@ class StepGraph:
             self._ancestors[number] = found
         return self._ancestors[number]
 
-    def least_makespan(self, *, splits: bool, at_once: bool = True) -> float:
+    def least_makespan(self, *, splits: bool, at_once: bool = True, steps: int = 1) -> float:
         """No plan is faster: a stage waits for its first work, does all of it, and others end what it has begun.
 
         Args:
             splits: weight gradients may be computed after everything else.
             at_once: nothing is lost where they are not; otherwise all backwards are split, at their price.
+            steps: how many follow each other.
         """
         count = len(self.segments)
         cost = [*self._costs["F"], *self._costs["B"], *([0.0] * count)]
@@ -166,10 +167,10 @@ class StepGraph:
             if not forwards:
                 continue
             head = starts[forwards[0]]
-            urgent = sum(cost[track] for track in [*forwards, *backwards])
-            late = sum(cost[track + count] for track in backwards)
+            urgent = self.num_microbatches * sum(cost[track] for track in [*forwards, *backwards])
+            late = self.num_microbatches * sum(cost[track + count] for track in backwards)
             tail = min([tails[track] for track in backwards or forwards])
-            bounds += [head + self.num_microbatches * (urgent + late), head + self.num_microbatches * urgent + tail]
+            bounds.append(head + (steps - 1) * (urgent + late) + urgent + max(late, tail))
         return max(bounds, default=0.0)
 
     def _longest_ways(self, cost: Sequence[float]) -> tuple[dict[int, float], list[float]]:
@@ -258,6 +259,16 @@ class StepGraph:
                 result.append(entry)
         return result
 
+    def whole(self, order: Sequence[Entry], segment: int, count: int) -> list[Entry]:
+        """``order`` with the first ``count`` backwards of ``segment`` whole, where their input gradients were."""
+        result = []
+        for entry in order:
+            if entry.segment == segment and entry.microbatch < count and entry.kind in "IW":
+                result += [entry._replace(kind="B")] * (entry.kind == "I")
+            else:
+                result.append(entry)
+        return result
+
     def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
         """``orders`` with whole backwards where a weight gradient follows its input gradient.
 
@@ -295,35 +306,57 @@ class StepGraph:
 
     def follow(self, orders: Orders) -> Plan:
         """The plan of stages that do their passes in the given orders, each as soon as it can."""
-        clock = _Clock(self, orders)
-        while not clock.is_done:
-            moved = [clock.advance(stage) for stage in range(self.num_stages)]
-            if not any(moved):
-                clock.repair()
-        return clock.plan()
+        return self.follow_in_a_row(orders, 1)[0]
+
+    def follow_in_a_row(self, orders: Orders, steps: int) -> tuple[Plan, Times]:
+        """The same, and what comes of it in steps that follow each other.
+
+        A stage begins its next step when it has ended its last one.
+
+        Returns:
+            The plan, and the spans of ``steps`` steps, one after the other, of each stage.
+        """
+        clock = _Clock(self, orders, [0.0] * self.num_stages)
+        clock.run()
+        action_of = self.action_of
+        actions = tuple([tuple(map(action_of, order)) for order in clock.orders])
+        plan = Plan(actions, tuple(map(tuple, clock.times)))
+        row = clock.times
+        for _ in range(1, steps):
+            clock = _Clock(self, clock.orders, clock.free_at)
+            clock.run()
+            row = [before + after for before, after in zip(row, clock.times, strict=True)]
+        return plan, tuple(map(tuple, row))
 
 
 @final
 class _Clock:
-    """Stages that follow their orders."""
+    """Stages that follow their orders, from the moments on in which they are free."""
 
-    def __init__(self, graph: StepGraph, orders: Orders) -> None:
+    def __init__(self, graph: StepGraph, orders: Orders, free_at: Sequence[float]) -> None:
         self._graph = graph
-        self._orders = [list(order) for order in orders]
+        self.orders = [list(order) for order in orders]
         self._reached = [0] * graph.num_stages
-        self._free_at = [0.0] * graph.num_stages
-        self._times: list[list[tuple[float, float]]] = [[] for _ in range(graph.num_stages)]
+        self.free_at = list(free_at)
+        self.times: list[list[tuple[float, float]]] = [[] for _ in range(graph.num_stages)]
         self._ends: list[list[float | None]] = [[None] * graph.num_microbatches for _ in graph.needs]
 
-    @property
-    def is_done(self) -> bool:
-        return all(reached == len(order) for reached, order in zip(self._reached, self._orders, strict=True))
+    def run(self) -> None:
+        """Do everything."""
+        while not self._is_done:
+            moved = [self._advance(stage) for stage in range(self._graph.num_stages)]
+            if not any(moved):
+                self._repair()
 
-    def advance(self, stage: int) -> bool:
+    @property
+    def _is_done(self) -> bool:
+        return all(reached == len(order) for reached, order in zip(self._reached, self.orders, strict=True))
+
+    def _advance(self, stage: int) -> bool:
         """Do passes of ``stage`` until one has to wait; whether there were any."""
-        order, first, free_at = self._orders[stage], self._reached[stage], self._free_at[stage]
+        order, first, free_at = self.orders[stage], self._reached[stage], self.free_at[stage]
         # This loop runs for every pass of every timetable that is tried.
-        tables, ends, times = self._graph.tables, self._ends, self._times[stage]
+        tables, ends, times = self._graph.tables, self._ends, self.times[stage]
         reached = first
         while reached < len(order):
             kind, segment, microbatch = order[reached]
@@ -342,7 +375,7 @@ class _Clock:
                 reached += 1
                 continue
             break
-        self._reached[stage], self._free_at[stage] = reached, free_at
+        self._reached[stage], self.free_at[stage] = reached, free_at
         return reached > first
 
     def _ready(self, entry: Entry) -> float | None:
@@ -357,10 +390,10 @@ class _Clock:
                 ready = end + delay
         return ready
 
-    def repair(self) -> None:
+    def _repair(self) -> None:
         """All stages wait: move up the pass that can start first."""
         found: list[tuple[float, int, int]] = []
-        for stage, order in enumerate(self._orders):
+        for stage, order in enumerate(self.orders):
             seen: set[int] = set()
             for position in range(self._reached[stage], len(order)):
                 entry = order[position]
@@ -368,16 +401,12 @@ class _Clock:
                 ready = None if track in seen else self._ready(entry)
                 seen.add(track)
                 if ready is not None:
-                    found.append((max(ready, self._free_at[stage]), stage, position))
+                    found.append((max(ready, self.free_at[stage]), stage, position))
                     break
         assert found, "the segments of the flow wait for each other"
         _, stage, position = min(found)
-        order = self._orders[stage]
+        order = self.orders[stage]
         order.insert(self._reached[stage], order.pop(position))
-
-    def plan(self) -> Plan:
-        action_of = self._graph.action_of
-        return Plan(tuple([tuple(map(action_of, order)) for order in self._orders]), tuple(map(tuple, self._times)))
 
 
 def _mask(numbers: Sequence[int]) -> int:

@@ -19,6 +19,13 @@ def chain(*stages: int) -> tuple[Trace, dict[str, int]]:
     return Trace(events, len(stages) - 1), {f"u{index}": stage for index, stage in enumerate(stages)}
 
 
+def chain_of(works: list[Work], saved_bytes: int = 0) -> Flow:
+    """A stage for each of ``works``, one after the other."""
+    trace, stage_of = chain(*range(len(works)))
+    events = [event._replace(saved_bytes=saved_bytes) for event in trace.events]
+    return route(Trace(events, trace.loss), stage_of, len(works), dict(enumerate(works)))
+
+
 def flow_of(*stages: int) -> Flow:
     trace, stage_of = chain(*stages)
     return route(trace, stage_of, max(stages) + 1, dict.fromkeys(range(len(stages)), Work(1.0, 1.0, 1.0)))

@@ -9,11 +9,13 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from smp_strategy.pipeline.check import check
+from smp_strategy.pipeline.in_a_row import with_real_times
 from smp_strategy.pipeline.peaks import peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.step_graph import StepGraph
 from smp_strategy.pipeline.tables import Pass, one_forward_one_backward, zero_bubble_v
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.work import Link, Work
@@ -36,7 +38,7 @@ def plan_under(policy: Policy, num_stages: int, num_microbatches: int, work: Wor
     flow = flow_under(policy, num_stages, work)
     plan = simulate(flow, num_microbatches, policy, split_overhead=0.0)
     check(plan, flow, num_microbatches)
-    return plan
+    return with_real_times(plan, StepGraph(flow, num_microbatches, Link.instant(), 0.0), 1.0)
 
 
 def waits(plan: Plan) -> list[float]:
@@ -97,6 +99,19 @@ def test_zero_bubble_shortens_the_wait_of_1f1b_by_the_weight_gradients(num_stage
         second = plan_under(Policy("zb-h2"), num_stages, count, work)
         assert max(waits(second)) <= (num_stages - 1) * (forward + backward - 2 * weight) + 1e-6
         assert max(second.peak_microbatches(stage) for stage in range(num_stages)) == 2 * num_stages - 1
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+def test_in_a_row_no_stage_waits_under_zb_h2_and_1f1b_takes_as_long_as_alone(num_stages):
+    """arXiv:2401.10241, figure 3: ZB-H2 has no bubble where stages do not wait for each other's optimizers."""
+    for count in (2 * num_stages - 1, 2 * num_stages, 4 * num_stages):
+        plan = plan_under(Policy("zb-h2"), num_stages, count)
+        assert plan.period == pytest.approx(3 * count)
+        assert plan.makespan == pytest.approx(3 * count + num_stages - 1)
+        for policy in (Policy("simple"), Policy("1f1b")):
+            plan = plan_under(policy, num_stages, count)
+            assert plan.period == pytest.approx(plan.makespan)
+            assert plan.overlap == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("num_stages", STAGES)
@@ -198,5 +213,5 @@ def test_the_page_states_the_numbers_of_four_stages_and_eight_microbatches():
         plan = plan_under(policy, 4, 8)
         flow = flow_under(policy, 4, saved_bytes=60 // policy.num_chunks)
         peaks = " ".join(f"{peak / 60:g}" for peak in peak_saved_bytes(plan, flow))
-        rows.append(f"| `{policy}` | {plan.makespan:g} | {plan.bubble:.0%} | {peaks} |")
+        rows.append(f"| `{policy}` | {plan.makespan:g} | {plan.bubble:.0%} | {plan.period:g} | {peaks} |")
     assert "\n".join(rows) in PAGE.read_text()

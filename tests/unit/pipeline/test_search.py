@@ -13,20 +13,14 @@ from smp_strategy.pipeline.check import check
 from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
 from smp_strategy.pipeline.peaks import peak_saved_bytes
 from smp_strategy.pipeline.policies import Policy, candidates
-from smp_strategy.pipeline.routing import Flow, SegmentId, route
+from smp_strategy.pipeline.routing import SegmentId, route
 from smp_strategy.pipeline.search import Losses, search
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.step_graph import StepGraph
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Link, Work
 
-from .flows import chain, execute, flow_of, programs
-
-
-def chain_of(works: list[Work], saved_bytes: int = 0) -> Flow:
-    trace, stage_of = chain(*range(len(works)))
-    events = [event._replace(saved_bytes=saved_bytes) for event in trace.events]
-    return route(Trace(events, trace.loss), stage_of, len(works), dict(enumerate(works)))
+from .flows import chain, chain_of, execute, flow_of, programs
 
 
 def can_end_by(works: list[Work], num_microbatches: int, splits: bool, end: float, seconds: float) -> bool | None:
@@ -147,7 +141,8 @@ def test_a_simpler_policy_wins_unless_another_is_noticeably_better():
     # Without weight gradients there is nothing to move into the waits.
     flow = chain_of([Work(1.0, 2.0, 0.0)] * 3)
     assert search(flow, 6, candidates(3, 6, num_units=3)).policy == Policy("1f1b")
-    assert search(chain_of([Work(1.0, 1.0, 1.0)] * 3), 6, candidates(3, 6, num_units=3)).policy == Policy("zb-h1")
+    # A step alone takes as long under zb-h1 as under zb-h2, and steps in a row take longer.
+    assert search(chain_of([Work(1.0, 1.0, 1.0)] * 3), 6, candidates(3, 6, num_units=3)).policy == Policy("zb-h2")
 
 
 def test_a_better_order_for_the_same_policy_is_taken_however_little_is_gained():
@@ -163,7 +158,7 @@ def test_a_better_order_for_the_same_policy_is_taken_however_little_is_gained():
     assert 0.99 * published.makespan < found.plan.makespan < 0.999 * published.makespan
 
 
-@pytest.mark.parametrize(("crowding", "policy"), [(1.2, Policy("zb-h1")), (3.0, Policy("1f1b"))])
+@pytest.mark.parametrize(("crowding", "policy"), [(1.2, Policy("zb-h2")), (3.0, Policy("1f1b"))])
 def test_where_all_share_a_core_there_are_no_waits_to_fill(crowding, policy):
     flow = chain_of([Work(1.0, 1.0, 1.0)] * 3)
     found = search(flow, 6, candidates(3, 6, num_units=3), losses=Losses(crowding=crowding))

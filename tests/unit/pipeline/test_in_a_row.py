@@ -1,0 +1,105 @@
+"""Steps that follow each other: their times, and orders that are best for them."""
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_strategy.pipeline.in_a_row import STEPS, with_real_times
+from smp_strategy.pipeline.peaks import peak_saved_bytes
+from smp_strategy.pipeline.policies import Policy, candidates
+from smp_strategy.pipeline.routing import route
+from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.pipeline.search import NOTICEABLE, Losses, search
+from smp_strategy.pipeline.simulate import simulate
+from smp_strategy.pipeline.step_graph import StepGraph
+from smp_strategy.trace.work import Link, Work
+
+from .flows import chain_of, programs
+
+
+@given(programs(), st.integers(1, 4), st.integers(1, 4), st.sampled_from(candidates(4, 8, num_units=99)))
+def test_steps_in_a_row_are_one_long_step_in_that_order(program, num_microbatches, steps, policy):
+    trace, stage_of, num_stages = program
+    flow = route(trace, stage_of, num_stages, {position: Work(1.0, 2.0, 0.5) for position in range(20)})
+    link = Link(0.1, 100.0)
+    graph = StepGraph(flow, num_microbatches, link, 0.0)
+    orders = graph.orders_of(simulate(flow, num_microbatches, policy, link, split_overhead=0.0))
+    plan, row = graph.follow_in_a_row(orders, steps)
+    assert plan == graph.follow(orders)
+    long = StepGraph(flow, steps * num_microbatches, link, 0.0)
+    one_after_the_other = [
+        [
+            entry._replace(microbatch=entry.microbatch + step * num_microbatches)
+            for step, entry in product(range(steps), order)
+        ]
+        for order in orders
+    ]
+    assert long.follow(one_after_the_other).times == row
+
+
+@given(programs(), st.integers(1, 4), st.booleans())
+def test_no_row_is_shorter_than_its_bound(program, num_microbatches, splits):
+    trace, stage_of, num_stages = program
+    flow = route(trace, stage_of, num_stages, {position: Work(1.0, 2.0, 0.5) for position in range(20)})
+    graph = StepGraph(flow, num_microbatches, Link.instant(), 0.0)
+    for policy in candidates(num_stages, num_microbatches, num_units=99):
+        if splits or not policy.splits_backward:
+            plan = simulate(flow, num_microbatches, policy, split_overhead=0.0)
+            _, row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
+            assert end_of(row) >= graph.least_makespan(splits=splits, steps=STEPS) * (1 - 1e-9)
+
+
+def test_what_is_found_is_good_alone_and_better_in_a_row_than_the_published_orders():
+    rng = random.Random(3)
+    for _ in range(15):
+        stages = rng.choice([2, 3, 4])
+        count = 2 * stages
+        flow = chain_of([Work(*(rng.uniform(0.9, 1.1) for _ in range(3))) for _ in range(stages)])
+        graph = StepGraph(flow, count, Link.instant(), 0.0)
+        policies = candidates(stages, count, num_units=stages)
+        published = [
+            with_real_times(simulate(flow, count, policy, split_overhead=0.0), graph, 1.0) for policy in policies
+        ]
+        found = search(flow, count, policies, losses=Losses(split=0.0)).plan
+        fastest = min(plan.makespan for plan in published)
+        assert found.makespan <= fastest * (1 + NOTICEABLE) + 1e-9
+        as_fast = [plan.period for plan in published if plan.makespan <= found.makespan * (1 + 1e-9)]
+        assert found.period <= min(as_fast) * (1 + NOTICEABLE)
+        # The busiest stage waits for next to nothing.
+        busiest = max(sum(end - start for start, end in times) for times in found.times)
+        assert found.period <= 1.02 * busiest
+
+
+def test_orders_that_take_more_memory_are_not_taken_where_there_is_none():
+    flow = chain_of([Work(1.0, 1.0, 1.0)] * 4, saved_bytes=10)
+    policies = candidates(4, 8, num_units=4)
+    free, tight = (search(flow, 8, policies, most_bytes=[limit] * 4, losses=Losses(split=0.0)) for limit in (None, 40))
+    assert free.policy == Policy("zb-h2")
+    assert free.plan.period == pytest.approx(24.0)
+    assert max(peak_saved_bytes(free.plan, flow)) > 40
+    assert max(peak_saved_bytes(tight.plan, flow)) <= 40
+    assert 24.0 < tight.plan.period <= tight.plan.makespan
+
+
+def test_backwards_are_whole_where_their_parts_would_only_cost():
+    flow = chain_of([Work(1.0, 1.0, 1.0)] * 4)
+    found = search(flow, 8, candidates(4, 8, num_units=4), losses=Losses(split=0.05)).plan
+    split = {action for actions in found.stages for action in actions if action.kind == "I"}
+    # All but those of the first stage, of whose backward nobody waits for a part, would be 24.
+    assert 0 < len(split) < 24
+    everything = simulate(flow, 8, Policy("zb-h2"), split_overhead=0.05)
+    assert found.makespan <= everything.makespan
+
+
+def test_on_shared_cores_fewer_backwards_are_split():
+    flow = chain_of([Work(1.0, 1.0, 1.0)] * 4)
+    policies = candidates(4, 4, num_units=4)
+
+    def num_splits(plan: Plan) -> int:
+        return sum(action.kind == "I" for actions in plan.stages for action in actions)
+
+    own, shared = (search(flow, 4, policies, losses=Losses(0.1, crowding)).plan for crowding in (1.0, 2.0))
+    assert num_splits(shared) < num_splits(own)
