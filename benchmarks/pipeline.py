@@ -1,10 +1,13 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, about half an hour on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, about 40 minutes on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
-What is compared: forward and backward of one batch, from the moment in which all ranks begin to the moment in which
-the last of them has its gradients. Both sides get the same weights, the same batch and the same microbatches, in the
+What is compared: training steps that follow each other, as they do in training, each with forward, backward and the
+optimizer (SGD), from the moment in which all ranks begin to the moment in which the last of them has ended its last
+step. Neither side makes ranks wait for each other in between, so a rank may begin a step while another still ends the
+one before. Beside that, *alone*: one such step, with all ranks waiting for each other before and after it, as where
+gradients are clipped by their norm. Both sides get the same weights, the same batch and the same microbatches, in the
 same processes over the same gloo connections, and take turns, each going first every other time; what counts is the
 median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. Two kinds of stages:
 
@@ -18,15 +21,17 @@ median of the ratios of neighbours. Before anything is timed, the gradients of b
 Two kinds of settings:
 
 * The cut is given: the parts of the model are dealt out evenly to one chunk per stage, to two (``loop``), or to two
-  that go down the stages and up again (``v``). Torch runs each of its schedules that work on this cut, and the fastest
-  of them counts (it is asked for no outputs, which it would concatenate); ours chooses by itself (``pipeline=auto``).
+  that go down the stages and up again (``v``). Torch runs each of its schedules that work on this cut, and the one that
+  is fastest in the first row of steps is compared (it is asked for no outputs, which it would concatenate); ours
+  chooses by itself (``pipeline=auto``).
 * ``auto``: units of unequal cost. Torch's 1F1B gets stages of equal counts, as its users cut; ours chooses the
   partition as well.
 
-The last line is JSON: ``worst_ratio_vs_torch`` over the settings with a given cut, ``auto_ratio_vs_torch_1f1b`` (the
-worst one), ``sleep_efficiency`` (what our timetable should take over what it takes, the worst of the given cuts at 4
-ranks and 8 microbatches) and ``worst_over_optimum``: the sleeping steps whose partition and timetable ours chooses,
-over the makespan of the best of all contiguous cuts under all policies, which an exhaustive simulation finds.
+The last line is JSON: ``worst_ratio_vs_torch`` over the settings with a given cut, ``worst_alone_vs_torch``, the same
+of steps alone, ``auto_ratio_vs_torch_1f1b`` (the worst one), ``sleep_efficiency`` (what our timetable should take over
+what it takes, the worst of the given cuts at 4 ranks and 8 microbatches) and ``worst_over_optimum``: the sleeping steps
+whose partition and timetable ours chooses, over the best of all contiguous cuts under all policies, which an exhaustive
+simulation of as many steps finds.
 """
 
 import copy
@@ -51,13 +56,13 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from workloads import GPT, Batch, Chain
+from torch.optim import SGD
+from workloads import GPT, Batch, Chain, EngineSteps
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
 from smp_strategy.pipeline.policies import Policy, candidates
 from smp_strategy.pipeline.routing import Flow, SegmentId, route
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.step_graph import Entry, StepGraph
 from smp_strategy.placement import set_partition
@@ -66,6 +71,7 @@ from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Link, Work
 
 CPU = torch.device("cpu")
+LEARNING_RATE = 1e-3
 
 # Models
 
@@ -159,9 +165,11 @@ class Size(NamedTuple):
     """Of stages that sleep."""
     compute_rounds: int
     """Of those that compute, whose times differ more."""
+    steps: int
+    """In a row."""
 
 
-USUAL, QUICK = Size(0.2, 256, 5, 15), Size(0.01, 16, 1, 1)
+USUAL, QUICK = Size(0.2, 256, 3, 7, 5), Size(0.01, 16, 1, 1, 2)
 
 
 @final
@@ -237,33 +245,22 @@ def settings(num_ranks: int, size: Size = USUAL) -> Iterator[Setting]:
 # The two sides
 
 
-class Ours:
-    """An engine that runs the step of a model."""
-
-    def __init__(self, setting: Setting, model: Chain, batch: Batch) -> None:
-        if not setting.chooses_partition:
-            for stage, begin, end in setting.spans:
-                for part in model.parts[begin:end]:
-                    set_partition(part, stage)
-        config = SMPConfig(
-            pipeline_parallel_degree=setting.num_ranks,
-            microbatches=setting.num_microbatches,
-            pipeline="auto",
-            virtual_pipeline_degree=None if setting.chooses_partition else setting.placement.num_chunks,
-            auto_partition=setting.chooses_partition,
-            memory_weight=0.0,
-            trace_execution_times=True,
-        )
-        self.model = model
-        self.engine = Engine(config)
-        self.engine.attach(model)
-        self._loss, self._batch = setting.workload.loss, batch
-
-    def step(self) -> None:
-        result = self.engine.train_step(
-            lambda batch: self._loss(self.model(batch[0]), batch[1]), self._batch, loss_of=lambda loss: loss
-        )
-        result.commit(torch.ones(()), reduce=True)
+def ours(setting: Setting, model: Chain, batch: Batch) -> EngineSteps:
+    """An engine that trains the model."""
+    if not setting.chooses_partition:
+        for stage, begin, end in setting.spans:
+            for part in model.parts[begin:end]:
+                set_partition(part, stage)
+    config = SMPConfig(
+        pipeline_parallel_degree=setting.num_ranks,
+        microbatches=setting.num_microbatches,
+        pipeline="auto",
+        virtual_pipeline_degree=None if setting.chooses_partition else setting.placement.num_chunks,
+        auto_partition=setting.chooses_partition,
+        memory_weight=0.0,
+        trace_execution_times=True,
+    )
+    return EngineSteps(setting.workload, model, SGD(model.parameters(), LEARNING_RATE), batch, config)
 
 
 class Theirs:
@@ -285,11 +282,14 @@ class Theirs:
         ]
         is_single = schedule is Schedule1F1B
         self._schedule = schedule(stages[0] if is_single else stages, setting.num_microbatches, setting.workload.loss)
+        self._optimizer = SGD([each for stage in stages for each in stage.submod.parameters()], LEARNING_RATE)
         self._args = (x,) if any(stage.is_first for stage in stages) else ()
         self._options = {"target": target, "losses": []} if any(stage.is_last for stage in stages) else {}
 
     def step(self) -> None:
+        self._optimizer.zero_grad()
         self._schedule.step(*self._args, **self._options, return_outputs=False)
+        self._optimizer.step()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Of all parameters, on all ranks."""
@@ -309,51 +309,60 @@ class Row(NamedTuple):
 
     setting: Setting
     ours: float
+    """Seconds of a step in a row of them."""
     theirs: float
     best: str
     """Name of torch's fastest schedule."""
     chosen: str
     """Ours."""
     ratio: float
+    alone: float
+    """The ratio of steps that are alone."""
     ideal: float | None
-    """Seconds that our timetable should take, if that is known."""
+    """Seconds that a step in a row should take by our timetable, if that is known."""
 
 
-def measure(setting: Setting, rounds: int) -> Row:
+def measure(setting: Setting, rounds: int, steps: int) -> Row:
     """Compare ours with torch; on every rank."""
     torch.manual_seed(0)
     model, batch = setting.workload.model(), setting.workload.batch(setting.num_microbatches)
-    sides: list[Any] = [Theirs(setting, kind, copy.deepcopy(model), batch) for kind in setting.schedules]
-    sides.insert(0, Ours(setting, model, batch))
-    for side in sides:
-        seconds(side), seconds(side)
-    for theirs in sides[1:]:
-        check(sides[0].model, theirs)
-    turns = [[0.0] * len(sides) for _ in range(rounds)]
-    for number, times in enumerate(turns):
-        for position in range(len(sides))[:: 1 if number % 2 else -1]:
-            times[position] = seconds(sides[position])
-    ours, *others = zip(*turns, strict=True)
-    best = min(range(len(others)), key=lambda other: median(others[other]))
-    explanation = sides[0].engine.explain()
-    sides[0].engine.close()
+    others = [Theirs(setting, kind, copy.deepcopy(model), batch) for kind in setting.schedules]
+    mine = ours(setting, model, batch)
+    for side in (mine, *others):
+        side.step()
+    for theirs in others:
+        check(model, theirs)
+    mine.step()  # after its timetable
+    first = [seconds(theirs, steps) for theirs in others]
+    best = min(range(len(others)), key=first.__getitem__)
+    rows, alone = (
+        [turn(mine, others[best], number, num_steps) for number in range(rounds)] for num_steps in (steps, 1)
+    )
+    explanation = mine.engine.explain()
+    mine.engine.close()
     partition = explanation.partition
     return Row(
         setting=setting,
-        ours=median(ours),
-        theirs=median(others[best]),
+        ours=median(each for each, _ in rows),
+        theirs=median(each for _, each in rows),
         best=setting.schedules[best].__name__.removeprefix("Schedule"),
         chosen=f"{partition.schedule}, {partition.chunks_per_stage} per stage",
-        ratio=median(mine / other for mine, other in zip(ours, others[best], strict=True)),
-        ideal=ideal(setting, partition.stage_of, explanation.plan),
+        ratio=median(each / other for each, other in rows),
+        alone=median(each / other for each, other in alone),
+        ideal=ideal(setting, partition.stage_of, explanation.plan, steps),
     )
 
 
-def seconds(side: Any) -> float:
-    """How long a step takes that begins without gradients."""
-    for parameter in side.model.parameters():
-        parameter.grad = None
-    return seconds_of(side.step)
+def turn(mine: EngineSteps, theirs: Theirs, number: int, steps: int) -> tuple[float, float]:
+    """Seconds of both; who goes first depends on the number of the turn."""
+    times = [seconds(side, steps) for side in ((mine, theirs) if number % 2 else (theirs, mine))]
+    mine_first, theirs_first = (times[0], times[1]), (times[1], times[0])
+    return mine_first if number % 2 else theirs_first
+
+
+def seconds(side: EngineSteps | Theirs, steps: int) -> float:
+    """How long one of so many steps in a row takes."""
+    return seconds_of(lambda: [side.step() for _ in range(steps)]) / steps
 
 
 def check(model: Chain, theirs: Theirs) -> None:
@@ -367,8 +376,8 @@ def check(model: Chain, theirs: Theirs) -> None:
 # What should be
 
 
-def ideal(setting: Setting, stage_of: Mapping[str, int], plan: Plan) -> float | None:
-    """What the timetable would take if all but sleeping was for free."""
+def ideal(setting: Setting, stage_of: Mapping[str, int], plan: Plan, steps: int) -> float | None:
+    """What the timetable would take per step in a row if all but sleeping was for free."""
     if not isinstance(setting.workload, Sleepers):
         return None
     flow = setting.workload.flow(stage_of, setting.num_ranks)
@@ -377,11 +386,12 @@ def ideal(setting: Setting, stage_of: Mapping[str, int], plan: Plan) -> float | 
         [Entry(action.kind, graph.segments.index(SegmentId(stage, action.segment)), action.microbatch) for action in do]
         for stage, do in enumerate(plan.stages)
     ]
-    return graph.follow(orders).makespan
+    _, row = graph.follow_in_a_row(orders, steps)
+    return end_of(row) / steps
 
 
-def optimum(setting: Setting) -> float:
-    """The shortest makespan of all contiguous cuts under all policies."""
+def optimum(setting: Setting, steps: int) -> float:
+    """The least that a step in a row takes of all contiguous cuts under all policies."""
     workload = setting.workload
     assert isinstance(workload, Sleepers)
     num_units, stages = len(workload.seconds), setting.num_ranks
@@ -394,9 +404,8 @@ def optimum(setting: Setting) -> float:
                 for chunk, span in enumerate(chunks)
                 for unit in range(*span)
             }
-            flow = workload.flow(stage_of, stages)
-            plan = simulate(flow, setting.num_microbatches, policy, split_overhead=0.0)
-            best = min(best, plan.makespan)
+            plan = simulate(workload.flow(stage_of, stages), setting.num_microbatches, policy, split_overhead=0.0)
+            best = min(best, ideal(setting, stage_of, plan, steps) or best)
     return best
 
 
@@ -407,21 +416,23 @@ def show(row: Row) -> None:
     """One line of the table."""
     efficiency = "" if row.ideal is None else f"{row.ideal / row.ours:8.1%}"
     print(
-        f"{row.setting.name:32} {row.ours * 1e3:8.1f} {row.theirs * 1e3:8.1f} {row.ratio:7.3f} {efficiency:>8}"
+        f"{row.setting.name:32} {row.ours * 1e3:8.1f} {row.theirs * 1e3:8.1f} {row.ratio:7.3f} {row.alone:7.3f}"
+        f" {efficiency:>8}"
         f"  {row.chosen:22} {row.best}",
         flush=True,
     )
 
 
-def figures(rows: Sequence[Row]) -> dict[str, float]:
+def figures(rows: Sequence[Row], steps: int) -> dict[str, float]:
     """The last line."""
     given = [row for row in rows if not row.setting.chooses_partition]
     auto = [row for row in rows if row.setting.chooses_partition]
     most = max(row.setting.num_ranks for row in rows)
     efficiencies = [row.ideal / row.ours for row in given if row.ideal is not None and row.setting.num_ranks == most]
-    over = [row.ours / optimum(row.setting) for row in auto if row.ideal is not None]
+    over = [row.ours / optimum(row.setting, steps) for row in auto if row.ideal is not None]
     found = {
         "worst_ratio_vs_torch": max(row.ratio for row in given),
+        "worst_alone_vs_torch": max(row.alone for row in given),
         "auto_ratio_vs_torch_1f1b": max(row.ratio for row in auto),
         "sleep_efficiency": min(efficiencies),
         "worst_over_optimum": max(over),
@@ -434,7 +445,7 @@ def run(num_ranks: int, size: Size) -> list[Row]:
     rows = []
     for setting in settings(num_ranks, size):
         sleeps = isinstance(setting.workload, Sleepers)
-        rows.append(measure(setting, size.rounds if sleeps else size.compute_rounds))
+        rows.append(measure(setting, size.rounds if sleeps else size.compute_rounds, size.steps))
         if dist.get_rank() == 0:
             show(rows[-1])
     return rows
@@ -443,12 +454,13 @@ def run(num_ranks: int, size: Size) -> list[Row]:
 def main(arguments: Sequence[str]) -> None:
     """Run it for 2 and 4 ranks."""
     is_quick = "--quick" in arguments
+    size = QUICK if is_quick else USUAL
     torch.set_num_threads(1)
-    print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'of ideal':>8}  {'ours':22} torch")
+    print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'alone':>7} {'of ideal':>8}  {'ours':22} torch")
     rows = []
     for num_ranks in (2,) if is_quick else (2, 4):
-        rows += run_ranks(run, num_ranks, num_ranks, QUICK if is_quick else USUAL, timeout=1200)[0]
-    print(json.dumps(figures(rows)))
+        rows += run_ranks(run, num_ranks, num_ranks, size, timeout=2400)[0]
+    print(json.dumps(figures(rows, size.steps)))
 
 
 if __name__ == "__main__":

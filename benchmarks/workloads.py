@@ -1,7 +1,7 @@
 """What several benchmarks train."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -72,10 +72,18 @@ class GPT(NamedTuple):
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+class Workload(Protocol):
+    """What is trained, as far as an engine has to know it."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor: ...
+
+
 class EngineSteps:
     """Training steps of an engine, on the same batch again and again."""
 
-    def __init__(self, workload: GPT, model: nn.Module, optimizer: Optimizer, batch: Batch, config: SMPConfig) -> None:
+    def __init__(
+        self, workload: Workload, model: nn.Module, optimizer: Optimizer, batch: Batch, config: SMPConfig
+    ) -> None:
         self.model, self.optimizer = model, optimizer
         self._loss, self._batch = workload.loss, batch
         self.engine = Engine(config)
