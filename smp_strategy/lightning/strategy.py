@@ -50,6 +50,7 @@ from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
 from smp_strategy.lightning.signature import with_options
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
+from smp_strategy.lightning.stop_signal import StopSignal
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.closures import evaluated_once
@@ -106,6 +107,7 @@ class SMPHooks(CheckpointHooks):
         self._engine: Engine | None = None
         self._data_stream: DataStream | None = None
         self._manual: ManualOptimization | None = None
+        self._stop_signal: StopSignal | None = None
         self._stand_ins = ExitStack()  # closed at the end of a run, which gives back what was replaced for it
         self._may_reduce = True
         self._forgets_early = False
@@ -221,6 +223,9 @@ class SMPHooks(CheckpointHooks):
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
         self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
+        if fitting and dist.get_world_size() > 1:
+            self._stop_signal = StopSignal(trainer, self.tree.pytorch("utilities.exceptions").SIGTERMException)
+            self._stand_ins.enter_context(self._stop_signal.installed())
 
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
         """Replace what has to know of other ranks in this run, on the instances."""
@@ -375,6 +380,8 @@ class SMPHooks(CheckpointHooks):
         return self._eval_step("predict_step", self.precision_plugin.predict_step_context, *args, *kwargs.values())
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
+        if self._stop_signal is not None and self.engine.mesh.dp == 1:  # replicas may have more batches than others
+            self._stop_signal.check()
         with self._in_step():
             module, is_joint = self.lightning_module, self._is_joint
             return run_eval_step(self.engine, module, name, args, context=context, is_joint=is_joint)
@@ -445,7 +452,7 @@ class SMPHooks(CheckpointHooks):
         assert self.accelerator is not None
         self._end_saving()
         self._stand_ins.close()
-        self._manual = None
+        self._manual = self._stop_signal = None
         if self._engine is not None:
             self._engine.detach(failed=self._has_failed)
             if self._engine.is_spread:

@@ -23,7 +23,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early
+from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, tail_of
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.trace.events import Trace
@@ -125,14 +125,14 @@ class Runtime:
                 if job.loss_of is not None:
                     stack.enter_context(self._offloading(microbatches, actions, follows_plan=plan is not None))
                 last = max((position for position, action in enumerate(actions) if action.kind != "F"), default=None)
-                early = begun_early(actions)
+                early, tail = begun_early(actions), tail_of(actions)
                 for position, action in enumerate(actions):
                     if position == last:
                         stack.enter_context(job.around_last())
                     self._stage.activations.offload.reach(position)
                     recorder.note(action, turns.do)
                     turns.prepare(early[position])
-                    turns.share_results()
+                    turns.share_results(at_once=position >= tail)
                     if turns.has_left_plan:
                         self._stage.activations.offload.leave_plan()
                         break

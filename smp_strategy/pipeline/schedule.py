@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, final
 
-__all__ = ["Action", "Plan", "Times", "backward_positions", "begun_early", "crowded", "end_of"]
+__all__ = ["Action", "Plan", "Times", "backward_positions", "begun_early", "crowded", "end_of", "tail_of"]
 
 _ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
 
@@ -122,6 +122,11 @@ def backward_positions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
             while segments and segments[-1] >= action.segment:
                 found[action.microbatch, segments.pop()] = position
     return found
+
+
+def tail_of(actions: Sequence[Action]) -> int:
+    """The position after which nobody waits for what is left: gradients of weights."""
+    return max((position for position, action in enumerate(actions) if action.kind != "W"), default=0)
 
 
 def begun_early(actions: Sequence[Action]) -> list[tuple[int, ...]]:

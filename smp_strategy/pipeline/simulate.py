@@ -13,10 +13,11 @@ The simulated order is a linear order of the dependency graph, so stages that fo
 
 from collections.abc import Iterator, Sequence
 
+from smp_strategy.pipeline.in_a_row import STEPS
 from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.pipeline.step_graph import Orders, StepGraph
 from smp_strategy.pipeline.tables import one_forward_one_backward, zero_bubble, zero_bubble_v
 from smp_strategy.trace.work import Link
@@ -77,13 +78,16 @@ def simulate(
 
 
 def _with_whole_backwards(graph: StepGraph, plan: Plan, stages: Sequence[int]) -> Plan:
-    """``plan`` without splits on ``stages`` that bring nothing, if the step gets no longer without them."""
+    """``plan`` without splits on ``stages`` that bring nothing, alone or in a row."""
     orders = graph.orders_of(plan)
     merged = graph.merged(orders, everywhere=True)
     if all(len(merged[stage]) == len(orders[stage]) for stage in stages):
         return plan
-    whole = graph.follow([merged[stage] if stage in stages else order for stage, order in enumerate(orders)])
-    return whole if whole.makespan <= plan.makespan else plan
+    _, row = graph.follow_in_a_row(orders, STEPS)
+    whole, row_of_whole = graph.follow_in_a_row(
+        [merged[stage] if stage in stages else order for stage, order in enumerate(orders)], STEPS
+    )
+    return whole if whole.makespan <= plan.makespan and end_of(row_of_whole) <= end_of(row) else plan
 
 
 def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:

@@ -290,10 +290,19 @@ class Turns:
         """Make sure that all stages have run the same programs; collective."""
         self._end().agree()
 
-    def share_results(self) -> None:
-        """Begin to, if all programs have ended; collective, but waits for nobody."""
+    def share_results(self, *, at_once: bool) -> None:
+        """Begin to, if all programs have ended; collective.
+
+        Args:
+            at_once: nobody waits for what this stage has still to do, so it can wait until others are as far, which
+                they nearly are. Otherwise it waits for nobody, and is asked again.
+        """
         # The last one to begin ends last.
-        if self._ending is not None or all(coroutine.finished for coroutine in reversed(self._coroutines)):
+        if self._ending is None and not all(coroutine.finished for coroutine in reversed(self._coroutines)):
+            return
+        if at_once and not self.has_left_plan:
+            self._end().agree()
+        else:
             self._end().go_on()
 
     def _end(self) -> Ending:

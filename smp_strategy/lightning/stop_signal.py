@@ -1,0 +1,66 @@
+"""SIGTERM ends training on all ranks between the same two steps, and no step waits for that.
+
+Lightning lets rank 0 tell all others at the beginning of each batch whether to stop, and they wait for it. Here rank 0
+is the last stage: all others would begin no step before that has ended its part of the one before, and steps of a
+pipeline could not overlap. Besides, a rank that gets the signal stops by itself.
+
+So ranks compare in the background whether one of them has got the signal, and look at the answer one step later, when
+it is there: all stop before the same step, whichever rank has got the signal.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["StopSignal"]
+
+
+@final
+class StopSignal:
+    """See the module docstring.
+
+    Args:
+        trainer: Lightning's Trainer, which fits.
+        stop: makes the exception that ends training.
+    """
+
+    def __init__(self, trainer: Any, stop: Callable[[], BaseException]) -> None:
+        self._trainer = trainer
+        self._stop = stop
+        self._has_come = False
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While this is open, it is in the place of what Lightning does."""
+        connector, loop = self._trainer._signal_connector, self._trainer.fit_loop.epoch_loop
+        connector._sigterm_notifier_fn = self._note
+        loop._broadcast_sigterm_tensor = self.check
+        try:
+            yield
+        finally:
+            del connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor
+
+    def _note(self, signum: Any, frame: Any) -> None:
+        """Handle the signal."""
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._has_come:
+            launcher.kill(signum)  # the ranks that this one has started
+        self._has_come = True
+
+    def check(self) -> None:
+        """Before each step, on all ranks: end training if a rank had the signal before the last one."""
+        if self._pending is not None:
+            work, flag = self._pending
+            work.wait()
+            self._pending = None
+            if flag.item():
+                self._trainer._signal_connector.received_sigterm = True
+                raise self._stop()
+        flag = torch.tensor(self._has_come, dtype=torch.uint8, device="cpu")
+        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+        assert work is not None
+        self._pending = work, flag

@@ -1,0 +1,118 @@
+"""Stages do not wait for each other between steps: one begins a step while another still ends the one before.
+
+That is not timed but made sure of: gradients of weights on the last stage wait until the first stage has begun the next
+step. If anything in between made stages wait for each other, they would wait for ever.
+"""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning_toy import FEATURES, on_ranks, quiet, toy_loader, toy_module, toy_trainer
+from torch import Tensor, nn
+
+STEPS, MICROBATCHES = 12, 4
+# The first batches of a pass over the data are compared between ranks.
+FIRST = 4
+SMP = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES, "pipeline": "zb-h2"}
+PATIENCE_SECONDS = 20.0
+
+
+class Latch:
+    """Steps that the first stage has begun, known to the other stage while both compute."""
+
+    def __init__(self) -> None:
+        self.begun = self.gradients = 0
+        self.waited: list[int] = []
+
+    def begin(self) -> None:
+        if self.begun % MICROBATCHES == 0:
+            _store().set(f"step {self.begun // MICROBATCHES}", "begun")
+        self.begun += 1
+
+    def wait(self) -> None:
+        """Before the last gradient of a step, until the next one has begun."""
+        self.gradients += 1
+        step, is_last = divmod(self.gradients, MICROBATCHES)
+        if is_last == 0 and FIRST <= step < STEPS:
+            key, end = f"step {step}", threading.Event()
+            for _ in range(int(PATIENCE_SECONDS / 0.01)):
+                if _store().check([key]):
+                    self.waited.append(step)
+                    return
+                end.wait(0.01)
+            raise TimeoutError(f"the first stage has not begun step {step} while the last stage was in the one before")
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+class Waiting(torch.autograd.Function):
+    """Waits on the way of the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, latch: Latch | None) -> Tensor:
+        ctx.latch = latch
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.latch is not None and type(gradient) is Tensor:  # and not in a dry run
+            ctx.latch.wait()
+        return gradient, None
+
+
+class First(nn.Linear):
+    latch: Latch | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.latch is not None and type(x) is Tensor and not torch.is_inference_mode_enabled():
+            self.latch.begin()
+        return super().forward(x)
+
+
+class Last(nn.Linear):
+    latch: Latch | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, Waiting.apply(self.weight, self.latch), self.bias)
+
+
+def configure_optimizers(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def fit(folder, smp, options):
+    module = toy_module(configure_optimizers=configure_optimizers)
+    torch.manual_seed(0)
+    module.net = nn.Sequential(First(FEATURES, FEATURES), Last(FEATURES, 4))
+    latch = None
+    if smp is not None:
+        latch = module.net[0].latch = module.net[1].latch = Latch()
+        module.net = nn.ModuleList(module.net)
+        module.loss = lambda batch: F.cross_entropy(module.net[1](module.net[0](batch[0])), batch[1])
+    trainer = toy_trainer(folder, smp=smp, max_epochs=1, **options)
+    trainer.fit(module, toy_loader(shuffle=False, batch_size=4))
+    weights = [parameter.detach().clone() for parameter in module.parameters()]
+    return weights, float(trainer.callback_metrics["train_loss_epoch"]), [] if latch is None else latch.waited
+
+
+def test_a_stage_begins_a_step_while_another_ends_the_one_before(tmp_path):
+    with quiet():
+        weights, loss, _ = fit(tmp_path, None, {"accumulate_grad_batches": 1})
+    # Rank 0 is the last stage.
+    found = on_ranks(fit, 2, tmp_path, SMP, {"enable_progress_bar": True})
+    assert [waited for _, _, waited in found] == [list(range(FIRST, STEPS)), []]
+    for here, mine, _ in found:
+        torch.testing.assert_close(here, weights, rtol=1e-5, atol=1e-6)
+        assert mine == pytest.approx(loss, rel=1e-5)
+
+
+def test_the_test_notices_stages_that_wait_for_each_other(tmp_path, monkeypatch):
+    """Clipping by the norm of all gradients is such a reason."""
+    monkeypatch.setattr(f"{__name__}.PATIENCE_SECONDS", 1.0)
+    with pytest.raises(RuntimeError, match="the first stage has not begun step 4"):
+        on_ranks(fit, 2, tmp_path, SMP, {"gradient_clip_val": 1.0})
