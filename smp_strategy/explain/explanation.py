@@ -38,6 +38,7 @@ class Explanation:
                 "balance": partition.balance,
                 "bubble": partition.bubble,
                 "gap": partition.gap,
+                "period_seconds": None if self.plan is None else self.plan.period,
                 "timetable": None if self.plan is None else _timetable(self.plan),
             },
             indent=2,

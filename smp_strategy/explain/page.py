@@ -7,7 +7,7 @@ from smp_strategy.explain.drawings import colour, loads, strip, timetable
 from smp_strategy.explain.parts import document, keys, row, section
 from smp_strategy.explain.relief import RELIEF_CAPTION, RELIEF_COLUMNS, relief_rows
 from smp_strategy.explain.svg import element
-from smp_strategy.explain.text import sends_on, summary
+from smp_strategy.explain.text import sends_on, summary, waiting
 from smp_strategy.explain.tree import Node, abbreviate, tree_of
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
@@ -31,7 +31,7 @@ def page(partition: Partition, plan: Plan | None) -> str:
     ]
     if plan is not None:
         known = keys(action.kind for actions in plan.stages for action in actions)
-        parts += section("Timetable", f"{known} &emsp; idle {plan.bubble:.1%}", timetable(plan))
+        parts += section("Timetable", f"{known} &emsp; {waiting(plan)}", timetable(plan))
     if partition.treatments:
         rows = [row("td", [escape(cell) for cell in cells]) for cells in relief_rows(partition)]
         parts += [element("h2", "Kept for backward"), element("p", RELIEF_CAPTION, class_="dim")]

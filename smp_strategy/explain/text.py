@@ -11,7 +11,7 @@ from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.sizes import show_bytes, show_count, show_seconds
 
-__all__ = ["WIDTH", "relief_table", "sends_on", "stage_table", "summary", "text", "timetable"]
+__all__ = ["WIDTH", "relief_table", "sends_on", "stage_table", "summary", "text", "timetable", "waiting"]
 
 WIDTH = 118
 # A timetable of this many actions per stage still fits the width.
@@ -146,9 +146,14 @@ def relief_table(partition: Partition) -> Table:
 
 def timetable(plan: Plan) -> str:
     """The order of work, one line per stage."""
-    overlap = f"; steps in a row overlap by {plan.overlap:.0%}" if plan.overlap >= LEAST_OVERLAP else ""
-    lines = [f"Schedule of a training step (idle {plan.bubble:.0%}{overlap})"]
+    lines = [f"Schedule of a training step ({waiting(plan)})"]
     for stage, actions in enumerate(plan.stages):
         shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
         lines.append(f"stage {stage}   {shown}")
     return "\n".join(lines)
+
+
+def waiting(plan: Plan) -> str:
+    """How long stages wait in a step, and what of that is saved where another one follows."""
+    idle = f"idle {plan.bubble:.0%}"
+    return f"{idle}; steps in a row overlap by {plan.overlap:.0%}" if plan.overlap >= LEAST_OVERLAP else idle

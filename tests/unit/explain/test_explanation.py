@@ -15,9 +15,11 @@ from smp_strategy.explain.text import sends_on, summary
 from smp_strategy.explain.tree import abbreviate, rows_of, tree_of
 from smp_strategy.partitioner.costs import Held
 from smp_strategy.partitioner.partition import Partition, PlacedUnit, StageLoad, UnitRelief
+from smp_strategy.pipeline.in_a_row import with_real_times
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.simulate import simulate
-from smp_strategy.trace.work import Work
+from smp_strategy.pipeline.step_graph import StepGraph
+from smp_strategy.trace.work import Link, Work
 from tests.unit.pages import Page
 from tests.unit.pipeline.flows import flow_of
 
@@ -134,11 +136,23 @@ def test_a_stage_sends_on_what_leaves_each_of_its_chunks():
 
 def test_the_data_are_the_partition_and_what_follows_from_it():
     data = json.loads(Explanation(partition(), plan()).to_json())
+    assert data["period_seconds"] is None, "nobody has found out"
     kept = {key: data[key] for key in json.loads(partition().to_json())}
     assert Partition.from_json(json.dumps(kept)) == partition()
     assert data["bubble"] == pytest.approx(0.2)
     assert [entry["action"] for entry in data["timetable"][1]][:3] == ["F0", "B0", "F1"]
     assert json.loads(Explanation(partition()).to_json())["timetable"] is None
+
+
+def test_it_is_said_how_much_steps_in_a_row_overlap():
+    flow = flow_of(0, 1)
+    graph = StepGraph(flow, 4, Link.instant(), 0.0)
+    for policy, said in (("zb-h2", "idle 8%; steps in a row overlap by 8%"), ("1f1b", "idle 20%")):
+        made = with_real_times(simulate(flow, 4, Policy(policy), split_overhead=0.0), graph, 1.0)
+        explanation = Explanation(partition(), made)
+        assert f"Schedule of a training step ({said})\n" in str(explanation)
+        assert said in Page(explanation.to_html()).words
+        assert json.loads(explanation.to_json())["period_seconds"] == made.period
 
 
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1"])
