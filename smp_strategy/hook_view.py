@@ -176,12 +176,12 @@ class HookView:
             return self.real(result)
 
     def agree(self) -> None:
-        """Make sure that the hook did the same on all stages, or raise :class:`UnsupportedError`; collective."""
-        agreement = self._transport.begin_to_agree(zlib.crc32("\n".join(self._path).encode()), lambda: self._path)
-        if self._path:
-            agreement.check()
-        else:  # nothing was moved: stages need not wait for each other
-            self._transport.check_later(agreement)
+        """Make sure that the hook did the same on all stages; collective.
+
+        Raises:
+            UnsupportedError: it did not.
+        """
+        self._transport.begin_to_agree(zlib.crc32("\n".join(self._path).encode()), lambda: self._path).check()
 
     def real(self, tree: Any) -> Any:
         """``tree`` with the values of all its tensors, on every stage."""

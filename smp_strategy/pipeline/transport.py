@@ -82,7 +82,6 @@ class Transport:
         self._sent: dict[tuple[int, int], Callable[[], object]] = {}
         self._copies: dict[torch.device, HostCopies] = {}
         self._num_shared = 0
-        self._unchecked: list[Agreement] = []
         # Receiver and tag of everything that was sent in this step.
         self._log: set[tuple[int, int]] = set()
         self._watch = Watch(dist.get_rank(), stage_ranks)
@@ -191,8 +190,6 @@ class Transport:
             return work.is_completed() and all(torch.equal(mine, other) for other in found)
 
         def check() -> None:
-            while self._unchecked:
-                self._unchecked.pop(0).check()
             if is_reached():
                 return
             paths: list[Any] = [None] * len(self._ranks)
@@ -205,10 +202,6 @@ class Transport:
                     raise UnsupportedError(_first_difference(dict(paths)))
 
         return Agreement(is_reached, check)
-
-    def check_later(self, agreement: Agreement) -> None:
-        """Check it with the next one: nothing depends on it until then."""
-        self._unchecked.append(agreement)
 
     def _wait_for(self, meeting: Callable[[], object]) -> None:
         """At the end of a step: wait for all others."""
