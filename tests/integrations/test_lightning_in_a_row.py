@@ -36,8 +36,8 @@ class Latch:
     def wait(self) -> None:
         """Before the last gradient of a step, until the next one has begun."""
         self.gradients += 1
-        step, is_last = divmod(self.gradients, MICROBATCHES)
-        if is_last == 0 and FIRST <= step < STEPS:
+        step, rest = divmod(self.gradients, MICROBATCHES)
+        if rest == 0 and FIRST <= step < STEPS:
             for _ in range(int(PATIENCE_SECONDS / 0.01)):
                 if _store().check([f"step {step}"]):
                     self.waited.append(step)
