@@ -23,7 +23,7 @@ from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.measured import Measured
 from smp_strategy.trace.work import Work
 
-__all__ = ["MeasuringOptions", "assign", "measure"]
+__all__ = ["MeasuringOptions", "Ranks", "assign", "measure", "ranks_of"]
 
 # Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
 SAME_SPEED = 0.1
@@ -57,13 +57,13 @@ class _Met(NamedTuple):
     """Why the calls of a kind cannot be measured."""
 
 
-class _Ranks(NamedTuple):
+class Ranks(NamedTuple):
     """How ranks compare."""
 
     speeds: tuple[float, ...] = ()
     """Relative to the fastest; empty where they are alike or unknown."""
     crowding: float = 1.0
-    """How much longer a call takes on rank 0 while all others run one; 1 where they have cores of their own."""
+    """How much longer a call takes while all ranks run one; 1 where they have cores of their own."""
 
 
 def measure(
@@ -83,7 +83,7 @@ def measure(
     plan = assign([each.cost for each in met])
     samples, failures = dict[str, Sample](), dict[str, str]()
     common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
-    ranks = _Ranks()
+    ranks = Ranks()
     if common is not None and options.times and options.compares_ranks and len(met) > 1:
         ranks = _compare(by_kind[common], options)
     if ranks.crowding > 1:
@@ -146,7 +146,7 @@ def _assembled(
     samples: Mapping[str, Sample],
     reasons: Mapping[str, str],
     plan: Mapping[str, int],
-    ranks: "_Ranks",
+    ranks: "Ranks",
     options: MeasuringOptions,
 ) -> Measured:
     work: dict[str, Work] = {}
@@ -185,13 +185,25 @@ def _scale(ratios: Sequence[float]) -> float:
     return statistics.median(of_kernels) if of_kernels else 1.0
 
 
-def _compare(call: UnitCall, options: MeasuringOptions) -> _Ranks:
+def _compare(call: UnitCall, options: MeasuringOptions) -> Ranks:
     together = _gathered(_speed(call, options))
     # The others rest here: they wait for the number.
     alone, *_ = _gathered(_speed(call, options) if _place()[0] == 0 else 0.0)
-    crowding = alone / together[0] if alone and together[0] else 1.0
-    # Who gets more of cores that are shared is a matter of chance.
-    return _Ranks(crowding=crowding) if crowding >= CROWDED else _Ranks(_relative(together))
+    return ranks_of(alone, together)
+
+
+def ranks_of(alone: float, together: Sequence[float]) -> Ranks:
+    """What the speeds of ranks say of the cores that they have.
+
+    Args:
+        alone: speed of rank 0 while the others rest; 0: not known.
+        together: of all of them at once, by rank.
+    """
+    known = [speed for speed in together if speed]
+    # Who gets more of cores that are shared is a matter of chance, but not what all of them get.
+    crowding = alone * len(known) / sum(known) if known else 1.0
+    is_slower = alone > (1 + SAME_SPEED) * together[0] > 0
+    return Ranks(crowding=crowding) if is_slower and crowding >= CROWDED else Ranks(_relative(together))
 
 
 def _speed(call: UnitCall, options: MeasuringOptions) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 
 from smp_strategy.measurement import sharing
 from smp_strategy.measurement.alone import Sample
-from smp_strategy.measurement.sharing import MeasuringOptions, assign, measure
+from smp_strategy.measurement.sharing import MeasuringOptions, Ranks, assign, measure, ranks_of
 from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.measured import with_measured_bytes, work_of
 from smp_strategy.trace.work import Work
@@ -191,3 +191,21 @@ def test_what_splits_take_longer_is_a_share_of_all_backwards():
     found = survey(model, model.loss, batch_for("text", 0, 4))
     measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), MeasuringOptions(device=CPU))
     assert 0 <= measured.split_overhead < 2
+
+
+@pytest.mark.parametrize(
+    ("alone", "together", "found"),
+    [
+        (1.0, [0.5, 0.5, 0.5, 0.5], Ranks(crowding=2.0)),
+        # Chance gives rank 0 less than its share, or more, and others the rest of it.
+        (1.0, [0.3, 0.7, 0.6, 0.4], Ranks(crowding=2.0)),
+        (1.0, [0.8, 0.2, 0.5, 0.5], Ranks(crowding=2.0)),
+        (1.0, [1.0, 1.0, 1.0, 1.0], Ranks()),
+        # Another machine is slower: it takes no cores away from this one.
+        (4.0, [4.0, 1.0], Ranks((1.0, 0.25))),
+        (0.0, [0.0, 0.0], Ranks()),
+        (1.0, [0.0, 0.5, 0.5], Ranks()),
+    ],
+)
+def test_ranks_share_cores_where_all_of_them_together_are_slower_than_one_alone(alone, together, found):
+    assert ranks_of(alone, together) == found
