@@ -20,7 +20,7 @@ from smp_strategy.pipeline.step_graph import Entry, Orders, StepGraph
 
 __all__ = ["Limits", "LocalSearch", "excess"]
 
-# Passes that one search may time, a fraction of a second in all.
+# Passes that one search may time, for each step in a row: a fraction of a second in all.
 MOST_PASSES = 200_000
 # Moves without a gain before local search gives up, and for how many of them a pass stays where it was moved.
 MOST_BAD_MOVES = 12
@@ -98,7 +98,7 @@ class LocalSearch:
         self._steps = steps
         self._latest = latest * (1 + TOLERANCE)
         self._bound = graph.least_makespan(splits=splits, steps=steps) * (1 + TOLERANCE)
-        self._passes_left = MOST_PASSES
+        self._passes_left = MOST_PASSES * steps
         self._halvings = [graph.num_microbatches >> power for power in range(graph.num_microbatches.bit_length())]
 
     def improve(self, plan: Plan, beginnings: Iterable[Orders]) -> Plan:
