@@ -223,7 +223,9 @@ class SMPHooks(CheckpointHooks):
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
         self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
-        if fitting and dist.get_world_size() > 1:
+        # Not every Lightning 2.6 lets ranks compare; each stops by itself where it does not.
+        compares = hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
+        if fitting and compares and dist.get_world_size() > 1:
             self._stop_signal = StopSignal(trainer, self.tree.pytorch("utilities.exceptions").SIGTERMException)
             self._stand_ins.enter_context(self._stop_signal.installed())
 
