@@ -104,7 +104,10 @@ class LocalSearch:
     def improve(self, plan: Plan, beginnings: Iterable[Orders]) -> Plan:
         """The best that is found from ``beginnings``, or ``plan``, if there is nothing better."""
         best = self._timed(self._graph.orders_of(plan))
-        for orders in beginnings:
+        if best.end <= self._bound:
+            beginnings = ()
+        # The most promising first: there may not be time for all of them.
+        for orders in sorted(beginnings, key=lambda orders: self._follow(orders).end):
             if best.end <= self._bound or self._passes_left <= 0:
                 break
             improved = self._descend(orders)
