@@ -5,7 +5,8 @@ is the last stage: all others would begin no step before that has ended its part
 pipeline could not overlap. Besides, a rank that gets the signal stops by itself.
 
 So ranks compare in the background whether one of them has got the signal, and look at the answer one step later, when
-it is there: all stop before the same step, whichever rank has got the signal.
+it is there: all stop before the same step, whichever rank has got the signal. When training ends they wait for the
+answer, as nobody would look at it later.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,14 +54,26 @@ class StopSignal:
 
     def check(self) -> None:
         """Before each step, on all ranks: end training if a rank had the signal before the last one."""
-        if self._pending is not None:
-            work, flag = self._pending
-            work.wait()
-            self._pending = None
-            if flag.item():
-                self._trainer._signal_connector.received_sigterm = True
-                raise self._stop()
+        self._look()
+        self._ask()
+
+    def end(self) -> None:
+        """When training has ended, on all ranks: nobody goes on after it if a rank has the signal by now."""
+        self.check()
+        self._look()
+
+    def _ask(self) -> None:
         flag = torch.tensor(self._has_come, dtype=torch.uint8, device="cpu")
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
         assert work is not None
         self._pending = work, flag
+
+    def _look(self) -> None:
+        if self._pending is None:
+            return
+        work, flag = self._pending
+        work.wait()
+        self._pending = None
+        if flag.item():
+            self._trainer._signal_connector.received_sigterm = True
+            raise self._stop()

@@ -437,6 +437,11 @@ class SMPHooks(CheckpointHooks):
 
     # The end
 
+    def on_train_end(self) -> None:
+        """A signal that came in the last step ends the run as well."""
+        if self._stop_signal is not None:
+            self._stop_signal.end()
+
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one ends, and see to it that they end."""
         self._has_failed = True

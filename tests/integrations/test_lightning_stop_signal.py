@@ -14,12 +14,12 @@ LAYOUTS = {
 }
 
 
-def ended(folder, root, smp, victim, moment, **options):
+def ended(folder, root, smp, victim, moment, batch=1, **options):
     """Steps that each rank has done, and those in the checkpoint that is saved of the exception."""
 
     def stop(module, *given):
         # The hook's `batch_idx` is its last argument.
-        if dist.get_rank() == victim and given[-1] == 1:
+        if dist.get_rank() == victim and given[-1] == batch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     module = toy_module(root, **{moment: stop})
@@ -47,6 +47,19 @@ def test_it_is_noticed_in_validation(tmp_path):
     found = on_ranks(ended, 2, tmp_path, NEWER, LAYOUTS["pp2"], 1, "on_validation_batch_end", **everything)
     # In the sanity check, before training.
     assert [steps for steps, _ in found] == [0, 0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_follows_training_where_the_signal_comes_in_the_last_step(layout, tmp_path):
+    options = {"batch": 3, "limit_train_batches": 4, "limit_val_batches": 0, "max_epochs": 1}
+    found = on_ranks(ended, 2, tmp_path, NEWER, LAYOUTS[layout], 1, "on_train_batch_end", **options)
+    assert [steps for steps, _ in found] == [4, 4]
+
+
+def test_nothing_follows_training_where_the_signal_comes_in_the_last_validation(tmp_path):
+    options = {"batch": 0, "limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, "max_epochs": 1}
+    found = on_ranks(ended, 2, tmp_path, NEWER, LAYOUTS["pp2"], 1, "on_validation_batch_end", **options)
+    assert [steps for steps, _ in found] == [4, 4]
 
 
 def test_in_the_other_tree(tmp_path):
