@@ -26,9 +26,10 @@ def chain_of(works: list[Work], saved_bytes: int = 0) -> Flow:
     return route(Trace(events, trace.loss), stage_of, len(works), dict(enumerate(works)))
 
 
-def flow_of(*stages: int) -> Flow:
+def flow_of(*stages: int, work: Work = Work(1.0, 1.0, 1.0)) -> Flow:  # noqa: B008  (a named tuple cannot change)
+    """Units that all take ``work``, one after the other, each on its stage."""
     trace, stage_of = chain(*stages)
-    return route(trace, stage_of, max(stages) + 1, dict.fromkeys(range(len(stages)), Work(1.0, 1.0, 1.0)))
+    return route(trace, stage_of, max(stages) + 1, dict.fromkeys(range(len(stages)), work))
 
 
 @st.composite

@@ -17,7 +17,7 @@ from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.step_graph import StepGraph
 from smp_strategy.trace.work import Link, Work
 
-from .flows import chain_of, programs
+from .flows import chain_of, flow_of, programs
 
 
 @given(programs(), st.integers(1, 4), st.integers(1, 4), st.sampled_from(candidates(4, 8, num_units=99)))
@@ -71,6 +71,18 @@ def test_what_is_found_is_good_alone_and_better_in_a_row_than_the_published_orde
         # The busiest stage waits for next to nothing.
         busiest = max(sum(end - start for start, end in times) for times in found.times)
         assert found.period <= 1.02 * busiest
+
+
+@pytest.mark.parametrize("placement", [Policy("zb-v", 2), Policy("1f1b", 2)], ids=["v", "loop"])
+def test_with_two_chunks_the_busiest_stage_waits_for_next_to_nothing(placement):
+    # As the passes of a transformer's block (arXiv:2401.10241, table 1).
+    flow = flow_of(*(placement.stage_of_chunk(chunk, 4) for chunk in range(8)), work=Work(7.0, 8.0, 6.0))
+    policies = [policy for policy in candidates(4, 8, num_units=8) if policy.num_chunks == 2]
+    found = search(flow, 8, policies, losses=Losses(split=0.0)).plan
+    busiest = max(sum(end - start for start, end in times) for times in found.times)
+    assert found.period <= 1.02 * busiest
+    published = simulate(flow, 8, Policy("zb-v", 2), split_overhead=0.0)
+    assert found.makespan <= published.makespan * (1 + NOTICEABLE)
 
 
 def test_orders_that_take_more_memory_are_not_taken_where_there_is_none():
