@@ -438,9 +438,10 @@ class SMPHooks(CheckpointHooks):
     # The end
 
     def on_train_end(self) -> None:
-        """A signal that came in the last step ends the run as well."""
+        """A signal that came in the last step ends the run as well, before anything is let go of."""
         if self._stop_signal is not None:
             self._stop_signal.end()
+        super().on_train_end()
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one ends, and see to it that they end."""
