@@ -326,7 +326,7 @@ def measure(setting: Setting, rounds: int, steps: int) -> Row:
     """Compare ours with torch; on every rank."""
     torch.manual_seed(0)
     model, batch = setting.workload.model(), setting.workload.batch(setting.num_microbatches)
-    # Both sides get copies: where weights happen to be in memory makes a difference of one percent.
+    # Both sides get copies, so that memory is laid out alike for them.
     others = [Theirs(setting, kind, copy.deepcopy(model), batch) for kind in setting.schedules]
     model = copy.deepcopy(model)
     mine = ours(setting, model, batch)
