@@ -47,6 +47,11 @@ class Costs:
         return SPLIT_OVERHEAD if self.measured is None or not self.measured.work else self.measured.split_overhead
 
     @property
+    def spread(self) -> float:
+        """The standard deviation of what a call takes, as a share of it; 0 where nothing is measured."""
+        return 0.0 if self.measured is None else self.measured.spread
+
+    @property
     def crowding(self) -> float:
         """How much longer work takes while all ranks do some, because they share cores."""
         return 1.0 if self.measured is None else self.measured.crowding

@@ -117,7 +117,7 @@ class Timetables:
 
     def _best(self, flow: Flow, num_microbatches: int) -> Plan:
         policy, link = policy_of(self._partition), self._costs.machine.link
-        losses = Losses(self._costs.split_overhead, self._costs.crowding)
+        losses = Losses(self._costs.split_overhead, self._costs.crowding, self._costs.spread)
         if self._config.pipeline != "auto":
             plan = simulate(flow, num_microbatches, policy, link, split_overhead=losses.split, thorough=True)
             graph = StepGraph(flow, num_microbatches, link, losses.split)

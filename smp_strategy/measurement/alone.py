@@ -35,6 +35,8 @@ WARM_UPS = 2
 FEWEST_REPEATS, MOST_REPEATS = 5, 25
 # Repeats end after this time, once there are enough.
 ENOUGH_SECONDS = 0.25
+# Standard deviation over the median of deviations, where times are distributed normally.
+NORMAL = 1.4826
 
 
 class Sample(NamedTuple):
@@ -45,6 +47,8 @@ class Sample(NamedTuple):
     saved_bytes: int
     split_seconds: float = 0.0
     """What its backward takes longer in two parts."""
+    spread_seconds: float = 0.0
+    """How far what it takes is from that: the standard deviation, as the median of all deviations tells it."""
 
 
 def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: bool) -> Sample:
@@ -64,12 +68,11 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
         saved = _saved_bytes(call, weights, device) if memory else 0
         if not times:
             return Sample(Work(), saved)
-        work, split_seconds = _times(call, weights, device)
-        return Sample(work, saved, split_seconds)
+        return _times(call, weights, device)._replace(saved_bytes=saved)
 
 
-def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> tuple[Work, float]:
-    """What it takes, and what its backward takes longer in two parts."""
+def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> Sample:
+    """What it takes; nothing of what it makes autograd keep."""
     for _ in range(WARM_UPS):
         _time_once(call, weights, device, splits=True)
     found: list[tuple[float, ...]] = []
@@ -78,12 +81,14 @@ def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) 
         forward, whole, _ = _time_once(call, weights, device, splits=False)
         found.append((forward, whole, *_time_once(call, weights, device, splits=True)[1:]))
     forward, whole, first, later = map(statistics.median, zip(*found, strict=True))
+    totals = [forward + whole for forward, whole, *_ in found]
+    spread = NORMAL * statistics.median([abs(total - statistics.median(totals)) for total in totals])
     if not first:
-        return Work(forward, 0.0, whole), 0.0
+        return Sample(Work(forward, 0.0, whole), 0, 0.0, spread)
     # Runs of the same turn are compared: a machine that is slower for a while is so for both.
     longer = statistics.median([first + later - whole for _, whole, first, later in found])
     later = min(later, whole)
-    return Work(forward, whole - later, later), max(longer, 0.0) if later else 0.0
+    return Sample(Work(forward, whole - later, later), 0, max(longer, 0.0) if later else 0.0, spread)
 
 
 def _time_once(

@@ -153,7 +153,7 @@ def _assembled(
     saved: dict[str, int] = {}
     rank_of: dict[str, int] = {}
     notes: list[str] = []
-    split_seconds = 0.0
+    split_seconds = spread_seconds = 0.0
     for unit, kinds in met.kinds.items():
         missing = [kind for kind in kinds if kind not in samples]
         if missing:
@@ -163,6 +163,7 @@ def _assembled(
         rank_of[unit] = plan[kinds[0]]
         if options.times:
             split_seconds += statistics.fmean(sample.split_seconds for sample in of_unit)
+            spread_seconds += statistics.fmean(sample.spread_seconds for sample in of_unit)
             work[unit] = Work(*map(statistics.fmean, zip(*(sample.work for sample in of_unit), strict=True)))
         if options.memory:
             saved[unit] = round(statistics.fmean(sample.saved_bytes for sample in of_unit))
@@ -173,6 +174,7 @@ def _assembled(
         scale=_scale(ratios) if options.times else 1.0,
         rank_of=rank_of,
         split_overhead=split_seconds / (sum(each.backward for each in work.values()) or 1.0),
+        spread=spread_seconds / (sum(map(sum, work.values())) or 1.0),
         rank_speeds=ranks.speeds,
         crowding=ranks.crowding,
         notes=tuple(notes),
@@ -224,7 +226,11 @@ def _relative(speeds: Sequence[float]) -> tuple[float, ...]:
 
 
 def _at_full_speed(sample: Sample, speed: float) -> Sample:
-    return sample._replace(work=sample.work.scaled(speed), split_seconds=speed * sample.split_seconds)
+    return sample._replace(
+        work=sample.work.scaled(speed),
+        split_seconds=speed * sample.split_seconds,
+        spread_seconds=speed * sample.spread_seconds,
+    )
 
 
 def _place() -> tuple[int, int]:

@@ -3,8 +3,12 @@
 First the plans of all policies, then better orders of the best ones by local search. A plan is judged twice: by the end
 of a step that is alone, and by that of several steps in a row (:mod:`smp_strategy.pipeline.in_a_row`). Often one of the
 orders that are best for a step alone is better than the others in a row, and that is taken.
+
+Where it is known how much passes vary, plans are judged with messages that come late: of those that are equally good if
+all goes as usual, some stop all stages as soon as one of them is behind, and others do not notice.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -35,12 +39,14 @@ class Found(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What makes work take longer than if it was whole and had a core of its own."""
+    """What makes work take longer than if it was whole, had a core of its own and was always as fast."""
 
     split: float = SPLIT_OVERHEAD
     """What a backward takes longer in two parts, as a share of it."""
     crowding: float = 1.0
     """How much longer all work takes while all stages do some, because they share cores."""
+    spread: float = 0.0
+    """The standard deviation of what a pass takes, as a share of it."""
 
 
 def search(
@@ -68,18 +74,44 @@ def search(
         horizon: how far ahead of its use something comes back from host memory.
 
     Returns:
-        It, with the times that it takes on shared cores.
+        It, with the times that it takes on shared cores if all passes take as long as usual.
     """
     limits = Limits(tuple(most_bytes) or (None,) * flow.num_stages, active_microbatches, horizon)
+    late = link._replace(latency=link.latency + _lateness(flow, num_microbatches, losses.spread))
     found = [
-        Found(policy, simulate(flow, num_microbatches, policy, link, split_overhead=losses.split, thorough=True))
+        Found(policy, simulate(flow, num_microbatches, policy, late, split_overhead=losses.split, thorough=True))
         for policy in policies
     ]
-    graph = StepGraph(flow, num_microbatches, link, losses.split)
     too_much = [excess(each.plan, flow, limits) for each in found]
     found = [each for each, much in zip(found, too_much, strict=True) if much == min(too_much)]
-    if min(too_much) > 0:
-        return Found(found[0].policy, with_real_times(found[0].plan, graph, losses.crowding))
+    best = found[0]
+    if min(too_much) == 0:
+        best = _best(StepGraph(flow, num_microbatches, late, losses.split), flow, limits, found, losses)
+    graph = StepGraph(flow, num_microbatches, link, losses.split)
+    return Found(best.policy, with_real_times(graph.follow(graph.orders_of(best.plan)), graph, losses.crowding))
+
+
+def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
+    """How late a message may be, in seconds: two standard deviations of what the passes of a stage take in a step.
+
+    They vary independently of each other, so their variances add up.
+    """
+    variances = [0.0] * flow.num_stages
+    for segment, work in flow.work.items():
+        variances[segment.stage] += num_microbatches * ((spread * work.forward) ** 2 + (spread * work.backward) ** 2)
+    return 2 * math.sqrt(max(variances))
+
+
+def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[Found], losses: Losses) -> Found:
+    """A plan that is in ``found``, or a better one.
+
+    Args:
+        graph: the passes of the step.
+        flow: what it was made of.
+        limits: what a plan must keep to.
+        found: plans of policies that do, the simpler ones first.
+        losses: what work takes longer.
+    """
     improved: dict[bool, Found] = {}
     for splits in (False, True):
         # A backward can be split under any policy.

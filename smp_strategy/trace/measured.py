@@ -29,6 +29,8 @@ class Measured:
     """Measured over modelled seconds of kernels: the median over kinds of units."""
     split_overhead: float = 0.0
     """What backwards take longer in two parts, as a share of them."""
+    spread: float = 0.0
+    """The standard deviation of what a call takes, as a share of it."""
     rank_of: Mapping[str, int]
     """The rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()
