@@ -1,5 +1,6 @@
 """Calls of units, repeated without the model around."""
 
+import itertools
 import threading
 import time
 from typing import Any
@@ -269,3 +270,20 @@ def test_a_backward_is_split_as_the_runtime_splits_it():
     sample = measured(SlowWeight(4, 4), real(4, 4), times=True)
     assert sample.work.weight_gradient >= 9 * MILLISECOND > 3 * sample.work.input_gradient
     assert 0 <= sample.split_seconds < 9 * MILLISECOND
+
+
+class Unsteady(nn.Linear):
+    """Takes nothing, 10 ms and 20 ms in turn, each twice."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.naps = itertools.cycle(length * MILLISECOND for length in (0, 0, 10, 10, 20, 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(next(self.naps))
+        return super().forward(x)
+
+
+def test_how_much_times_differ_is_measured():
+    # Two thirds of them are 10 ms from the median.
+    assert measured(Unsteady(), real(4, 4), times=True).spread_seconds >= 9 * MILLISECOND

@@ -193,6 +193,14 @@ def test_what_splits_take_longer_is_a_share_of_all_backwards():
     assert 0 <= measured.split_overhead < 2
 
 
+def test_how_much_times_differ_is_a_share_of_all_times(monkeypatch):
+    monkeypatch.setattr(sharing, "measure_alone", lambda *args, **options: Sample(Work(1.0, 2.0, 1.0), 0, 0.0, 0.2))
+    model = Text()
+    found = survey(model, model.loss, batch_for("text", 0, 4))
+    measured = measure(found.calls, found.trace.events, Machine.nominal("cpu"), MeasuringOptions(device=CPU))
+    assert measured.spread == pytest.approx(0.05)
+
+
 @pytest.mark.parametrize(
     ("alone", "together", "found"),
     [
