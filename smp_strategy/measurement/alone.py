@@ -82,7 +82,8 @@ def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) 
         found.append((forward, whole, *_time_once(call, weights, device, splits=True)[1:]))
     forward, whole, first, later = map(statistics.median, zip(*found, strict=True))
     totals = [forward + whole for forward, whole, *_ in found]
-    spread = NORMAL * statistics.median([abs(total - statistics.median(totals)) for total in totals])
+    usual = statistics.median(totals)
+    spread = NORMAL * statistics.median([abs(total - usual) for total in totals])
     if not first:
         return Sample(Work(forward, 0.0, whole), 0, 0.0, spread)
     # Runs of the same turn are compared: a machine that is slower for a while is so for both.

@@ -119,7 +119,7 @@ def test_on_shared_cores_fewer_backwards_are_split():
 
 
 def test_where_passes_vary_an_order_is_found_that_does_not_wait_for_late_messages():
-    # A V. The second stage has least to do, so the first need not wait for it.
+    # A V. Stage 0 has less to do (24 a microbatch) than stage 1 (26), which need never wait for it.
     trace, stage_of = chain(1, 0, 1)
     flow = route(trace, stage_of, 2, dict(enumerate([Work(4, 2, 6), Work(8, 9, 7), Work(5, 5, 4)])))
     losses = Losses(split=0.03)
