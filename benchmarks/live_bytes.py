@@ -7,10 +7,8 @@ not count.
 """
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from smp_strategy.pipeline.threads import ProgramThread
 
 __all__ = ["Baseline", "peak_of"]
 
@@ -50,20 +50,20 @@ def peak_of(run: Callable[[], object], at_rest: Iterator[Tensor]) -> int:
 @contextmanager
 def _in_microbatches(watch: TorchDispatchMode) -> Iterator[None]:
     """Modes are those of a thread."""
-    submit = ThreadPoolExecutor.submit
+    begin = ProgramThread.begin
 
-    def watched(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        def run() -> Any:
-            with watch if threading.current_thread().name.startswith("microbatch") else nullcontext():
-                return function(*args, **kwargs)
+    def watched(thread: ProgramThread, task: Callable[[], None]) -> None:
+        def run() -> None:
+            with watch:
+                task()
 
-        return submit(pool, run)
+        begin(thread, run)
 
-    ThreadPoolExecutor.submit = watched  # type: ignore[method-assign, assignment]
+    ProgramThread.begin = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        ProgramThread.begin = begin  # type: ignore[method-assign]
 
 
 class _Watch(TorchDispatchMode):

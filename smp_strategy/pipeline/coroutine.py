@@ -7,9 +7,7 @@ into another. So are the current device and its stream, which are those of the s
 """
 
 import contextvars
-import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
@@ -17,6 +15,7 @@ import torch
 
 from smp_strategy.accelerator import current_stream, entered
 from smp_strategy.pipeline.rng import Streams, begin_at, derive_seed
+from smp_strategy.pipeline.threads import ProgramThread, Threads
 
 __all__ = ["BETWEEN_TURNS", "Coroutine"]
 
@@ -34,23 +33,23 @@ class Coroutine:
 
     Args:
         body: the program.
-        executor: gives the thread; it must have as many as programs that are alive at once.
+        threads: one of them runs it.
         seed: where the program's random streams begin. Where it pauses, others begin that derive from it, too: nobody
             draws its next numbers before it goes on. Whoever lets programs take turns keeps the global ones from that
             (:meth:`smp_strategy.pipeline.rng.Streams.seeded`).
         streams: gives the program its random stream.
     """
 
-    def __init__(self, body: Callable[[], Any], executor: Executor, *, seed: int, streams: Streams) -> None:
+    def __init__(self, body: Callable[[], Any], threads: Threads, *, seed: int, streams: Streams) -> None:
         self.finished = False
         self.result: Any = None
         self._body = body
-        self._executor = executor
+        self._threads = threads
         self._device = streams.device
         self._error: BaseException | None = None
-        self._started = False
-        self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._cancelled = False
+        # From the first turn to the end.
+        self._thread: ProgramThread | None = None
         self._seed = seed
         self._num_turns = 0
         self._stream = streams.stream(seed)
@@ -59,13 +58,7 @@ class Coroutine:
         """Run until the program pauses or ends, and say whether it ended; its exception is raised here."""
         self._stream.enter()
         try:
-            if self._started:
-                self._go.put(True)
-            else:
-                self._started = True
-                context = contextvars.copy_context()
-                self._executor.submit(context.run, self._run, _ThreadModes(self._device))
-            self._stop.get()
+            self._turn()
         finally:
             self._num_turns += 1
             self._stream.leave(for_good=self.finished)
@@ -77,15 +70,28 @@ class Coroutine:
 
     def pause(self) -> None:
         """Hand the baton back; call it from inside the program."""
-        self._stop.put(None)
-        if not self._go.get():
+        assert self._thread is not None
+        self._thread.hand_back()
+        if self._cancelled:
             raise _CancelledError
 
     def cancel(self) -> None:
         """End a paused program at the point where it waits."""
-        if self._started and not self.finished:
-            self._go.put(False)
-            self._stop.get()
+        if self._thread is not None:
+            self._cancelled = True
+            self._turn()
+
+    def _turn(self) -> None:
+        """Let the program run until it pauses or ends."""
+        if self._thread is not None:
+            self._thread.resume()
+        else:
+            self._thread = self._threads.take()
+            context, modes = contextvars.copy_context(), _ThreadModes(self._device)
+            self._thread.begin(lambda: context.run(self._run, modes))
+        if self.finished:
+            self._threads.put_back(self._thread)
+            self._thread = None
 
     def _run(self, modes: "_ThreadModes") -> None:
         try:
@@ -97,7 +103,6 @@ class Coroutine:
             self._error = error
         finally:
             self.finished = True
-            self._stop.put(None)
 
 
 @final

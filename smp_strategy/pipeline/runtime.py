@@ -6,7 +6,6 @@ deadlock. Either way the events of the first microbatch are kept: they are the t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
@@ -25,6 +24,7 @@ from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, tail_of
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.prediction import Callee
@@ -59,8 +59,7 @@ class Runtime:
         self._program: Program | None = None
         self._meeting: Turns | None = None
         self._offload_of_pause = ExitStack()
-        # Threads are reused from step to step: each one keeps an OpenMP team of its own.
-        self._executor = ThreadPoolExecutor(max_workers=1 << 16, thread_name_prefix="microbatch")
+        self._threads = Threads()
 
     def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
         """Stand-in for the ``forward`` of a unit, whose key is its name."""
@@ -235,7 +234,7 @@ class Runtime:
             self._stage,
             microbatches,
             job,
-            executor=self._executor,
+            threads=self._threads,
             enter=self._enter,
             active=self._active,
             private=private,
@@ -317,7 +316,7 @@ class Runtime:
     def close(self) -> None:
         """End the threads."""
         self._offload_of_pause.close()
-        self._executor.shutdown(wait=False)
+        self._threads.close()
         if self._stage.transport is not None:
             self._stage.transport.close()
 

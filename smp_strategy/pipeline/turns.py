@@ -7,7 +7,6 @@ the order; where a microbatch takes another path than the plan was made for, the
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -25,6 +24,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.transport import Receipt
 from smp_strategy.pipeline.watch import PATIENCE_SECONDS, PAUSE_SECONDS
 from smp_strategy.trace.events import Trace
@@ -101,7 +101,7 @@ class Turns:
         stage: where this happens.
         microbatches: what the step gets, one after the other.
         job: what is done with each of them.
-        executor: gives every microbatch a thread.
+        threads: one for every microbatch.
         enter: told whose turn it is, before a program runs, and ``None`` after it.
         active: tells that again.
         private: keeps what the microbatches leave in shared objects apart; ``None`` where there is one microbatch.
@@ -117,7 +117,7 @@ class Turns:
         microbatches: Sequence[Any],
         job: Job,
         *,
-        executor: Executor,
+        threads: Threads,
         enter: Callable[[Program | None], None],
         active: Callable[[], Program | None],
         private: PrivateState | None,
@@ -125,7 +125,7 @@ class Turns:
         self._stage = stage
         self._offload = stage.activations.offload
         self._job = job
-        self._executor = executor
+        self._threads = threads
         self._enter = enter
         self._active = active
         self._private = private
@@ -156,7 +156,7 @@ class Turns:
             microbatch=number, seed=seed, pause=pause, expected=self._job.expected, active=self._active
         )
         step = self._job.step
-        coroutine = Coroutine(lambda: step(microbatch), self._executor, seed=seed, streams=self._stage.streams)
+        coroutine = Coroutine(lambda: step(microbatch), self._threads, seed=seed, streams=self._stage.streams)
         return program, coroutine
 
     def program_order(self) -> list[Action]:

@@ -1,0 +1,170 @@
+"""Programs that run in turns with their scheduler, each in a thread that is used again."""
+
+import gc
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from smp_strategy.pipeline.coroutine import Coroutine
+from smp_strategy.pipeline.rng import Streams
+from smp_strategy.pipeline.threads import Threads
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    threads = Threads()
+    yield threads
+    threads.close()
+
+
+def coroutine(body: Callable[[], object], threads: Threads, *, seed: int = 0) -> Coroutine:
+    return Coroutine(body, threads, seed=seed, streams=Streams(CPU))
+
+
+def test_program_and_scheduler_take_turns(threads: Threads) -> None:
+    heard: list[str] = []
+
+    def program() -> str:
+        for number in range(3):
+            heard.append(f"program {number}")
+            made.pause()
+        return "result"
+
+    made = coroutine(program, threads)
+    for number in range(3):
+        assert not made.resume()
+        heard.append(f"scheduler {number}")
+    assert made.resume()
+    assert (made.finished, made.result) == (True, "result")
+    assert heard == [f"{who} {number}" for number in range(3) for who in ("program", "scheduler")]
+
+
+def test_many_programs_are_alive_at_once_and_threads_are_used_again(threads: Threads) -> None:
+    names: list[set[int]] = []
+    for _ in range(3):
+        found: set[int] = set()
+        running: list[Coroutine] = []
+
+        def program(number: int, running: list[Coroutine] = running, found: set[int] = found) -> int:
+            running[number].pause()
+            found.add(threading.get_ident())
+            return number
+
+        running += [coroutine(lambda number=number: program(number), threads) for number in range(40)]  # type: ignore[misc]
+        assert [each.resume() for each in running] == [False] * 40
+        assert [each.resume() for each in reversed(running)] == [True] * 40
+        assert [each.result for each in running] == list(range(40))
+        names.append(found)
+    assert len(names[0]) == 40
+    assert names[0] == names[1] == names[2]
+
+
+def test_an_error_is_raised_where_the_program_is_resumed_and_the_thread_goes_on(threads: Threads) -> None:
+    def program() -> None:
+        made.pause()
+        raise KeyError("mine")
+
+    made = coroutine(program, threads)
+    made.resume()
+    with pytest.raises(KeyError, match="mine"):
+        made.resume()
+    after = coroutine(threading.get_ident, threads)
+    assert after.resume()
+    assert after.result != threading.get_ident()
+
+
+def test_a_cancelled_program_ends_where_it_waits(threads: Threads) -> None:
+    heard = []
+
+    def program() -> None:
+        try:
+            made.pause()
+        except Exception:
+            heard.append("swallowed")
+        finally:
+            heard.append("finally")
+        heard.append("after")
+
+    made = coroutine(program, threads)
+    made.resume()
+    made.cancel()
+    made.cancel()
+    assert made.finished
+    assert heard == ["finally"]
+
+
+def test_a_program_that_never_began_has_nothing_to_cancel(threads: Threads) -> None:
+    made = coroutine(lambda: None, threads)
+    made.cancel()
+    assert not made.finished
+
+
+def test_modes_and_random_numbers_are_those_of_the_program(threads: Threads) -> None:
+    def program() -> tuple[bool, list[float]]:
+        drawn = [random.random()]
+        with torch.no_grad():
+            made.pause()
+            drawn.append(random.random())
+            return torch.is_grad_enabled(), drawn
+
+    found = []
+    for others in (0, 5):
+        made = coroutine(program, threads, seed=7)
+        made.resume()
+        assert torch.is_grad_enabled()
+        for _ in range(others):
+            random.random()
+        made.resume()
+        found.append(made.result)
+    assert found[0] == found[1]
+    assert not found[0][0]
+
+
+def test_nothing_of_a_program_lives_on_in_its_thread(threads: Threads) -> None:
+    class Big:
+        pass
+
+    def program() -> Big:
+        return Big()
+
+    made = coroutine(program, threads)
+    made.resume()
+    watched = weakref.ref(made.result)
+    del made, program
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_threads_and_their_sockets_end_with_their_owner(closes: bool) -> None:
+    """Closed, or forgotten, as an engine may be."""
+    before, open_files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    threads = Threads()
+    running: list[Coroutine] = []
+
+    def program() -> None:
+        running[0].pause()
+
+    running += [coroutine(program, threads), coroutine(int, threads)]
+    for number in (0, 1, 0):
+        running[number].resume()
+    assert len(set(threading.enumerate()) - before) == 2
+    if closes:
+        threads.close()
+    del threads
+    running.clear()
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert set(threading.enumerate()) <= before
+    assert len(os.listdir("/proc/self/fd")) == open_files
