@@ -92,14 +92,14 @@ def search(
 
 
 def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
-    """How late a message may be, in seconds: two standard deviations of what the passes of a stage take in a step.
+    """How late a message may be, in seconds: the standard deviation of what the passes of a stage take in a step.
 
     They vary independently of each other, so their variances add up.
     """
     variances = [0.0] * flow.num_stages
     for segment, work in flow.work.items():
         variances[segment.stage] += num_microbatches * ((spread * work.forward) ** 2 + (spread * work.backward) ** 2)
-    return 2 * math.sqrt(max(variances))
+    return math.sqrt(max(variances))
 
 
 def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[Found], losses: Losses) -> Found:
