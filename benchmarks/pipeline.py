@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, about 50 minutes on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, about an hour on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
 What is compared: training steps that follow each other, as they do in training, each with forward, backward and the
@@ -9,7 +9,9 @@ step. Neither side makes ranks wait for each other in between, so a rank may beg
 one before. Beside that, *alone*: one such step, with all ranks waiting for each other before and after it, as where
 gradients are clipped by their norm. Both sides get the same weights, the same batch and the same microbatches, in the
 same processes over the same gloo connections, and take turns, each going first every other time; what counts is the
-median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. Two kinds of stages:
+median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. How fast processes
+compute depends on which pages of memory they happen to get, and ours on what it has measured before, so both sides are
+built several times, in new processes, where stages compute. Two kinds of stages:
 
 * *compute*: a GPT (hand-written, so that torch's stages need no tracing);
 * *sleep*: each unit sleeps in its forward, for its input's gradient and for its weight's gradient, which are nodes of
@@ -41,7 +43,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, mode
 from typing import Any, NamedTuple, final
 
 import torch
@@ -162,14 +164,13 @@ class Size(NamedTuple):
     length: int
     """Of the samples of what computes."""
     rounds: int
-    """Of stages that sleep."""
-    compute_rounds: int
-    """Of those that compute, whose times differ more."""
+    constructions: int
+    """How often both sides are built where stages compute, each time for as many rounds."""
     steps: int
     """In a row."""
 
 
-USUAL, QUICK = Size(0.2, 256, 3, 9, 5), Size(0.01, 16, 1, 1, 2)
+USUAL, QUICK = Size(0.2, 256, 3, 3, 5), Size(0.01, 16, 1, 1, 2)
 
 
 @final
@@ -188,8 +189,12 @@ class Setting:
     """Ours does; torch has the same number of parts on each stage."""
 
     @property
+    def sleeps(self) -> bool:
+        return isinstance(self.workload, Sleepers)
+
+    @property
     def name(self) -> str:
-        kind = "sleep" if isinstance(self.workload, Sleepers) else "compute"
+        kind = "sleep" if self.sleeps else "compute"
         chunks = "auto" if self.chooses_partition else "1 chunk"
         if self.placement.num_chunks > 1:
             chunks = f"2 chunks, {'v' if self.placement.name == 'zb-v' else 'loop'}"
@@ -304,26 +309,59 @@ class Theirs:
 # Measuring
 
 
+class Found(NamedTuple):
+    """What was found with two sides."""
+
+    rows: list[tuple[float, float]]
+    """Seconds of a step in a row of them, ours and theirs, of each round."""
+    alone: list[tuple[float, float]]
+    """Those of steps that are alone."""
+    best: str
+    """Name of torch's fastest schedule."""
+    chosen: str
+    """Ours."""
+    ideal: float | None
+    """Seconds that a step in a row should take by our timetable, if that is known."""
+
+
 class Row(NamedTuple):
-    """What was found in a setting."""
+    """What was found in a setting, all in all."""
 
     setting: Setting
     ours: float
     """Seconds of a step in a row of them."""
     theirs: float
     best: str
-    """Name of torch's fastest schedule."""
     chosen: str
-    """Ours."""
     ratio: float
     alone: float
     """The ratio of steps that are alone."""
     ideal: float | None
-    """Seconds that a step in a row should take by our timetable, if that is known."""
 
 
-def measure(setting: Setting, rounds: int, steps: int) -> Row:
-    """Compare ours with torch; on every rank."""
+def compare(setting: Setting, size: Size) -> Row:
+    """Build both sides and measure, as often as is needed."""
+    constructions = 1 if setting.sleeps else size.constructions
+    found = [
+        run_ranks(measure, setting.num_ranks, setting, range(first, first + size.rounds), size.steps, timeout=600)[0]
+        for first in range(constructions)
+    ]
+    rows = [row for each in found for row in each.rows]
+    return Row(
+        setting=setting,
+        ours=median(mine for mine, _ in rows),
+        theirs=median(theirs for _, theirs in rows),
+        best=mode(each.best for each in found),
+        chosen=mode(each.chosen for each in found),
+        ratio=median(mine / theirs for mine, theirs in rows),
+        alone=median(mine / theirs for each in found for mine, theirs in each.alone),
+        ideal=found[0].ideal,
+    )
+
+
+def measure(setting: Setting, rounds: Sequence[int], steps: int) -> Found:
+    """Build ours and torch's and compare them in ``rounds``; on every rank."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     model, batch = setting.workload.model(), setting.workload.batch(setting.num_microbatches)
     # Both sides get copies, so that memory is laid out alike for them.
@@ -337,20 +375,15 @@ def measure(setting: Setting, rounds: int, steps: int) -> Row:
     mine.step()  # after its timetable
     first = [seconds(theirs, steps) for theirs in others]
     best = min(range(len(others)), key=first.__getitem__)
-    rows, alone = (
-        [turn(mine, others[best], number, num_steps) for number in range(rounds)] for num_steps in (steps, 1)
-    )
+    rows, alone = ([turn(mine, others[best], number, num_steps) for number in rounds] for num_steps in (steps, 1))
     explanation = mine.engine.explain()
     mine.engine.close()
     partition = explanation.partition
-    return Row(
-        setting=setting,
-        ours=median(each for each, _ in rows),
-        theirs=median(each for _, each in rows),
+    return Found(
+        rows=rows,
+        alone=alone,
         best=setting.schedules[best].__name__.removeprefix("Schedule"),
         chosen=f"{partition.schedule}, {partition.chunks_per_stage} per stage",
-        ratio=median(each / other for each, other in rows),
-        alone=median(each / other for each, other in alone),
         ideal=ideal(setting, partition.stage_of, explanation.plan, steps),
     )
 
@@ -442,26 +475,16 @@ def figures(rows: Sequence[Row], steps: int) -> dict[str, float]:
     return {name: round(value, 4) for name, value in found.items()}
 
 
-def run(num_ranks: int, size: Size) -> list[Row]:
-    """All settings on a rank, in the same processes."""
-    rows = []
-    for setting in settings(num_ranks, size):
-        sleeps = isinstance(setting.workload, Sleepers)
-        rows.append(measure(setting, size.rounds if sleeps else size.compute_rounds, size.steps))
-        if dist.get_rank() == 0:
-            show(rows[-1])
-    return rows
-
-
 def main(arguments: Sequence[str]) -> None:
     """Run it for 2 and 4 ranks."""
     is_quick = "--quick" in arguments
     size = QUICK if is_quick else USUAL
-    torch.set_num_threads(1)
     print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'alone':>7} {'of ideal':>8}  {'ours':22} torch")
     rows = []
     for num_ranks in (2,) if is_quick else (2, 4):
-        rows += run_ranks(run, num_ranks, num_ranks, size, timeout=2400)[0]
+        for setting in settings(num_ranks, size):
+            rows.append(compare(setting, size))
+            show(rows[-1])
     print(json.dumps(figures(rows, size.steps)))
 
 
