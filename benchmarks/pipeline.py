@@ -10,8 +10,9 @@ one before. Beside that, *alone*: one such step, with all ranks waiting for each
 gradients are clipped by their norm. Both sides get the same weights, the same batch and the same microbatches, in the
 same processes over the same gloo connections, and take turns, each going first every other time; what counts is the
 median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. How fast processes
-compute depends on which pages of memory they happen to get, and ours on what it has measured before, so both sides are
-built several times, in new processes, where stages compute. Two kinds of stages:
+compute depends on which pages of memory they happen to get, on what else the machine does, and ours on what it has
+measured before. So where stages compute, both sides are built several times, in new processes, and there are more turns
+(neighbours differ by two percent either way then). Two kinds of stages:
 
 * *compute*: a GPT (hand-written, so that torch's stages need no tracing);
 * *sleep*: each unit sleeps in its forward, for its input's gradient and for its weight's gradient, which are nodes of
@@ -165,12 +166,14 @@ class Size(NamedTuple):
     """Of the samples of what computes."""
     rounds: int
     constructions: int
-    """How often both sides are built where stages compute, each time for as many rounds."""
+    """How often both sides are built where stages compute."""
+    compute_rounds: int
+    """In a row, of such a construction."""
     steps: int
     """In a row."""
 
 
-USUAL, QUICK = Size(0.2, 256, 3, 3, 5), Size(0.01, 16, 1, 1, 2)
+USUAL, QUICK = Size(0.2, 256, 3, 3, 8, 5), Size(0.01, 16, 1, 1, 1, 2)
 
 
 @final
@@ -342,9 +345,11 @@ class Row(NamedTuple):
 def compare(setting: Setting, size: Size) -> Row:
     """Build both sides and measure, as often as is needed."""
     constructions = 1 if setting.sleeps else size.constructions
+    is_close = not (setting.sleeps or setting.chooses_partition)
+    rounds = {size.steps: size.compute_rounds if is_close else size.rounds, 1: size.rounds}
     found = [
-        run_ranks(measure, setting.num_ranks, setting, range(first, first + size.rounds), size.steps, timeout=600)[0]
-        for first in range(constructions)
+        run_ranks(measure, setting.num_ranks, setting, rounds, number, timeout=600)[0]
+        for number in range(constructions)
     ]
     rows = [row for each in found for row in each.rows]
     return Row(
@@ -359,8 +364,9 @@ def compare(setting: Setting, size: Size) -> Row:
     )
 
 
-def measure(setting: Setting, rounds: Sequence[int], steps: int) -> Found:
-    """Build ours and torch's and compare them in ``rounds``; on every rank."""
+def measure(setting: Setting, rounds: Mapping[int, int], first_turn: int) -> Found:
+    """Build ours and torch's and compare them, in so many rounds of so many steps in a row; on every rank."""
+    steps = max(rounds)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, batch = setting.workload.model(), setting.workload.batch(setting.num_microbatches)
@@ -375,7 +381,10 @@ def measure(setting: Setting, rounds: Sequence[int], steps: int) -> Found:
     mine.step()  # after its timetable
     first = [seconds(theirs, steps) for theirs in others]
     best = min(range(len(others)), key=first.__getitem__)
-    rows, alone = ([turn(mine, others[best], number, num_steps) for number in rounds] for num_steps in (steps, 1))
+    rows, alone = (
+        [turn(mine, others[best], first_turn + number, num_steps) for number in range(rounds[num_steps])]
+        for num_steps in (steps, 1)
+    )
     explanation = mine.engine.explain()
     mine.engine.close()
     partition = explanation.partition

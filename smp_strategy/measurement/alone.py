@@ -32,7 +32,7 @@ from smp_strategy.trace.work import Work
 __all__ = ["Sample", "measure_alone"]
 
 WARM_UPS = 2
-FEWEST_REPEATS, MOST_REPEATS = 5, 25
+FEWEST_REPEATS, MOST_REPEATS = 10, 25
 # Repeats end after this time, once there are enough.
 ENOUGH_SECONDS = 0.25
 # Standard deviation over the median of deviations, where times are distributed normally.
