@@ -10,7 +10,10 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import final
+
+from smp_strategy.errors import UnsupportedError
 
 __all__ = ["ProgramThread", "Threads"]
 
@@ -20,10 +23,20 @@ Task = Callable[[], None]
 
 @final
 class ProgramThread:
-    """Runs one task after the other, each in turns with the scheduler, and ends when nobody needs it any more."""
+    """Runs one task after the other, each in turns with the scheduler, and ends when nobody needs it any more.
+
+    Raises:
+        UnsupportedError: the process may open no more files.
+    """
 
     def __init__(self) -> None:
-        self._scheduler, self._program = socket.socketpair()
+        try:
+            self._scheduler, self._program = socket.socketpair()
+        except OSError as error:
+            raise UnsupportedError(
+                f"No sockets for one more microbatch that waits for its turn: {error.strerror}. Each takes two of the "
+                "files that a process may open. Allow more (`ulimit -n`), or use fewer microbatches."
+            ) from error
         self._tasks: list[Task] = []
         weakref.finalize(self, self._scheduler.close)
         # A program that is never resumed must not keep the process from ending.
@@ -46,7 +59,8 @@ class ProgramThread:
 
 
 def _work(program: socket.socket, tasks: list[Task]) -> None:
-    with program:
+    # An interrupted scheduler may be gone when the task ends.
+    with program, suppress(BrokenPipeError):
         while program.recv(1):  # which is empty once the other end is closed
             tasks.pop()()
             program.send(b"\0")

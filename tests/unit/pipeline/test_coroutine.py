@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import resource
 import threading
 import time
 import weakref
@@ -11,9 +12,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.coroutine import Coroutine
 from smp_strategy.pipeline.rng import Streams
-from smp_strategy.pipeline.threads import Threads
+from smp_strategy.pipeline.threads import ProgramThread, Threads
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(30)
@@ -83,7 +85,7 @@ def test_an_error_is_raised_where_the_program_is_resumed_and_the_thread_goes_on(
 
 
 def test_a_cancelled_program_ends_where_it_waits(threads: Threads) -> None:
-    heard = []
+    heard: list[str] = []
 
     def program() -> None:
         try:
@@ -142,6 +144,43 @@ def test_nothing_of_a_program_lives_on_in_its_thread(threads: Threads) -> None:
     del made, program
     gc.collect()
     assert watched() is None
+
+
+def test_too_many_programs_at_once_are_an_error_that_says_so(threads: Threads) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+    made = coroutine(int, threads)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, usual[1]))  # files that are open stay open
+    try:
+        with pytest.raises(UnsupportedError, match=r"Too many open files.*`ulimit -n`"):
+            made.resume()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    made.cancel()
+    after = coroutine(int, threads)
+    assert after.resume()
+
+
+def test_a_scheduler_that_is_gone_is_nothing_to_complain_about(capfd: pytest.CaptureFixture[str]) -> None:
+    """As after an interrupt, while the program ran."""
+    going_on, ended = threading.Event(), threading.Event()
+    before = set(threading.enumerate())
+
+    def task() -> None:
+        going_on.wait(20)
+        ended.set()
+
+    thread = ProgramThread()
+    scheduler = thread._scheduler
+    thread._tasks.append(task)
+    scheduler.send(b"\0")
+    del thread
+    gc.collect()
+    assert scheduler.fileno() == -1
+    going_on.set()
+    assert ended.wait(20)
+    for each in set(threading.enumerate()) - before:
+        each.join(20)
+    assert "BrokenPipeError" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("closes", [True, False])
