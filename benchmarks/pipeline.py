@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, about an hour on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, more than an hour on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
 What is compared: training steps that follow each other, as they do in training, each with forward, backward and the
@@ -9,17 +9,16 @@ step. Neither side makes ranks wait for each other in between, so a rank may beg
 one before. Beside that, *alone*: one such step, with all ranks waiting for each other before and after it, as where
 gradients are clipped by their norm. Both sides get the same weights, the same batch and the same microbatches, in the
 same processes over the same gloo connections, and take turns, each going first every other time; what counts is the
-median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. How fast processes
-compute depends on which pages of memory they happen to get, on what else the machine does, and ours on what it has
-measured before. So where stages compute, both sides are built several times, in new processes, and there are more turns
-(neighbours differ by two percent either way then). Two kinds of stages:
+median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. Where stages compute,
+times differ from turn to turn and from one start of the processes to the next, and our timetable depends on what was
+measured: so there are more turns, and both sides are built several times, in new processes. Two kinds of stages:
 
 * *compute*: a GPT (hand-written, so that torch's stages need no tracing);
 * *sleep*: each unit sleeps in its forward, for its input's gradient and for its weight's gradient, which are nodes of
   their own in autograd's graph, so that both sides can split backward. Sleeping needs no core: any number of ranks can
   be timed on two of them, and it is known how long a step should take. A pass of a stage takes as long as one of a
   large model on GPUs; what either side loses between passes does not depend on that. The three take 7 : 8 : 6, as the
-  floating point operations of a transformer of width 4096 on 4096 tokens say (see ``PASSES``).
+  floating point operations of a transformer of width 4096 on 4096 tokens say (``sleepers.py``).
 
 Two kinds of settings:
 
@@ -41,15 +40,14 @@ import copy
 import itertools
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, mode
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from sleepers import Sleepers
 from timing import seconds_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
@@ -64,95 +62,16 @@ from workloads import GPT, Batch, Chain, EngineSteps
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.pipeline.policies import Policy, candidates
-from smp_strategy.pipeline.routing import Flow, SegmentId, route
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.step_graph import Entry, StepGraph
 from smp_strategy.placement import set_partition
 from smp_strategy.testing import run_ranks
-from smp_strategy.trace.events import Event, Trace, Value
-from smp_strategy.trace.work import Link, Work
+from smp_strategy.trace.work import Link
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3
-
-# Models
-
-
-class SleepingInput(torch.autograd.Function):
-    """Sleeps on the way of the input and on that of its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], None, None
-
-
-class SleepingWeight(torch.autograd.Function):
-    """Sleeps on the way of the weight's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
-
-
-# Forward, gradient of the input and of the weight take 24 h + 4 s, 24 h + 8 s and 24 h operations per token and unit
-# of width, in a transformer's block of width h on s tokens (arXiv:2401.10241, table 1): here h = s = 4096, and 1 is the
-# mean. If they were equal, the published timetables, which are drawn for that, could not be improved.
-PASSES = Work(forward=1.0, input_gradient=8 / 7, weight_gradient=6 / 7)
-
-
-class Sleeper(nn.Module):
-    """A unit whose passes take ``seconds`` on average, and no core."""
-
-    WIDTH = 16
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.work = PASSES.scaled(seconds)
-        self.weight = nn.Parameter(torch.eye(self.WIDTH) + 0.1 * torch.randn(self.WIDTH, self.WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = SleepingInput.apply(x, self.work.forward, self.work.input_gradient)
-        return F.linear(x, SleepingWeight.apply(self.weight, self.work.weight_gradient))
-
-
-class Sleepers(NamedTuple):
-    """What sleeps."""
-
-    seconds: tuple[float, ...]
-    """Of the passes of each unit, on average."""
-
-    def model(self) -> Chain:
-        return Chain([Sleeper(seconds) for seconds in self.seconds])
-
-    def batch(self, num_microbatches: int) -> Batch:
-        return torch.randn(num_microbatches, Sleeper.WIDTH), torch.randn(num_microbatches, Sleeper.WIDTH)
-
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target)
-
-    def flow(self, stage_of: Mapping[str, int], num_stages: int) -> Flow:
-        """Its segments with the seconds that they take: nobody waits for the gradient of the batch."""
-        values = [Value(number, 4 * Sleeper.WIDTH, True) for number in range(len(self.seconds))]
-        inputs = [(), *((value,) for value in values)]
-        events = [Event("unit", f"parts.{number}", inputs[number], (value,)) for number, value in enumerate(values)]
-        work = {number: PASSES.scaled(seconds) for number, seconds in enumerate(self.seconds)}
-        work[0] = work[0]._replace(input_gradient=0.0)
-        return route(Trace(events, values[-1].id), stage_of, num_stages, work)
-
 
 # Settings
 
@@ -165,15 +84,16 @@ class Size(NamedTuple):
     length: int
     """Of the samples of what computes."""
     rounds: int
+    """Turns of both sides, each time that they are built."""
+    compute_rounds: int
+    """Those of steps in a row where stages compute and the cut is given, so that the difference is small."""
     constructions: int
     """How often both sides are built where stages compute."""
-    compute_rounds: int
-    """In a row, of such a construction."""
     steps: int
     """In a row."""
 
 
-USUAL, QUICK = Size(0.2, 256, 3, 3, 8, 5), Size(0.01, 16, 1, 1, 1, 2)
+USUAL, QUICK = Size(0.2, 256, 3, 8, 3, 5), Size(0.01, 16, 1, 1, 1, 2)
 
 
 @final
@@ -344,12 +264,9 @@ class Row(NamedTuple):
 
 def compare(setting: Setting, size: Size) -> Row:
     """Build both sides and measure, as often as is needed."""
-    constructions = 1 if setting.sleeps else size.constructions
-    is_close = not (setting.sleeps or setting.chooses_partition)
-    rounds = {size.steps: size.compute_rounds if is_close else size.rounds, 1: size.rounds}
     found = [
-        run_ranks(measure, setting.num_ranks, setting, rounds, number, timeout=600)[0]
-        for number in range(constructions)
+        run_ranks(measure, setting.num_ranks, setting, size, number, timeout=600)[0]
+        for number in range(1 if setting.sleeps else size.constructions)
     ]
     rows = [row for each in found for row in each.rows]
     return Row(
@@ -364,10 +281,9 @@ def compare(setting: Setting, size: Size) -> Row:
     )
 
 
-def measure(setting: Setting, rounds: Mapping[int, int], first_turn: int) -> Found:
-    """Build ours and torch's and compare them, in so many rounds of so many steps in a row; on every rank."""
-    steps = max(rounds)
-    torch.set_num_threads(1)
+def measure(setting: Setting, size: Size, construction: int) -> Found:
+    """Build ours and torch's and compare them, for the so many-th time; on every rank."""
+    steps = size.steps
     torch.manual_seed(0)
     model, batch = setting.workload.model(), setting.workload.batch(setting.num_microbatches)
     # Both sides get copies, so that memory is laid out alike for them.
@@ -381,9 +297,10 @@ def measure(setting: Setting, rounds: Mapping[int, int], first_turn: int) -> Fou
     mine.step()  # after its timetable
     first = [seconds(theirs, steps) for theirs in others]
     best = min(range(len(others)), key=first.__getitem__)
+    is_close = not (setting.sleeps or setting.chooses_partition)
     rows, alone = (
-        [turn(mine, others[best], first_turn + number, num_steps) for number in range(rounds[num_steps])]
-        for num_steps in (steps, 1)
+        [turn(mine, others[best], construction + number, num_steps) for number in range(rounds)]
+        for num_steps, rounds in ((steps, size.compute_rounds if is_close else size.rounds), (1, size.rounds))
     )
     explanation = mine.engine.explain()
     mine.engine.close()
@@ -488,6 +405,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run it for 2 and 4 ranks."""
     is_quick = "--quick" in arguments
     size = QUICK if is_quick else USUAL
+    torch.set_num_threads(1)  # also those of the processes to come
     print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'alone':>7} {'of ideal':>8}  {'ours':22} torch")
     rows = []
     for num_ranks in (2,) if is_quick else (2, 4):

@@ -51,7 +51,7 @@ def test_program_and_scheduler_take_turns(threads: Threads) -> None:
 
 
 def test_many_programs_are_alive_at_once_and_threads_are_used_again(threads: Threads) -> None:
-    names: list[set[int]] = []
+    used: list[set[int]] = []
     for _ in range(3):
         found: set[int] = set()
         running: list[Coroutine] = []
@@ -65,9 +65,9 @@ def test_many_programs_are_alive_at_once_and_threads_are_used_again(threads: Thr
         assert [each.resume() for each in running] == [False] * 40
         assert [each.resume() for each in reversed(running)] == [True] * 40
         assert [each.result for each in running] == list(range(40))
-        names.append(found)
-    assert len(names[0]) == 40
-    assert names[0] == names[1] == names[2]
+        used.append(found)
+    assert len(used[0]) == 40
+    assert used[0] == used[1] == used[2]
 
 
 def test_an_error_is_raised_where_the_program_is_resumed_and_the_thread_goes_on(threads: Threads) -> None:
