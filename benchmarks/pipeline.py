@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, more than an hour on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, an hour and a half on two cores
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
 What is compared: training steps that follow each other, as they do in training, each with forward, backward and the
@@ -93,7 +93,7 @@ class Size(NamedTuple):
     """In a row."""
 
 
-USUAL, QUICK = Size(0.2, 256, 3, 8, 3, 5), Size(0.01, 16, 1, 1, 1, 2)
+USUAL, QUICK = Size(0.2, 256, 3, 7, 4, 5), Size(0.01, 16, 1, 1, 1, 2)
 
 
 @final
