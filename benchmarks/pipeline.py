@@ -11,7 +11,8 @@ gradients are clipped by their norm. Both sides get the same weights, the same b
 same processes over the same gloo connections, and take turns, each going first every other time; what counts is the
 median of the ratios of neighbours. Before anything is timed, the gradients of both are compared. Where stages compute,
 times differ from turn to turn and from one start of the processes to the next, and our timetable depends on what was
-measured: so there are more turns, and both sides are built several times, in new processes. Two kinds of stages:
+measured: so both sides are built several times, in new processes, with more turns where the cut is given. Two kinds of
+stages:
 
 * *compute*: a GPT (hand-written, so that torch's stages need no tracing);
 * *sleep*: each unit sleeps in its forward, for its input's gradient and for its weight's gradient, which are nodes of
