@@ -1,8 +1,8 @@
 """Waiting for messages in the background.
 
-gloo can wait for a message but not say whether it is there. So a thread waits for each message from the moment in which
-it is asked for, and unpacks it. Whoever needs it later finds it there at once, or can give up after a while and look
-around.
+gloo can wait for a message but cannot give up a wait, nor do anything when the message comes. So a thread waits, and
+whoever needs the message can give up after a while and look around. What is there already needs no thread, which would
+take a core away from those who compute.
 """
 
 import threading
@@ -65,7 +65,7 @@ class Arrival(Generic[T]):
         return self._value  # type: ignore[return-value]  # `None` may be what is waited for
 
     def listen(self) -> None:
-        """Called in the background: wait."""
+        """Called in the background, or where it is there already: wait."""
         assert self._wait is not None
         try:
             self._value = self._wait()
@@ -98,6 +98,12 @@ class Listeners:
         arrival = Arrival(wait, self)
         mailbox = self._idle.pop() if self._idle else self._new_thread()
         mailbox.put(arrival)
+        return arrival
+
+    def take(self, wait: Callable[[], T]) -> Arrival[T]:
+        """The same for what is there already: wait here, for a moment."""
+        arrival = Arrival(wait, self)
+        arrival.listen()
         return arrival
 
     def close(self) -> None:

@@ -1,15 +1,18 @@
-"""Tensors as messages: the elements in the order in which they stand in memory, and behind them the strides.
+"""Tensors as messages: the elements in the order in which they stand in memory, behind them the strides, and a zero.
 
 Both sides know size and dtype from the program, so there are no headers. The strides of a gradient, or of a result
 whose prediction is wrong about them, are known to the sender alone, and they matter: where the layout is another, be it
 by gaps, kernels add in another order.
+
+The zero at the end overwrites a mark in the memory that waits for the message, so its receiver can see that the message
+is there.
 
 Sending is on the way of every value from stage to stage, so the usual tensor, one without gaps and with the strides
 that were predicted, takes few calls.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +22,9 @@ from torch import Tensor
 from smp_strategy.accelerator import is_host
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["bytes_of", "on_host", "pack", "unpack"]
+__all__ = ["bytes_of", "on_host", "pack", "unpack", "watched"]
+
+_MARK = 1
 
 
 def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
@@ -31,7 +36,7 @@ def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
     if not layout.is_dense or tensor.is_conj() or tensor.is_neg():
         tensor = torch.empty_strided(tensor.shape, layout.dense, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     elements = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return torch.cat((elements, layout.strides))
+    return torch.cat((elements, layout.tail))
 
 
 def on_host(spec: TensorSpec) -> TensorSpec:
@@ -41,14 +46,24 @@ def on_host(spec: TensorSpec) -> TensorSpec:
 
 def bytes_of(spec: TensorSpec) -> int:
     """How many the message with a tensor like ``spec`` has."""
-    return spec.nbytes + len(spec.size) * torch.int64.itemsize
+    return spec.nbytes + len(spec.size) * torch.int64.itemsize + 1
+
+
+def watched(memory: Tensor) -> Callable[[], bool]:
+    """Mark ``memory`` of the host, into which a message will come; returns what tells whether its end is there.
+
+    The rest may be a moment behind: this says that a wait will be short, and does not replace it.
+    """
+    seen = memory.numpy()
+    seen[-1] = _MARK
+    return lambda: bool(seen[-1] != _MARK)
 
 
 def unpack(message: Tensor, spec: TensorSpec) -> Tensor:
     """The tensor in ``message``, with its gaps; one that was expanded takes the memory that it seems to take."""
-    strides, layout = message[spec.nbytes :], _layout(spec.size, spec.stride, spec.device)
-    if not torch.equal(strides, layout.strides):
-        layout = _layout(spec.size, tuple(strides.clone().view(torch.int64).tolist()), spec.device)
+    tail, layout = message[spec.nbytes :], _layout(spec.size, spec.stride, spec.device)
+    if not torch.equal(tail, layout.tail):
+        layout = _layout(spec.size, tuple(tail[:-1].clone().view(torch.int64).tolist()), spec.device)
     with torch.inference_mode(False):
         elements = torch.empty(0, dtype=spec.dtype, device=spec.device)
         # Not a view of bytes, for autograd.
@@ -61,8 +76,8 @@ def unpack(message: Tensor, spec: TensorSpec) -> Tensor:
 class _Layout(NamedTuple):
     """How a tensor stands in memory."""
 
-    strides: Tensor
-    """As bytes."""
+    tail: Tensor
+    """The strides as bytes, and the zero."""
     dense: tuple[int, ...]
     """The strides of elements that stand as close as they can in the same order."""
     is_dense: bool
@@ -77,6 +92,7 @@ def _layout(size: Sequence[int], strides: Sequence[int], device: torch.device) -
         strided = torch.empty_strided(size, strides, device="meta")
         dense = torch.empty_like(strided).stride()
         as_bytes = torch.tensor(strides, dtype=torch.int64, device=device).view(torch.uint8)
+        tail = torch.cat((as_bytes, as_bytes.new_zeros(1)))
     is_dense = dense == tuple(strides)
     is_expanded = 0 in [stride for stride, n in zip(strides, size, strict=True) if n > 1]
-    return _Layout(as_bytes, dense, is_dense, None if is_dense or is_expanded else tuple(strides))
+    return _Layout(tail, dense, is_dense, None if is_dense or is_expanded else tuple(strides))

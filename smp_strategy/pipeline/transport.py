@@ -1,17 +1,17 @@
 """Moving tensors between the stages of one replica.
 
 A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot reach the
-message. A receive is posted when it is known and waited for when it is needed.
+message. A receive is posted when it is known and waited for when it is needed; nobody is woken for one that is there by
+then.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Those of accelerators go by way of
 the host (:mod:`smp_strategy.pipeline.host_copies`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -28,29 +28,49 @@ from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Agreement", "Receipt", "Transport"]
 
-T = TypeVar("T")
-
 # Tags of results that stages share, apart from those of moves, hooks and clocks; they begin anew after so many.
 _SHARED, _NUM_SHARED = 3 << 29, 1 << 20
 
 
 @final
-@dataclass(frozen=True, eq=False)
 class Receipt:
-    """A receive that is under way."""
+    """A receive that is under way.
 
-    key: tuple[int, int]
-    """Rank of the sender, and the tag."""
-    _arrival: Arrival[Landed]
-    _transport: "Transport"
+    Args:
+        key: rank of the sender, and the tag.
+        receive: blocks until the message is there, and unpacks it.
+        is_there: whether ``receive`` would block for a moment only.
+        transport: whose it is.
+    """
+
+    def __init__(
+        self,
+        key: tuple[int, int],
+        receive: Callable[[], Landed],
+        is_there: Callable[[], bool],
+        transport: "Transport",
+    ) -> None:
+        self.key = key
+        self._receive = receive
+        self._is_there = is_there
+        self._transport = transport
+        self._arrival: Arrival[Landed] | None = None
+
+    def listen(self) -> Arrival[Landed]:
+        """Wait for it in the background from now on."""
+        if self._arrival is None:
+            self._arrival = self._transport.listeners.expect(self._receive)
+        return self._arrival
 
     def arrived(self) -> bool:
         """Whether the tensor is there, without blocking."""
-        return self._arrival.is_over
+        return self.listen().is_over
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; the same one at each call."""
-        return self._transport.wait(self._arrival, self.key).use()
+        if self._arrival is None and self._is_there():
+            self._arrival = self._transport.listeners.take(self._receive)
+        return self._transport.wait(self).use()
 
 
 class Agreement(NamedTuple):
@@ -85,12 +105,14 @@ class Transport:
         # Receiver and tag of everything that was sent in this step.
         self._log: set[tuple[int, int]] = set()
         self._watch = Watch(dist.get_rank(), stage_ranks)
-        self._listeners = Listeners()
+        self.listeners = Listeners()
+        # gloo writes to the memory of each until it has come, even if nobody waits for it any more.
+        self._receipts: set[Receipt] = set()
 
     @property
     def seconds_waited(self) -> float:
         """How long this stage has been blocked by messages so far."""
-        return self._listeners.seconds_waited
+        return self.listeners.seconds_waited
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
@@ -99,7 +121,7 @@ class Transport:
             self._sent[stage, tag] = self._start(message, stage, tag)
         else:
             copy = self._copies_of(message.device).out(message)
-            started = self._listeners.expect(lambda: self._start(copy.wait(), stage, tag))
+            started = self.listeners.expect(lambda: self._start(copy.wait(), stage, tag))
             self._sent[stage, tag] = lambda: started.get()()
         self._log.add((self._ranks[stage], tag))
 
@@ -122,6 +144,7 @@ class Transport:
         with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
             nbytes = messages.bytes_of(spec)
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
+        is_there = messages.watched(message)
         with Connection(self._ranks[stage], "waiting for a tensor from"):
             work = self._group.recv([message], self._peers[stage], tag)
         timeout = self._timeout
@@ -131,17 +154,23 @@ class Transport:
             arrived = messages.unpack(message, host)
             return Landed(arrived) if copies is None else copies.back(arrived)
 
-        return Receipt((self._ranks[stage], tag), self._listeners.expect(wait), self)
+        receipt = Receipt((self._ranks[stage], tag), wait, is_there, self)
+        self._receipts.add(receipt)
+        if copies is not None:
+            receipt.listen()  # so that the copy to the device begins as soon as it can
+        return receipt
 
     def _copies_of(self, device: torch.device) -> HostCopies:
         if device not in self._copies:
             self._copies[device] = HostCopies(device)
         return self._copies[device]
 
-    def wait(self, arrival: Arrival[T], key: tuple[int, int]) -> T:
-        """Block until the message ``key`` is there."""
-        with Connection(key[0], "waiting for a tensor from"):
-            return self._watch.wait(arrival, [key], self._log)
+    def wait(self, receipt: Receipt) -> Landed:
+        """Block until the message of ``receipt`` is there."""
+        with Connection(receipt.key[0], "waiting for a tensor from"):
+            landed = self._watch.wait(receipt.listen(), [receipt.key], self._log)
+        self._receipts.discard(receipt)
+        return landed
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
@@ -170,7 +199,7 @@ class Transport:
 
     def close(self) -> None:
         """End the threads."""
-        self._listeners.close()
+        self.listeners.close()
 
     def begin_to_agree(self, digest: int, path: Callable[[], Sequence[str]]) -> "Agreement":
         """Begin to compare the programs that the stages have run; collective.
@@ -205,7 +234,7 @@ class Transport:
 
     def _wait_for(self, meeting: Callable[[], object]) -> None:
         """At the end of a step: wait for all others."""
-        self._watch.wait(self._listeners.expect(meeting), [], self._log)
+        self._watch.wait(self.listeners.expect(meeting), [], self._log)
 
     def begin_to_share(
         self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int
