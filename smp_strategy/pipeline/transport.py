@@ -91,6 +91,9 @@ class Transport:
         stage_ranks: global rank of each stage.
         group: process group of the replica's stages.
         timeout: longest wait for a message; ``None``: that of the group's backend.
+
+    Attributes:
+        listeners: wait for messages that are not there yet.
     """
 
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
