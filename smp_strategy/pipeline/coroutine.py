@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 
 from smp_strategy.accelerator import current_stream, entered
-from smp_strategy.pipeline.rng import Streams, begin_at, derive_seed
+from smp_strategy.pipeline.rng import Streams, derive_seed
 from smp_strategy.pipeline.threads import ProgramThread, Threads
 
 __all__ = ["BETWEEN_TURNS", "Coroutine"]
@@ -45,7 +45,7 @@ class Coroutine:
         self.result: Any = None
         self._body = body
         self._threads = threads
-        self._device = streams.device
+        self._streams = streams
         self._error: BaseException | None = None
         self._cancelled = False
         # From the first turn to the end.
@@ -63,7 +63,7 @@ class Coroutine:
             self._num_turns += 1
             self._stream.leave(for_good=self.finished)
             if not self.finished:
-                begin_at(derive_seed(self._seed, BETWEEN_TURNS, self._num_turns), self._device)
+                self._streams.begin_at(derive_seed(self._seed, BETWEEN_TURNS, self._num_turns))
         if self._error is not None:
             raise self._error
         return self.finished
@@ -87,7 +87,7 @@ class Coroutine:
             self._thread.resume()
         else:
             self._thread = self._threads.take()
-            context, modes = contextvars.copy_context(), _ThreadModes(self._device)
+            context, modes = contextvars.copy_context(), _ThreadModes(self._streams.device)
             self._thread.begin(lambda: context.run(self._run, modes))
         if self.finished:
             self._threads.put_back(self._thread)
@@ -122,8 +122,11 @@ class _ThreadModes:
     def apply(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(entered(self._stream))
-            stack.enter_context(torch.inference_mode(self._inference))
-            stack.enter_context(torch.set_grad_enabled(self._grad))
+            # A thread begins outside of all modes.
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            if torch.is_grad_enabled() != self._grad:
+                stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
                 stack.enter_context(
                     torch.autocast(self._device.type, self._autocast_dtype, cache_enabled=self._autocast_cache)

@@ -12,6 +12,7 @@ that were predicted, takes few calls.
 """
 
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.accelerator import is_host
+from smp_strategy.pipeline.modes import outside_inference_mode
 from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["bytes_of", "on_host", "pack", "unpack", "watched"]
@@ -60,11 +62,15 @@ def watched(memory: Tensor) -> Callable[[], bool]:
 
 
 def unpack(message: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor in ``message``, with its gaps; one that was expanded takes the memory that it seems to take."""
-    tail, layout = message[spec.nbytes :], _layout(spec.size, spec.stride, spec.device)
-    if not torch.equal(tail, layout.tail):
-        layout = _layout(spec.size, tuple(tail[:-1].clone().view(torch.int64).tolist()), spec.device)
-    with torch.inference_mode(False):
+    """The tensor in ``message``, which is in the host's memory, as is what ``spec`` describes.
+
+    It has its gaps; one that was expanded takes the memory that it seems to take.
+    """
+    layout = _layout(spec.size, spec.stride, spec.device)
+    ending = message.numpy()[spec.nbytes :].tobytes()
+    if ending != layout.ending:
+        layout = _layout(spec.size, struct.unpack_from(f"={len(spec.size)}q", ending), spec.device)
+    with outside_inference_mode():
         elements = torch.empty(0, dtype=spec.dtype, device=spec.device)
         # Not a view of bytes, for autograd.
         elements.set_(message.untyped_storage(), 0, spec.size, layout.dense)
@@ -78,6 +84,8 @@ class _Layout(NamedTuple):
 
     tail: Tensor
     """The strides as bytes, and the zero."""
+    ending: bytes
+    """The same for the host."""
     dense: tuple[int, ...]
     """The strides of elements that stand as close as they can in the same order."""
     is_dense: bool
@@ -88,11 +96,11 @@ class _Layout(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _layout(size: Sequence[int], strides: Sequence[int], device: torch.device) -> _Layout:
-    with torch.inference_mode(False):
+    with outside_inference_mode():
         strided = torch.empty_strided(size, strides, device="meta")
         dense = torch.empty_like(strided).stride()
-        as_bytes = torch.tensor(strides, dtype=torch.int64, device=device).view(torch.uint8)
-        tail = torch.cat((as_bytes, as_bytes.new_zeros(1)))
+        ending = struct.pack(f"={len(strides)}q", *strides) + b"\0"
+        tail = torch.tensor(list(ending), dtype=torch.uint8, device=device)
     is_dense = dense == tuple(strides)
     is_expanded = 0 in [stride for stride, n in zip(strides, size, strict=True) if n > 1]
-    return _Layout(tail, dense, is_dense, None if is_dense or is_expanded else tuple(strides))
+    return _Layout(tail, ending, dense, is_dense, None if is_dense or is_expanded else tuple(strides))

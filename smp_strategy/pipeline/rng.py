@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -19,6 +20,9 @@ import torch
 from smp_strategy.accelerator import generator_of, is_host
 
 __all__ = ["Stream", "Streams", "begin_at", "derive_seed", "seeded"]
+
+_States = tuple[list[torch.Tensor], Any]
+"""Of torch's generators, and Python's."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -29,12 +33,7 @@ def derive_seed(*parts: int) -> int:
 
 def begin_at(seed: int, device: torch.device) -> None:
     """Draw from a stream that begins at ``seed`` from now on."""
-    # Not `torch.manual_seed`: for each kind of accelerator that is not in use it notes the stack of its caller, which
-    # takes 0.4 ms and is kept for ever.
-    for generator in _generators(device):
-        generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    Streams(device).begin_at(seed)
 
 
 @final
@@ -47,36 +46,65 @@ class Streams:
 
     Args:
         device: whose generator belongs to a stream, beside torch's, Python's and numpy's.
+
+    Attributes:
+        device: as given.
+        spare: numpy's generators that no stream uses.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._spare: list[Any] = []
+        self.spare: list[Any] = []
+
+    @cached_property
+    def generators(self) -> list[torch.Generator]:
+        """torch's, of the host and of the device. Their states are on the host: none of this waits for the device."""
+        of_host = torch.default_generator
+        return [of_host] if is_host(self.device) else [of_host, generator_of(self.device)]
 
     def stream(self, seed: int) -> "Stream":
         """A stream that begins at ``seed``."""
-        return Stream(seed, self.device, self._spare)
+        return Stream(seed, self)
+
+    def begin_at(self, seed: int) -> None:
+        """Draw from a stream that begins at ``seed`` from now on."""
+        # Not `torch.manual_seed`: for each kind of accelerator that is not in use it notes the stack of its caller,
+        # which takes 0.4 ms and is kept for ever.
+        for generator in self.generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+    def states(self) -> _States:
+        """Of the generators but numpy's."""
+        return [generator.get_state() for generator in self.generators], random.getstate()
+
+    def set_states(self, states: _States) -> None:
+        """Go on from there."""
+        of_torch, of_python = states
+        for generator, state in zip(self.generators, of_torch, strict=True):
+            generator.set_state(state)
+        random.setstate(of_python)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Draw from a stream that begins at ``seed``; the global ones go on afterwards as if nothing was drawn."""
-        stream, states = self.stream(seed), _states(self.device)
+        stream, states = self.stream(seed), self.states()
         stream.enter()
         try:
             yield
         finally:
             stream.leave(for_good=True)
-            _set_states(states)
+            self.set_states(states)
 
 
 @final
 class Stream:
     """Random numbers of one program; see :class:`Streams`."""
 
-    def __init__(self, seed: int, device: torch.device, spare: list[Any]) -> None:
+    def __init__(self, seed: int, streams: Streams) -> None:
         self._seed = seed
-        self._device = device
-        self._spare = spare
+        self._streams = streams
         self._states: _States | None = None
         self._own: Any = None
         self._others: Any = None
@@ -84,13 +112,13 @@ class Stream:
     def enter(self) -> None:
         """From now on numbers are drawn from here."""
         if self._own is None:
-            self._own = self._spare.pop() if self._spare else np.random.MT19937()
+            self._own = self._streams.spare.pop() if self._streams.spare else np.random.MT19937()
         self._others = np.random.get_bit_generator()  # type: ignore[attr-defined]
         np.random.set_bit_generator(self._own)  # type: ignore[attr-defined]
         if self._states is None:
-            begin_at(self._seed, self._device)
+            self._streams.begin_at(self._seed)
         else:
-            _set_states(self._states)
+            self._streams.set_states(self._states)
 
     def leave(self, *, for_good: bool = False) -> None:
         """Something else follows, which begins a stream of its own.
@@ -100,33 +128,12 @@ class Stream:
         """
         np.random.set_bit_generator(self._others)  # type: ignore[attr-defined]
         if for_good:
-            self._spare.append(self._own)
+            self._streams.spare.append(self._own)
             self._own = self._states = None
         else:
-            self._states = _states(self._device)
+            self._states = self._streams.states()
 
 
 def seeded(seed: int, device: torch.device) -> AbstractContextManager[None]:
     """:meth:`Streams.seeded` for once."""
     return Streams(device).seeded(seed)
-
-
-_States = tuple[torch.device, list[torch.Tensor], Any]
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    """torch's, of the host and of the device. Their states are on the host: none of this waits for the device."""
-    of_host = torch.default_generator
-    return [of_host] if is_host(device) else [of_host, generator_of(device)]
-
-
-def _states(device: torch.device) -> _States:
-    """Of the generators but numpy's."""
-    return device, [generator.get_state() for generator in _generators(device)], random.getstate()
-
-
-def _set_states(states: _States) -> None:
-    device, of_torch, of_python = states
-    for generator, state in zip(_generators(device), of_torch, strict=True):
-        generator.set_state(state)
-    random.setstate(of_python)

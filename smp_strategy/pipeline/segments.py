@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from smp_strategy.pipeline.modes import recording
 from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "edge_of", "enter", "import_at", "start_of_gradient"]
@@ -122,7 +123,7 @@ class _Enter(torch.autograd.Function):
 
 def enter(tensor: Tensor, record: Import) -> Tensor:
     """``tensor``, without its history, as the start of a graph whose gradient ends up in ``record``."""
-    with torch.inference_mode(False), torch.enable_grad():
+    with recording():
         anchor = torch.zeros((), requires_grad=True, device=tensor.device)
         return _Enter.apply(anchor, tensor.detach, record)
 

@@ -23,6 +23,7 @@ from smp_strategy.failure import Connection
 from smp_strategy.pipeline import messages
 from smp_strategy.pipeline.arrivals import Arrival, Listeners
 from smp_strategy.pipeline.host_copies import HostCopies, Landed
+from smp_strategy.pipeline.modes import outside_inference_mode
 from smp_strategy.pipeline.watch import Watch
 from smp_strategy.trace.spec import TensorSpec
 
@@ -144,7 +145,7 @@ class Transport:
         """Begin to receive a tensor with the metadata ``spec``."""
         host = messages.on_host(spec)
         copies = None if host is spec else self._copies_of(spec.device)
-        with torch.inference_mode(False):  # it may be used outside of the inference mode that it is first needed in
+        with outside_inference_mode():  # it may be used outside of the one that it is first needed in
             nbytes = messages.bytes_of(spec)
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
         is_there = messages.watched(message)

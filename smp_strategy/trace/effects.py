@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor, nn
 
 from smp_strategy.trace.attributes import refill
-from smp_strategy.trace.collectors import additions, put_into_collectors
+from smp_strategy.trace.collectors import additions, collectors, put_into_collectors
 from smp_strategy.trace.prediction import IMMUTABLE
 from smp_strategy.trace.spec import TensorSpec
 
@@ -50,7 +50,9 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
     added to collectors."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = list(_containers((args, kwargs)))
+        given = _containers_of((args, kwargs))
+        if not given and not collectors():
+            return function(*args, **kwargs)
         before = [_contents(container) for container in given]
         with additions() as added:
             result = function(*args, **kwargs)
@@ -65,10 +67,10 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def apply_changes(changed: Changed, arguments: Any) -> Any:
+def apply_changes(changed: Changed, arguments: tuple[Any, Any]) -> Any:
     """Give the caller's containers, among ``arguments`` and around the call, their new contents; returns the bare
     result."""
-    given = list(_containers(arguments))
+    given = _containers_of(arguments)
     for number, contents in changed.contents.items():
         _fill(given[number], _replaced(contents, lambda item: given[item.number] if isinstance(item, _Given) else item))
     put_into_collectors(changed.added)
@@ -107,6 +109,12 @@ def put_back(before: Sequence[tuple[Any, Any]]) -> None:
     for container, contents in before:
         if not _is_same(_contents(container), contents):
             _fill(container, contents)
+
+
+def _containers_of(arguments: tuple[Any, Any]) -> list[Any]:
+    """All containers among the positional and the keyword arguments of a call."""
+    args, kwargs = arguments
+    return [found for leaf in (*args, *kwargs.values()) if not isinstance(leaf, _LEAVES) for found in _containers(leaf)]
 
 
 def _containers(tree: Any) -> Iterator[Any]:
