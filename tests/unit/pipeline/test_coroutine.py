@@ -131,6 +131,22 @@ def test_modes_and_random_numbers_are_those_of_the_program(threads: Threads) -> 
     assert not found[0][0]
 
 
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_program_begins_in_the_modes_of_its_scheduler(threads: Threads, inference: bool, grad: bool) -> None:
+    def modes() -> tuple[bool, bool]:
+        return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        made = coroutine(modes, threads)
+        made.resume()
+    assert made.result == (inference, grad)
+    # The next program in this thread finds none of them.
+    after = coroutine(modes, threads)
+    after.resume()
+    assert after.result == (False, True)
+
+
 def test_nothing_of_a_program_lives_on_in_its_thread(threads: Threads) -> None:
     class Big:
         pass
