@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.accelerator import current_stream, entered
+from smp_strategy.pipeline.modes import outside_inference_mode
 
 __all__ = ["HostCopies", "Landed", "OnHost"]
 
@@ -58,7 +59,7 @@ class HostCopies:
 
     def memory(self, nbytes: int) -> Tensor:
         """Page-locked memory of the host, as bytes."""
-        with torch.inference_mode(False):  # it may be filled outside of the mode that it is asked for in
+        with outside_inference_mode():  # it may be filled outside of the mode that it is asked for in
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def out(self, tensor: Tensor) -> OnHost:
@@ -66,7 +67,7 @@ class HostCopies:
         now = current_stream(self._device)
         assert now is not None
         self._outwards.wait_stream(now)
-        with torch.inference_mode(False), torch.no_grad(), entered(self._outwards):
+        with outside_inference_mode(), torch.no_grad(), entered(self._outwards):
             memory = self.memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
             memory.copy_(tensor, non_blocking=True)
             copied = self._outwards.record_event()
@@ -75,7 +76,7 @@ class HostCopies:
 
     def back(self, memory: Tensor) -> Landed:
         """Begin to copy ``memory``, which is page-locked, to the device; with the same strides."""
-        with torch.inference_mode(False), torch.no_grad(), entered(self._inwards):
+        with outside_inference_mode(), torch.no_grad(), entered(self._inwards):
             tensor = torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype, device=self._device)
             tensor.copy_(memory, non_blocking=True)
             return Landed(tensor, self._inwards.record_event())

@@ -85,7 +85,7 @@ class _Layout(NamedTuple):
     tail: Tensor
     """The strides as bytes, and the zero."""
     ending: bytes
-    """The same for the host."""
+    """The same, for comparison on the host."""
     dense: tuple[int, ...]
     """The strides of elements that stand as close as they can in the same order."""
     is_dense: bool

@@ -31,11 +31,6 @@ def derive_seed(*parts: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def begin_at(seed: int, device: torch.device) -> None:
-    """Draw from a stream that begins at ``seed`` from now on."""
-    Streams(device).begin_at(seed)
-
-
 @final
 class Streams:
     """Makes streams that programs draw from in turn, each through the global functions.
@@ -137,3 +132,8 @@ class Stream:
 def seeded(seed: int, device: torch.device) -> AbstractContextManager[None]:
     """:meth:`Streams.seeded` for once."""
     return Streams(device).seeded(seed)
+
+
+def begin_at(seed: int, device: torch.device) -> None:
+    """:meth:`Streams.begin_at` for once."""
+    Streams(device).begin_at(seed)

@@ -114,7 +114,7 @@ def put_back(before: Sequence[tuple[Any, Any]]) -> None:
 def _containers_of(arguments: tuple[Any, Any]) -> list[Any]:
     """All containers among the positional and the keyword arguments of a call."""
     args, kwargs = arguments
-    return [found for leaf in (*args, *kwargs.values()) if not isinstance(leaf, _LEAVES) for found in _containers(leaf)]
+    return list(_containers((*args, *kwargs.values())))
 
 
 def _containers(tree: Any) -> Iterator[Any]:
