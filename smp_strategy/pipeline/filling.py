@@ -12,15 +12,18 @@ from smp_strategy.pipeline.step_graph import Entry, Orders, StepGraph
 __all__ = ["fill_waits"]
 
 
-def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float) -> list[list[Entry]]:
+def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole: int = 0) -> list[list[Entry]]:
     """``orders`` with split backwards whose weight gradients fill the waits.
 
     Args:
         graph: what waits for what.
         orders: passes of each stage.
         impatience: share of a weight gradient that may hold up the next pass.
+        num_whole: backwards of the first so many microbatches stay whole.
     """
-    given = [deque(entry for entry in graph.parted(order) if entry.kind != "W") for order in orders]
+    given = [
+        deque(entry for entry in graph.parted(order, num_whole=num_whole) if entry.kind != "W") for order in orders
+    ]
     owed: list[deque[Entry]] = [deque() for _ in orders]
     filled: list[list[Entry]] = [[] for _ in orders]
     free_at = [0.0] * graph.num_stages

@@ -5,65 +5,24 @@ order within a stage's part of it can bring it forward. So a pass is moved to th
 by one place, as long as that helps, and a few times more (tabu search in the manner of Nowicki and Smutnicki,
 Management Science 42(6), 1996, for job shops). No random numbers: all ranks find the same.
 
-What counts is the end of a number of steps in a row. Where it is more than one, a pass that is moved is moved in all
-of them, and the first one must not end later than it is allowed to.
+What counts is the end of a number of steps in a row (:mod:`smp_strategy.pipeline.judging`). A pass that is moved is
+moved in all of them.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, final
+from typing import final
 
-from smp_strategy.pipeline.peaks import peak_saved_bytes
-from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.schedule import Plan, Times, crowded, end_of
-from smp_strategy.pipeline.step_graph import Entry, Orders, StepGraph
+from smp_strategy.pipeline.judging import TOLERANCE, Judge, Timed
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.pipeline.step_graph import Entry, Orders
 
-__all__ = ["Limits", "LocalSearch", "excess"]
+__all__ = ["LocalSearch"]
 
 # Passes that one search may time, for each step in a row: a fraction of a second in all.
 MOST_PASSES = 200_000
 # Moves without a gain before local search gives up, and for how many of them a pass stays where it was moved.
 MOST_BAD_MOVES = 12
 TABU_MOVES = 6
-# Times that differ by less are the same but for rounding.
-TOLERANCE = 1e-9
-
-
-class Limits(NamedTuple):
-    """What a stage may keep for backward."""
-
-    most_bytes: Sequence[int | None]
-    """Of activations on each stage."""
-    active_microbatches: int | None
-    """Most microbatches in flight on a stage."""
-    horizon: int
-    """How far ahead of its use something comes back from host memory."""
-
-    def hold(self, plan: Plan, flow: Flow) -> bool:
-        """Whether ``plan`` keeps no more."""
-        active = self.active_microbatches
-        if active is not None and any(plan.peak_microbatches(stage) > active for stage in range(len(plan.stages))):
-            return False
-        return all(limit is None for limit in self.most_bytes) or not excess(plan, flow, self)
-
-
-def excess(plan: Plan, flow: Flow, limits: Limits) -> int:
-    """By how many bytes ``plan`` exceeds the limit of the stage where it does so most."""
-    peaks = peak_saved_bytes(plan, flow, limits.horizon)
-    pairs = zip(peaks, limits.most_bytes, strict=True)
-    return max([max(0, peak - limit) for peak, limit in pairs if limit is not None], default=0)
-
-
-class _Timed(NamedTuple):
-    """A plan, and what comes of it if it is repeated."""
-
-    plan: Plan
-    row: Times
-    """On cores of their own."""
-    end: float
-    """Of the row, on shared cores, and later where the plan alone ends later than it is allowed to."""
-    is_late: bool
-    """Whether that is so."""
 
 
 @final
@@ -71,39 +30,19 @@ class LocalSearch:
     """See the module docstring.
 
     Args:
-        graph: the passes of a step.
-        flow: what it was made of.
-        limits: what a plan must keep to.
+        judge: says what is better.
         splits: whether weight gradients may be passes of their own.
-        crowding: how much longer work takes while all stages do some.
-        steps: how many steps in a row are timed.
-        latest: when a step that is alone must end.
     """
 
-    def __init__(
-        self,
-        graph: StepGraph,
-        flow: Flow,
-        limits: Limits,
-        *,
-        splits: bool,
-        crowding: float = 1.0,
-        steps: int = 1,
-        latest: float = math.inf,
-    ) -> None:
-        self._graph = graph
-        self._flow = flow
-        self._limits = limits
-        self._crowding = crowding
-        self._steps = steps
-        self._latest = latest * (1 + TOLERANCE)
-        self._bound = graph.least_makespan(splits=splits, steps=steps) * (1 + TOLERANCE)
-        self._passes_left = MOST_PASSES * steps
-        self._halvings = [graph.num_microbatches >> power for power in range(graph.num_microbatches.bit_length())]
+    def __init__(self, judge: Judge, *, splits: bool) -> None:
+        self._judge = judge
+        self._graph = judge.graph
+        self._bound = judge.bound(splits=splits)
+        self._passes_left = MOST_PASSES * judge.steps
 
     def improve(self, plan: Plan, beginnings: Iterable[Orders]) -> Plan:
         """The best that is found from ``beginnings``, or ``plan``, if there is nothing better."""
-        best = self._timed(self._graph.orders_of(plan))
+        best = self._judge.timed(self._graph.orders_of(plan))
         if best.end <= self._bound:
             beginnings = ()
         # The most promising first: there may not be time for all of them.
@@ -115,10 +54,10 @@ class LocalSearch:
                 orders = self._graph.orders_of(improved.plan)
                 for everywhere in (True, False):
                     merged = self._follow(self._graph.merged(orders, everywhere=everywhere))
-                    best = self._better(merged, best)
+                    best = self._judge.better(merged, best)
         return self._with_whole_backwards(best).plan
 
-    def _with_whole_backwards(self, best: _Timed) -> _Timed:
+    def _with_whole_backwards(self, best: Timed) -> Timed:
         """``best`` with fewer split backwards, where it ends no later without them: splits cost work.
 
         Sums of gradients keep their order if the first backwards of a segment are whole.
@@ -126,20 +65,15 @@ class LocalSearch:
         orders = self._graph.orders_of(best.plan)
         for stage, order in enumerate(orders):
             for segment in sorted({entry.segment for entry in order if entry.kind == "W"}):
-                for count in self._halvings:
+                for count in self._graph.halvings:
                     whole = self._graph.whole(orders[stage], segment, count)
                     after = self._follow([*orders[:stage], whole, *orders[stage + 1 :]])
-                    if after.end <= best.end and not after.is_late and self._limits.hold(after.plan, self._flow):
+                    if after.end <= best.end and not after.is_late and self._judge.allows(after.plan):
                         best, orders = after, self._graph.orders_of(after.plan)
                         break
         return best
 
-    def _better(self, one: _Timed, other: _Timed) -> _Timed:
-        """``one``, if it may be and is better than ``other``."""
-        is_better = one.end < other.end * (1 - TOLERANCE) and not one.is_late
-        return one if is_better and self._limits.hold(one.plan, self._flow) else other
-
-    def _descend(self, orders: Orders) -> _Timed | None:
+    def _descend(self, orders: Orders) -> Timed | None:
         """Tabu search: the best move each time, also a bad one, but no pass again that has just been moved.
 
         Returns:
@@ -147,16 +81,16 @@ class LocalSearch:
         """
         now = best = self._follow(orders)
         orders = self._graph.orders_of(now.plan)
-        if not self._limits.hold(now.plan, self._flow):
+        if not self._judge.allows(now.plan):
             return None
         moved: list[Entry] = []
         since = 0
         while best.end > self._bound and self._passes_left > 0 and since < MOST_BAD_MOVES:
-            options: list[tuple[float, int, _Timed, Entry]] = []
+            options: list[tuple[float, int, Timed, Entry]] = []
             for stage, entry, order in self._moves(now, orders):
                 neighbour = self._follow([*orders[:stage], order, *orders[stage + 1 :]])
                 is_better = neighbour.end < best.end * (1 - TOLERANCE)
-                if (is_better or entry not in moved[-TABU_MOVES:]) and self._limits.hold(neighbour.plan, self._flow):
+                if (is_better or entry not in moved[-TABU_MOVES:]) and self._judge.allows(neighbour.plan):
                     options.append((neighbour.end, len(options), neighbour, entry))
             if not options:
                 break
@@ -168,46 +102,24 @@ class LocalSearch:
                 best, since = now, 0
         return best
 
-    def _follow(self, orders: Orders) -> _Timed:
-        self._passes_left -= self._steps * sum(map(len, orders))
-        return self._timed(orders)
+    def _follow(self, orders: Orders) -> Timed:
+        self._passes_left -= self._judge.steps * sum(map(len, orders))
+        return self._judge.timed(orders)
 
-    def _timed(self, orders: Orders) -> _Timed:
-        plan, row = self._graph.follow_in_a_row(orders, self._steps)
-        late = end_of(crowded(plan.times, self._crowding)) - self._latest if self._latest < math.inf else 0.0
-        return _Timed(plan, row, end_of(crowded(row, self._crowding)) + self._steps * max(0.0, late), late > 0)
-
-    def _moves(self, timed: _Timed, orders: list[list[Entry]]) -> Iterator[tuple[int, Entry, list[Entry]]]:
+    def _moves(self, timed: Timed, orders: list[list[Entry]]) -> Iterator[tuple[int, Entry, list[Entry]]]:
         """Orders of one stage with one critical pass at another place."""
         seen: set[tuple[int, int, int]] = set()
         for stage, first, last in _blocks(self._critical_path(timed, orders), [len(order) for order in orders]):
             for position in range(first, last + 1):
                 for target in (first, position - 1, last):
-                    place = self._reachable(orders[stage], position, target)
+                    place = self._graph.reachable(orders[stage], position, target)
                     if first <= target <= last and place != position and (stage, position, place) not in seen:
                         seen.add((stage, position, place))
                         order = list(orders[stage])
                         order.insert(place, order.pop(position))
                         yield stage, orders[stage][position], order
 
-    def _reachable(self, order: list[Entry], position: int, target: int) -> int:
-        """The place nearest to ``target`` that a pass can have without overtaking what it must not."""
-        entry, step = order[position], 1 if target > position else -1
-        while position != target and not self._are_ordered(entry, order[position + step]):
-            position += step
-        return position
-
-    def _are_ordered(self, entry: Entry, other: Entry) -> bool:
-        if self._graph.track(entry.kind, entry.segment) == self._graph.track(other.kind, other.segment):
-            return True
-        if "W" in (entry.kind, other.kind) and entry.segment != other.segment:
-            return False
-        # Whole backwards and weight gradients of a segment share its sums.
-        return entry.microbatch == other.microbatch or (
-            entry.segment == other.segment and {entry.kind, other.kind} == {"B", "W"}
-        )
-
-    def _critical_path(self, timed: _Timed, orders: list[list[Entry]]) -> list[tuple[int, int]]:
+    def _critical_path(self, timed: Timed, orders: list[list[Entry]]) -> list[tuple[int, int]]:
         """Stage and position in the row of passes that follow each other without a gap, up to the last one."""
         graph, row = self._graph, timed.row
         places: dict[tuple[int, int], tuple[int, int]] = {}

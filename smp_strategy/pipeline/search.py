@@ -4,8 +4,9 @@ First the plans of all policies, then better orders of the best ones by local se
 of a step that is alone, and by that of several steps in a row (:mod:`smp_strategy.pipeline.in_a_row`). Often one of the
 orders that are best for a step alone is better than the others in a row, and that is taken.
 
-Where it is known how much passes vary, plans are judged with messages that come late: of those that are equally good if
-all goes as usual, some stop all stages as soon as one of them is behind, and others do not notice.
+Where times are measured, so that it is known how much passes vary, two things more are worth it. Plans are judged with
+messages that come late: of those that are equally good if all goes as usual, some stop all stages as soon as one of
+them is behind, and others do not notice. And the best order is annealed, for a few seconds.
 """
 
 import math
@@ -13,10 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from smp_strategy.pipeline.annealing import anneal
 from smp_strategy.pipeline.filling import fill_waits
 from smp_strategy.pipeline.in_a_row import STEPS, with_real_times
+from smp_strategy.pipeline.judging import Judge, Limits, excess
 from smp_strategy.pipeline.list_scheduling import Rules, list_schedule
-from smp_strategy.pipeline.local_search import Limits, LocalSearch, excess
+from smp_strategy.pipeline.local_search import LocalSearch
 from smp_strategy.pipeline.peaks import DEFAULT_HORIZON
 from smp_strategy.pipeline.policies import Policy
 from smp_strategy.pipeline.routing import Flow
@@ -118,9 +121,20 @@ def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[Found], 
         mine = [each for each in found if splits or not each.policy.splits_backward]
         if mine:
             mine.sort(key=lambda each: end_of(crowded(each.plan.times, losses.crowding)))
-            plans = [each.plan for each in mine]
+            plans = [each.plan for each in (*improved.values(), *mine)]
             improved[splits] = Found(mine[0].policy, _improved(graph, flow, limits, plans, losses, splits=splits))
+    if losses.spread:
+        improved[True] = _annealed(graph, flow, limits, improved, losses)
     return _simplest(graph, found, improved, losses.crowding)
+
+
+def _annealed(graph: StepGraph, flow: Flow, limits: Limits, improved: Mapping[bool, Found], losses: Losses) -> Found:
+    """What annealing makes of the best in ``improved``: worth its seconds where times are measured."""
+    soonest = min(end_of(crowded(each.plan.times, losses.crowding)) for each in improved.values())
+    latest = soonest * (1 + NOTICEABLE)
+    judge = Judge(graph, flow, limits, crowding=losses.crowding, steps=STEPS, latest=latest)
+    best = min([each.plan for each in improved.values()], key=lambda plan: judge.timed(graph.orders_of(plan)).end)
+    return Found(improved[True].policy, anneal(judge, best))
 
 
 def _improved(
@@ -136,14 +150,15 @@ def _improved(
         losses: what work takes longer.
         splits: whether backwards may be split.
     """
-    search_for = partial(LocalSearch, graph, flow, limits, splits=splits, crowding=losses.crowding)
-    best = search_for().improve(plans[0], _beginnings(graph, plans, limits.active_microbatches, splits=splits))
+    judge = partial(Judge, graph, flow, limits, crowding=losses.crowding)
+    beginnings = partial(_beginnings, graph, active=limits.active_microbatches, splits=splits)
+    best = LocalSearch(judge(), splits=splits).improve(plans[0], beginnings(plans))
     latest = end_of(crowded(best.times, losses.crowding)) * (1 + NOTICEABLE)
-    beginnings = _beginnings(graph, [best], limits.active_microbatches, splits=splits)
-    return search_for(steps=STEPS, latest=latest).improve(best, beginnings)
+    in_a_row = judge(steps=STEPS, latest=latest)
+    return LocalSearch(in_a_row, splits=splits).improve(best, beginnings([best]))
 
 
-def _beginnings(graph: StepGraph, plans: Sequence[Plan], active: int | None, *, splits: bool) -> Iterator[Orders]:
+def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, active: int | None, splits: bool) -> Iterator[Orders]:
     """Where local search begins: orders of ``plans``, and some of list scheduling."""
     stages = graph.num_stages
     for plan in plans:
@@ -151,8 +166,10 @@ def _beginnings(graph: StepGraph, plans: Sequence[Plan], active: int | None, *, 
         if not splits:
             yield orders
             continue
-        for impatience in (0.0, 0.5):
-            yield fill_waits(graph, orders, impatience=impatience)
+        for num_split in graph.halvings:
+            for impatience in (0.0, 0.5):
+                num_whole = graph.num_microbatches - num_split
+                yield fill_waits(graph, orders, impatience=impatience, num_whole=num_whole)
         yield [graph.parted(order) for order in orders]
     usual = Rules(splits=splits, most_microbatches=active)
     for patience in (0.0, 0.5, 1.0):

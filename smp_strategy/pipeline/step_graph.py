@@ -46,6 +46,7 @@ class StepGraph:
         split_overhead: what the input gradient takes longer if it is computed alone, as a share of the backward.
 
     Attributes:
+        halvings: numbers of microbatches to try: all, half of them, and so on down to one.
         is_awaited: per segment, whether anybody waits for its backward. Where backward ends nobody does, but the
             optimizer for all of it.
         can_split: per segment, whether its backward has a part that is awaited and one that is not.
@@ -58,6 +59,7 @@ class StepGraph:
     def __init__(self, flow: Flow, num_microbatches: int, link: Link, split_overhead: float) -> None:
         self.num_stages = flow.num_stages
         self.num_microbatches = num_microbatches
+        self.halvings = [num_microbatches >> power for power in range(num_microbatches.bit_length())]
         self.segments = list(flow.work)
         number_of = {segment: number for number, segment in enumerate(self.segments)}
         self.of_stage: list[list[int]] = [[] for _ in range(flow.num_stages)]
@@ -113,6 +115,12 @@ class StepGraph:
     def cost(self, kind: str, segment: int) -> float:
         """Seconds of one pass."""
         return self._costs[kind][segment]
+
+    @property
+    def work_of_microbatch(self) -> float:
+        """Seconds of all passes, with whole backwards."""
+        backwards = [cost for cost, has_one in zip(self._costs["B"], self.has_backward, strict=True) if has_one]
+        return sum(self._costs["F"]) + sum(backwards)
 
     def action_of(self, entry: Entry) -> Action:
         """The action that stands for ``entry`` in a plan."""
@@ -249,11 +257,22 @@ class StepGraph:
                     order.append(Entry(kind if self.can_split[number] else "B", number, microbatch))
         return order
 
-    def parted(self, order: Sequence[Entry]) -> list[Entry]:
-        """``order`` with the two parts of each backward that can be split."""
+    def is_splittable(self, entry: Entry) -> bool:
+        """Whether ``entry`` is a whole backward that need not be one."""
+        return entry.kind == "B" and self.can_split[entry.segment]
+
+    def parted(self, order: Sequence[Entry], *, num_whole: int = 0, segment: int | None = None) -> list[Entry]:
+        """``order`` with the two parts of each backward that can be split.
+
+        Args:
+            order: the passes of a stage.
+            num_whole: backwards of the first so many microbatches stay whole.
+            segment: only its backwards are split.
+        """
         result: list[Entry] = []
         for entry in order:
-            if entry.kind == "B" and self.can_split[entry.segment]:
+            is_meant = entry.microbatch >= num_whole and segment in (None, entry.segment)
+            if is_meant and self.is_splittable(entry):
                 result += [entry._replace(kind="I"), entry._replace(kind="W")]
             else:
                 result.append(entry)
@@ -268,6 +287,24 @@ class StepGraph:
             else:
                 result.append(entry)
         return result
+
+    def reachable(self, order: Sequence[Entry], position: int, target: int) -> int:
+        """The place in ``order`` nearest to ``target`` that the pass at ``position`` can have without overtaking what
+        it must not."""
+        entry, step = order[position], 1 if target > position else -1
+        while position != target and not self._are_ordered(entry, order[position + step]):
+            position += step
+        return position
+
+    def _are_ordered(self, entry: Entry, other: Entry) -> bool:
+        if self.track(entry.kind, entry.segment) == self.track(other.kind, other.segment):
+            return True
+        if "W" in (entry.kind, other.kind) and entry.segment != other.segment:
+            return False
+        # Whole backwards and weight gradients of a segment share its sums.
+        return entry.microbatch == other.microbatch or (
+            entry.segment == other.segment and {entry.kind, other.kind} == {"B", "W"}
+        )
 
     def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
         """``orders`` with whole backwards where a weight gradient follows its input gradient.
