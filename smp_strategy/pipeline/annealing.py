@@ -2,9 +2,8 @@
 
 Where stages share cores, a timetable is seldom bound by one chain of passes: what counts is how long how few of them
 compute, and how many backwards are split for that. Local search, which moves what is critical, ends there in one of
-many orders that are good and a percent or two apart. Here any pass is moved by a few places, or a backward split, or
-made whole; what makes the timetable longer is accepted, too, the less probably the more it does so and the later it
-comes.
+many orders, by chance a good one. Here any pass is moved by a few places, or a backward split, or made whole; what
+makes the timetable longer is accepted, too, the less probably the more it does so and the later it comes.
 
 The random numbers are the same on every rank, so all find the same.
 """

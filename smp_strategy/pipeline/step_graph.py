@@ -46,7 +46,6 @@ class StepGraph:
         split_overhead: what the input gradient takes longer if it is computed alone, as a share of the backward.
 
     Attributes:
-        halvings: numbers of microbatches to try: all, half of them, and so on down to one.
         is_awaited: per segment, whether anybody waits for its backward. Where backward ends nobody does, but the
             optimizer for all of it.
         can_split: per segment, whether its backward has a part that is awaited and one that is not.
@@ -59,7 +58,6 @@ class StepGraph:
     def __init__(self, flow: Flow, num_microbatches: int, link: Link, split_overhead: float) -> None:
         self.num_stages = flow.num_stages
         self.num_microbatches = num_microbatches
-        self.halvings = [num_microbatches >> power for power in range(num_microbatches.bit_length())]
         self.segments = list(flow.work)
         number_of = {segment: number for number, segment in enumerate(self.segments)}
         self.of_stage: list[list[int]] = [[] for _ in range(flow.num_stages)]
@@ -115,6 +113,11 @@ class StepGraph:
     def cost(self, kind: str, segment: int) -> float:
         """Seconds of one pass."""
         return self._costs[kind][segment]
+
+    @property
+    def halvings(self) -> list[int]:
+        """Numbers of microbatches to try: all, half of them, and so on down to one."""
+        return [self.num_microbatches >> power for power in range(self.num_microbatches.bit_length())]
 
     @property
     def work_of_microbatch(self) -> float:
