@@ -5,12 +5,16 @@ which DTensors can use. The others are made by ``new_subgroups_by_enumeration``,
 names a group that only its members make after the number of groups that each of them has, and they wait for ever where
 those numbers differ.
 
+An axis with one rank gets a group when somebody asks for it: each group of gloo has a thread that wakes up a hundred
+times per second, on a core that computes.
+
 Every group carries tensors of the host as well, whatever the ranks compute on: messages between stages, and what ranks
 tell each other.
 """
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import final
 
 import torch
@@ -40,13 +44,10 @@ class ProcessMesh:
         pp_rank, dp_rank: coordinates on the pipeline and among all replicas.
         replicate_rank, shard_rank: ``dp_rank`` as coordinates on its two axes.
         stage: the pipeline stage that this rank owns (``pp - 1 - pp_rank``).
-        pp_group, dp_group: process groups through this rank; a rank in them is ``pp_rank``, ``dp_rank``.
-        replicate_group: the ranks with the same share of the same parameters; ``dp_group`` where nothing is sharded.
         shard_group: the ranks that hold a parameter together; ``None`` where nothing is sharded.
-        tp_rank: coordinate among the ranks that split layers between them. All groups but the next two are of ranks
-            with the same one.
+        tp_rank: coordinate among the ranks that split layers between them. All groups but ``tp_group`` and
+            ``replica_group`` are of ranks with the same one.
         tp_group: the ranks that split layers between them; ``None`` where no layers are split.
-        replica_group: all ranks that read the same samples; ``pp_group`` where no layers are split.
         stage_ranks: global rank of each stage of this replica, of the ranks with the same ``tp_rank``.
     """
 
@@ -60,8 +61,7 @@ class ProcessMesh:
         self.shape = shape
         self.rank = dist.get_rank()
         self._timeout = timeout
-        is_sharded, is_split = shape.dp_shard > 1, shape.tp > 1
-        axes = tuple(axis for axis in shape.axes if axis != "dp_shard" or is_sharded)
+        axes = tuple(axis for axis in shape.axes if shape.degrees[axis] > 1) or ("pp",)
         self.device_mesh = DeviceMesh(
             device_type,
             torch.arange(shape.world_size, device="cpu").reshape([shape.degrees[axis] for axis in axes]),
@@ -71,21 +71,46 @@ class ProcessMesh:
         self.pp_rank, self.replicate_rank, self.shard_rank = here["pp"], here["dp_replicate"], here["dp_shard"]
         self.tp_rank = here["tp"]
         self.dp_rank = self.replicate_rank * shape.dp_shard + self.shard_rank
-        self.pp_group = self.device_mesh.get_group("pp")
-        self.replicate_group = self.device_mesh.get_group("dp_replicate")
-        self.shard_group = self.device_mesh.get_group("dp_shard") if is_sharded else None
-        self.tp_group = self.device_mesh.get_group("tp") if is_split else None
+        self._along: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in axes}
+        self.shard_group, self.tp_group = self._along.get("dp_shard"), self._along.get("tp")
         if timeout is not None:
             # DeviceMesh gives its groups the backend's default, not that of the default group.
-            for group in filter(None, (self.pp_group, self.replicate_group, self.shard_group, self.tp_group)):
+            for group in self._along.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         # Not one of the two even if it has the same ranks: what is told here does not queue up behind parameters.
-        self.dp_group = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else self.replicate_group
-        self.replica_group = self._mine(shape.groups("pp", "tp")) if is_split else self.pp_group
+        replicas, parts = shape.groups("dp_replicate", "dp_shard"), shape.groups("pp", "tp")
+        self._all_replicas = None if self.shard_group is None else self._mine(replicas)
+        self._all_parts = None if self.tp_group is None else self._mine(parts)
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
         self._saving_groups: dict[str, dist.ProcessGroup] = {}
-        self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {frozenset(range(shape.pp)): self.pp_group}
+        self._groups: dict[frozenset[int], dist.ProcessGroup | None] = {}
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        """The stages of this replica; a rank in it is ``pp_rank``."""
+        return self._along.get("pp") or self._alone
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks with the same share of the same parameters."""
+        return self._along.get("dp_replicate") or self._alone
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        """All replicas; a rank in it is ``dp_rank``. ``replicate_group`` where nothing is sharded."""
+        return self._all_replicas or self.replicate_group
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup:
+        """All ranks that read the same samples; ``pp_group`` where no layers are split."""
+        return self._all_parts or self.pp_group
+
+    @cached_property
+    def _alone(self) -> dist.ProcessGroup:
+        group = dist.new_group([self.rank], timeout=self._timeout, use_local_synchronization=True)
+        assert group is not None
+        return group
 
     @property
     def pp(self) -> int:
@@ -114,6 +139,8 @@ class ProcessMesh:
 
     def group_of(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
         """The group of some stages of this replica, ``None`` if this rank is not in it; collective over all ranks."""
+        if len(stages) == self.shape.pp:
+            return self.pp_group
         if stages not in self._groups:
             last = self.shape.pp - 1
             groups = [[ranks[last - stage] for stage in stages] for ranks in self.shape.groups("pp")]
@@ -144,8 +171,9 @@ class ProcessMesh:
 
     def close(self) -> None:
         """Let go of the process groups; the mesh is of no use afterwards."""
-        del self.device_mesh, self.pp_group, self.dp_group, self.replicate_group, self.shard_group
-        del self.tp_group, self.replica_group
+        del self.device_mesh, self.shard_group, self.tp_group, self._all_replicas, self._all_parts
+        self.__dict__.pop("_alone", None)
+        self._along.clear()
         self._groups.clear()
         self._saving_groups.clear()
 

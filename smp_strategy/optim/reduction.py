@@ -115,8 +115,9 @@ class Reduction:
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
         mine = [parameter for parameter in self._local if parameter in wanted]
-        group, dealt_out = self._mesh.dp_group, self._sharding.buckets
-        sum_gradients(mine, group, factor=1 / self._mesh.dp, dealt_out=dealt_out, dtype=self._dtype)
+        if self._mesh.dp > 1:
+            group, dealt_out = self._mesh.dp_group, self._sharding.buckets
+            sum_gradients(mine, group, factor=1 / self._mesh.dp, dealt_out=dealt_out, dtype=self._dtype)
         self._sharding.put_averages_back(mine)
         self._pending = self._pending - wanted
 
