@@ -30,11 +30,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from smp_strategy.accelerator import is_host
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.failure import publish
+from smp_strategy.host_memory import keep_freed_memory
 from smp_strategy.leaving import call_at_exit
 from smp_strategy.left_spread import leave_spread, restore_left
 from smp_strategy.lightning.checkpoints import CheckpointHooks, unwrap
@@ -180,6 +182,8 @@ class SMPHooks(CheckpointHooks):
         distributed = self.tree.fabric("utilities.distributed")
         backend = self.process_group_backend or backend_for(self.parallel_devices or [])
         options = {} if self._timeout is None else {"timeout": self._timeout}
+        if is_host(self.root_device):
+            keep_freed_memory()
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
         self._has_failed = self._is_torn = False
         self._stopped_together = None

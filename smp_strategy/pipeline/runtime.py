@@ -11,8 +11,10 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from smp_strategy.accelerator import is_host
 from smp_strategy.activations.traffic import Traffic
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.host_memory import keep_freed_memory
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.pause import Pause
@@ -60,6 +62,8 @@ class Runtime:
         self._meeting: Turns | None = None
         self._offload_of_pause = ExitStack()
         self._threads = Threads()
+        if is_host(stage.device):
+            keep_freed_memory()
 
     def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
         """Stand-in for the ``forward`` of a unit, whose key is its name."""

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from smp_strategy.host_memory import keep_freed_memory
 from smp_strategy.testing.ports import free_port
 
 __all__ = ["run_ranks"]
@@ -132,6 +133,7 @@ def _rank_main(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+    keep_freed_memory()
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group(
