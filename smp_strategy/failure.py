@@ -10,13 +10,13 @@ The functions that take a ``store`` do nothing but that; :func:`blame` decides w
 import time
 import traceback
 from contextlib import suppress
-from typing import final
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["Connection", "blame", "first_failure", "publish"]
+__all__ = ["blame", "first_failure", "publish", "raise_lost"]
 
 _COUNT = "smp_strategy/failures"
 _FIRST = "smp_strategy/first_failure"
@@ -62,36 +62,25 @@ def blame(error: Exception) -> Exception:
     return PeerFailedError(f"{culprit}\nrank {dist.get_rank()} lost its connection because of that: {error}")
 
 
-@final
-class Connection:
-    """Turns a connection to another rank that breaks inside of this context into the error of the rank that failed.
+def raise_lost(error: RuntimeError, rank: int, doing: str) -> NoReturn:
+    """A connection to another rank has failed with ``error``: raise the error of the rank that failed.
 
-    A class, because every message passes through several of these, and a generator takes twice as long.
+    Called where ``error`` is caught, and no context manager, because every message passes through several such places.
 
     Args:
+        error: what was caught; one of this package's own is raised as it is.
         rank: the other one's global rank.
-        doing: what is done, for messages: "sending a tensor to".
+        doing: what was done, for messages: "sending a tensor to".
     """
-
-    __slots__ = ("_doing", "_rank")
-
-    def __init__(self, rank: int, doing: str) -> None:
-        self._rank = rank
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, SMPError):
-            return  # the connection is fine
-        cause = blame(error)
-        if cause is not error:
-            raise cause from error
-        raise PeerFailedError(
-            f"While {self._doing} rank {self._rank}, the connection failed: {error}\n"
-            f"Rank {self._rank} stopped or is stuck; its own output says why."
-        ) from error
+    if isinstance(error, SMPError):
+        raise error
+    cause = blame(error)
+    if cause is not error:
+        raise cause from error
+    raise PeerFailedError(
+        f"While {doing} rank {rank}, the connection failed: {error}\n"
+        f"Rank {rank} stopped or is stuck; its own output says why."
+    ) from error
 
 
 def _is_broken_connection(error: Exception) -> bool:

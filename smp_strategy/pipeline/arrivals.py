@@ -65,7 +65,7 @@ class Arrival(Generic[T]):
         return self._value  # type: ignore[return-value]  # `None` may be what is waited for
 
     def listen(self) -> None:
-        """Called in the background, or where it is there already: wait."""
+        """Called in the background: wait."""
         assert self._wait is not None
         try:
             self._value = self._wait()
@@ -98,12 +98,6 @@ class Listeners:
         arrival = Arrival(wait, self)
         mailbox = self._idle.pop() if self._idle else self._new_thread()
         mailbox.put(arrival)
-        return arrival
-
-    def take(self, wait: Callable[[], T]) -> Arrival[T]:
-        """The same for what is there already: wait here, for a moment."""
-        arrival = Arrival(wait, self)
-        arrival.listen()
         return arrival
 
     def close(self) -> None:

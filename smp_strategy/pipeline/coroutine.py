@@ -63,7 +63,7 @@ class Coroutine:
             self._num_turns += 1
             self._stream.leave(for_good=self.finished)
             if not self.finished:
-                self._streams.begin_at(derive_seed(self._seed, BETWEEN_TURNS, self._num_turns))
+                self._streams.begin_states_at(derive_seed(self._seed, BETWEEN_TURNS, self._num_turns))
         if self._error is not None:
             raise self._error
         return self.finished

@@ -44,7 +44,7 @@ def made_tensors(
     Raises:
         UnsupportedError: the result is not as predicted.
     """
-    flat, _ = flatten(output)
+    flat = [output] if isinstance(output, Tensor) else flatten(output)[0]
     same_length = len(flat) == len(prediction.outputs)
     if not same_length or not all(_agrees(leaf, p, inputs) for leaf, p in zip(flat, prediction.outputs, strict=True)):
         raise UnsupportedError(

@@ -11,7 +11,7 @@ the host (:mod:`smp_strategy.pipeline.host_copies`).
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from smp_strategy.accelerator import is_host
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.failure import Connection
+from smp_strategy.failure import raise_lost
 from smp_strategy.pipeline import messages
 from smp_strategy.pipeline.arrivals import Arrival, Listeners
 from smp_strategy.pipeline.host_copies import HostCopies, Landed
@@ -56,6 +56,7 @@ class Receipt:
         self._is_there = is_there
         self._transport = transport
         self._arrival: Arrival[Landed] | None = None
+        self._landed: Landed | None = None
 
     def listen(self) -> Arrival[Landed]:
         """Wait for it in the background from now on."""
@@ -65,13 +66,17 @@ class Receipt:
 
     def arrived(self) -> bool:
         """Whether the tensor is there, without blocking."""
-        return self.listen().is_over
+        return self._landed is not None or self.listen().is_over
+
+    def take(self) -> Landed | None:
+        """What has come, if it is there by now and nobody listens for it: that takes no thread."""
+        return self._receive() if self._arrival is None and self._is_there() else None
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; the same one at each call."""
-        if self._arrival is None and self._is_there():
-            self._arrival = self._transport.listeners.take(self._receive)
-        return self._transport.wait(self).use()
+        if self._landed is None:
+            self._landed = self._transport.wait(self)
+        return self._landed.use()
 
 
 class Agreement(NamedTuple):
@@ -131,9 +136,11 @@ class Transport:
 
     def _start(self, message: Tensor, stage: int, tag: int) -> Callable[[], object]:
         """Begin to send memory of the host; returns what waits until it has arrived."""
-        with Connection(self._ranks[stage], "sending a tensor to"):
+        try:
             # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
             work = self._group.send([message], self._peers[stage], tag)
+        except RuntimeError as error:
+            raise_lost(error, self._ranks[stage], "sending a tensor to")
         timeout = self._timeout
 
         def wait(_: Tensor = message) -> object:  # which must live until then
@@ -149,8 +156,10 @@ class Transport:
             nbytes = messages.bytes_of(spec)
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
         is_there = messages.watched(message)
-        with Connection(self._ranks[stage], "waiting for a tensor from"):
+        try:
             work = self._group.recv([message], self._peers[stage], tag)
+        except RuntimeError as error:
+            raise_lost(error, self._ranks[stage], "waiting for a tensor from")
         timeout = self._timeout
 
         def wait() -> Landed:
@@ -171,8 +180,10 @@ class Transport:
 
     def wait(self, receipt: Receipt) -> Landed:
         """Block until the message of ``receipt`` is there."""
-        with Connection(receipt.key[0], "waiting for a tensor from"):
-            landed = self._watch.wait(receipt.listen(), [receipt.key], self._log)
+        try:
+            landed = receipt.take() or self._watch.wait(receipt.listen(), [receipt.key], self._log)
+        except RuntimeError as error:
+            raise_lost(error, receipt.key[0], "waiting for a tensor from")
         self._receipts.discard(receipt)
         return landed
 
@@ -180,8 +191,10 @@ class Transport:
         """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
             wait = self._sent.pop((stage, tag))
-            with Connection(self._ranks[stage], "waiting for the arrival of a tensor at"):
+            try:
                 wait()
+            except RuntimeError as error:
+                raise_lost(error, self._ranks[stage], "waiting for the arrival of a tensor at")
 
     def flush(self) -> None:
         """Confirm everything that was sent."""
@@ -214,9 +227,10 @@ class Transport:
         """
         mine = torch.tensor([digest], device="cpu")
         found = [torch.full_like(mine, -1) for _ in self._ranks]
-        others = [rank for rank in self._ranks if rank != dist.get_rank()]
-        with Connection(others[0], "waiting at the end of a step for"):
+        try:
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
+        except RuntimeError as error:
+            self._raise_lost_at_the_end(error)
         assert work is not None
 
         def is_reached() -> bool:
@@ -225,20 +239,28 @@ class Transport:
         def check() -> None:
             if is_reached():
                 return
+            self._wait_for(lambda: work.wait(self._timeout))
+            if is_reached():
+                return
+            # A stage that has run something else may still be in its step, and wait for this one.
             paths: list[Any] = [None] * len(self._ranks)
-            with Connection(others[0], "waiting at the end of a step for"):
-                self._wait_for(lambda: work.wait(self._timeout))
-                if not is_reached():
-                    # A stage that has run something else may still be in its step, and wait for this one.
-                    described = (dist.get_rank(), list(path()))
-                    self._wait_for(lambda: dist.all_gather_object(paths, described, group=self._group))
-                    raise UnsupportedError(_first_difference(dict(paths)))
+            described = (dist.get_rank(), list(path()))
+            self._wait_for(lambda: dist.all_gather_object(paths, described, group=self._group))
+            raise UnsupportedError(_first_difference(dict(paths)))
 
         return Agreement(is_reached, check)
 
     def _wait_for(self, meeting: Callable[[], object]) -> None:
         """At the end of a step: wait for all others."""
-        self._watch.wait(self.listeners.expect(meeting), [], self._log)
+        try:
+            self._watch.wait(self.listeners.expect(meeting), [], self._log)
+        except RuntimeError as error:
+            self._raise_lost_at_the_end(error)
+
+    def _raise_lost_at_the_end(self, error: RuntimeError) -> NoReturn:
+        # Which of the others it was, gloo does not say.
+        other = next(rank for rank in self._ranks if rank != dist.get_rank())
+        raise_lost(error, other, "waiting at the end of a step for")
 
     def begin_to_share(
         self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int

@@ -41,19 +41,21 @@ class WideGradients:
 
     def begin_update(self, parameters: Iterable[nn.Parameter]) -> None:
         """An optimizer of ``parameters`` is about to step."""
-        for parameter in parameters:
-            if parameter in self._known:
-                set_gradient_dtype(parameter, parameter.dtype)
+        for parameter in self._among(parameters):
+            set_gradient_dtype(parameter, parameter.dtype)
 
     def end_update(self, parameters: Iterable[nn.Parameter]) -> None:
         """It has."""
-        self._widen(each for each in parameters if each in self._known)
+        self._widen(self._among(parameters))
 
     def end(self) -> None:
         """The parameters are ordinary ones again."""
         self.begin_update(self._parameters)
         self._known.clear()
         self._parameters.clear()
+
+    def _among(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [each for each in parameters if each in self._known] if self._known else []
 
     def _widen(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:

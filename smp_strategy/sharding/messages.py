@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.failure import Connection
+from smp_strategy.failure import raise_lost
 
 __all__ = ["Message", "Messages", "Pending", "wait_for"]
 
@@ -34,8 +34,10 @@ class Message:
         """Until it has arrived; again does nothing."""
         if self._work is None:
             return
-        with Connection(self._rank, self._doing):
+        try:
             self._work.wait()
+        except RuntimeError as error:
+            raise_lost(error, self._rank, self._doing)
         self._work = self._memory = None
 
 

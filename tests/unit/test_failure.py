@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError, UnsupportedError
-from smp_strategy.failure import Connection, blame, first_failure, publish
+from smp_strategy.failure import blame, first_failure, publish, raise_lost
 from smp_strategy.testing import run_ranks
 
 
@@ -37,15 +37,14 @@ def test_without_process_group_an_error_is_its_own():
 
 
 def test_a_connection_that_breaks_names_the_other_rank():
-    with (
-        pytest.raises(PeerFailedError, match=r"While sending a tensor to rank 3, the connection failed: reset by peer"),
-        Connection(3, "sending a tensor to"),
-    ):
-        raise RuntimeError("reset by peer")
+    message = r"While sending a tensor to rank 3, the connection failed: reset by peer"
+    with pytest.raises(PeerFailedError, match=message) as caught:
+        raise_lost(RuntimeError("reset by peer"), 3, "sending a tensor to")
+    assert str(caught.value.__cause__) == "reset by peer"
 
 
-@pytest.mark.parametrize("error", [UnsupportedError("no"), ValueError("no"), KeyboardInterrupt()])
-def test_other_errors_pass_a_connection(error):
-    with pytest.raises(type(error)) as caught, Connection(3, "sending a tensor to"):
-        raise error
+def test_an_error_of_this_package_is_raised_as_it_is():
+    error = UnsupportedError("no")
+    with pytest.raises(UnsupportedError) as caught:
+        raise_lost(error, 3, "sending a tensor to")
     assert caught.value is error
