@@ -78,9 +78,9 @@ class ProcessMesh:
             for group in self._along.values():
                 dist.distributed_c10d._set_pg_timeout(timeout, group)
         # Not one of the two even if it has the same ranks: what is told here does not queue up behind parameters.
-        replicas, parts = shape.groups("dp_replicate", "dp_shard"), shape.groups("pp", "tp")
-        self._all_replicas = None if self.shard_group is None else self._mine(replicas)
-        self._all_parts = None if self.tp_group is None else self._mine(parts)
+        is_sharded, is_split = self.shard_group is not None, self.tp_group is not None
+        self._all_replicas = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else None
+        self._all_parts = self._mine(shape.groups("pp", "tp")) if is_split else None
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
         self._saving_groups: dict[str, dist.ProcessGroup] = {}

@@ -54,7 +54,7 @@ def _accessors(*names: str) -> frozenset[Any]:
 
 
 GRADIENT = _accessors("grad")
-_GRADIENT: Any = Tensor.grad
+_GRAD: Any = Tensor.grad  # which is a descriptor
 # Which parameters are meant is all that they want to know.
 BY_IDENTITY: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 # What neither needs the values nor gives them away: the state of autograd and bookkeeping of optimizers.
@@ -146,17 +146,17 @@ class StageTensor(Tensor):
     def grad(self) -> Tensor | None:
         """Optimizers ask for it twice per step, of all parameters: where nobody else answers, this is short."""
         if _home(self).sight.call is not None:
-            return _GRADIENT.__get__(self)
+            return _GRAD.__get__(self)
         with in_plain_sight():
-            return _GRADIENT.__get__(self)
+            return _GRAD.__get__(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        _GRADIENT.__set__(self, gradient)
+        _GRAD.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRADIENT.__delete__(self)
+        _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         home = _home(self)

@@ -63,13 +63,13 @@ class Streams:
 
     def begin_at(self, seed: int) -> None:
         """Draw from a stream that begins at ``seed`` from now on."""
-        # Not `torch.manual_seed`: for each kind of accelerator that is not in use it notes the stack of its caller,
-        # which takes 0.4 ms and is kept for ever.
         self.begin_states_at(seed)
         np.random.seed(seed % 2**32)
 
     def begin_states_at(self, seed: int) -> None:
-        """The same for the generators but numpy's, each stream of which is where it was."""
+        """The same for the generators but numpy's, whose global one no stream has drawn from."""
+        # Not `torch.manual_seed`: for each kind of accelerator that is not in use it notes the stack of its caller,
+        # which takes 0.4 ms and is kept for ever.
         for generator in self.generators:
             generator.manual_seed(seed)
         random.seed(seed)
