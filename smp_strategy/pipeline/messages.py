@@ -1,14 +1,15 @@
-"""Tensors as messages: the elements in the order in which they stand in memory, behind them the strides, and a zero.
+"""Tensors as messages: the elements in the order in which they stand in memory, and if need be the strides behind them.
 
 Both sides know size and dtype from the program, so there are no headers. The strides of a gradient, or of a result
 whose prediction is wrong about them, are known to the sender alone, and they matter: where the layout is another, be it
-by gaps, kernels add in another order.
+by gaps, kernels add in another order. The memory that waits for a message holds those that were predicted, so they are
+sent only where they are others.
 
-The zero at the end overwrites a mark in the memory that waits for the message, so its receiver can see that the message
-is there.
+The last elements overwrite a mark in that memory, so the receiver can see that the message is there.
 
 Sending is on the way of every value from stage to stage, so the usual tensor, one without gaps and with the strides
-that were predicted, takes few calls.
+that were predicted, takes few calls and is not copied: its message shares its memory until one of the two is written to
+(copy on write).
 """
 
 import functools
@@ -24,21 +25,36 @@ from smp_strategy.accelerator import is_host
 from smp_strategy.pipeline.modes import outside_inference_mode
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["bytes_of", "on_host", "pack", "unpack", "watched"]
+__all__ = ["bytes_of", "on_host", "pack", "prepare", "unpack"]
 
-_MARK = 1
+# Where a message ends like this, its receiver waits for it in the usual way.
+_MARK = b"\x96\xa5\x5a\xc3\x3c\x69\xf0\x0f"
 
 
 def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """The message with ``tensor``, of the size and dtype of ``spec``: a copy, which does not follow later changes."""
+    """The message with ``tensor``, of the size and dtype of ``spec``; contiguous, and later changes do not reach it."""
     tensor = tensor.detach()
     if tensor.dtype != spec.dtype:
         tensor = tensor.to(spec.dtype)
-    layout = _layout(tensor.shape, tensor.stride(), tensor.device)
+    strides = tensor.stride()
+    layout = _layout(tensor.shape, strides, tensor.device)
     if not layout.is_dense or tensor.is_conj() or tensor.is_neg():
         tensor = torch.empty_strided(tensor.shape, layout.dense, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    elements = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return torch.cat((elements, layout.tail))
+    elements = tensor.as_strided((tensor.numel(),), (1,))
+    # The copy to the host, which is still to come, reads the memory of an accelerator without regard to writes.
+    if strides == spec.stride and spec.nbytes and is_host(tensor.device):
+        return _frozen(elements)
+    return torch.cat((elements.view(torch.uint8), layout.tail))
+
+
+def _frozen(elements: Tensor) -> Tensor:
+    """``elements`` as they are now: in the same memory, if they have it for themselves, until somebody writes to it."""
+    if elements.untyped_storage().nbytes() != elements.nbytes:
+        return elements.clone()
+    try:
+        return elements._lazy_clone()
+    except RuntimeError:  # the memory is not one of torch's own, but numpy's, say
+        return elements.clone()
 
 
 def on_host(spec: TensorSpec) -> TensorSpec:
@@ -47,18 +63,23 @@ def on_host(spec: TensorSpec) -> TensorSpec:
 
 
 def bytes_of(spec: TensorSpec) -> int:
-    """How many the message with a tensor like ``spec`` has."""
-    return spec.nbytes + len(spec.size) * torch.int64.itemsize + 1
+    """How many the message with a tensor like ``spec`` has at most."""
+    return spec.nbytes + len(spec.size) * torch.int64.itemsize
 
 
-def watched(memory: Tensor) -> Callable[[], bool]:
-    """Mark ``memory`` of the host, into which a message will come; returns what tells whether its end is there.
+def prepare(memory: Tensor, spec: TensorSpec) -> Callable[[], bool]:
+    """Make ``memory`` of the host ready for the message with a tensor like ``spec``.
 
-    The rest may be a moment behind: this says that a wait will be short, and does not replace it.
+    Returns:
+        What tells whether the last elements are there. The rest may be a moment behind, and they may look like what
+        was there before: a wait will be short if this says so, and is needed in any case.
     """
-    seen = memory.numpy()
-    seen[-1] = _MARK
-    return lambda: bool(seen[-1] != _MARK)
+    seen, end = memory.numpy(), spec.nbytes
+    seen[end:] = _layout(spec.size, spec.stride, spec.device).tail.numpy()
+    mark = _MARK[:end]
+    last = seen[end - len(mark) : end]
+    last[:] = memoryview(mark)
+    return lambda: last.tobytes() != mark
 
 
 def unpack(message: Tensor, spec: TensorSpec) -> Tensor:
@@ -83,7 +104,7 @@ class _Layout(NamedTuple):
     """How a tensor stands in memory."""
 
     tail: Tensor
-    """The strides as bytes, and the zero."""
+    """The strides as bytes."""
     ending: bytes
     """The same, for comparison on the host."""
     dense: tuple[int, ...]
@@ -99,7 +120,7 @@ def _layout(size: Sequence[int], strides: Sequence[int], device: torch.device) -
     with outside_inference_mode():
         strided = torch.empty_strided(size, strides, device="meta")
         dense = torch.empty_like(strided).stride()
-        ending = struct.pack(f"={len(strides)}q", *strides) + b"\0"
+        ending = struct.pack(f"={len(strides)}q", *strides)
         tail = torch.tensor(list(ending), dtype=torch.uint8, device=device)
     is_dense = dense == tuple(strides)
     is_expanded = 0 in [stride for stride, n in zip(strides, size, strict=True) if n > 1]

@@ -1,7 +1,6 @@
 """Moving tensors between the stages of one replica.
 
-A send copies its tensor first and returns at once; whatever later changes the tensor in place cannot reach the
-message. A receive is posted when it is known and waited for when it is needed; nobody is woken for one that is there by
+A send returns at once, and whatever later changes its tensor in place cannot reach the message. A receive is posted when it is known and waited for when it is needed; nobody is woken for one that is there by
 then.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Those of accelerators go by way of
@@ -155,7 +154,7 @@ class Transport:
         with outside_inference_mode():  # it may be used outside of the one that it is first needed in
             nbytes = messages.bytes_of(spec)
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
-        is_there = messages.watched(message)
+        is_there = messages.prepare(message, host)
         try:
             work = self._group.recv([message], self._peers[stage], tag)
         except RuntimeError as error:
@@ -188,7 +187,7 @@ class Transport:
         return landed
 
     def confirm(self, stage: int, tag: int) -> None:
-        """Let go of the copy that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
+        """Let go of the message that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
             wait = self._sent.pop((stage, tag))
             try:
