@@ -40,6 +40,9 @@ __all__ = [
     "name_of",
 ]
 
+# A context in which the memory behind such tensors can be touched, for what sorts them out by itself.
+in_plain_sight: Any = torch._C.DisableTorchFunctionSubclass
+
 # Where a tensor's home is noted on the tensor itself.
 _HOME = "_smp_home"
 
@@ -55,6 +58,7 @@ def _accessors(*names: str) -> frozenset[Any]:
 
 GRADIENT = _accessors("grad")
 _GRAD: Any = Tensor.grad  # which is a descriptor
+_get_grad = _GRAD.__get__
 # Which parameters are meant is all that they want to know.
 BY_IDENTITY: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 # What neither needs the values nor gives them away: the state of autograd and bookkeeping of optimizers.
@@ -145,10 +149,11 @@ class StageTensor(Tensor):
     @property
     def grad(self) -> Tensor | None:
         """Optimizers ask for it twice per step, of all parameters: where nobody else answers, this is short."""
-        if _home(self).sight.call is not None:
-            return _GRAD.__get__(self)
+        home: Home = vars(self)[_HOME]
+        if home.sight.call is not None:
+            return _get_grad(self)
         with in_plain_sight():
-            return _GRAD.__get__(self)
+            return _get_grad(self)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -223,11 +228,6 @@ def _first_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Home:
         if isinstance(leaf, StageTensor):
             return _home(leaf)
     return next(home for leaf in pytree.tree_leaves((args, kwargs)) if (home := home_of(leaf)))
-
-
-def in_plain_sight() -> Any:
-    """A context in which the memory behind such tensors can be touched, for what sorts them out by itself."""
-    return torch._C.DisableTorchFunctionSubclass()
 
 
 def _home(tensor: StageTensor) -> Home:

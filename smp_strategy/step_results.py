@@ -113,7 +113,8 @@ class TrainStep:
         return self._averages.parameters
 
     def _hand_over(self, parameter: nn.Parameter, gradient: Tensor, scale: float) -> None:
-        base, version = self._accumulated.base.get(parameter, (None, 0))
+        bases = self._accumulated.base
+        base, version = bases.get(parameter, (None, 0)) if bases else (None, 0)
         if base is not None:
             if base._version != version:
                 raise UnsupportedError(

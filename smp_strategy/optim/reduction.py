@@ -67,7 +67,9 @@ class Reduction:
             for _, parameter in members
             if sharded is None and len(units) == 1 and ownership.stage_of[units[0]] == mesh.stage
         ][::-1]
-        self._pending: set[nn.Parameter] = set()
+        # Sets are joined and compared without asking each parameter for its hash.
+        self._all_local = frozenset(self._local)
+        self._pending: frozenset[nn.Parameter] = frozenset()
         self._quiet: Collection[nn.Parameter] = ()
         self._guesses = self._overlaps = True
 
@@ -95,15 +97,14 @@ class Reduction:
         Args:
             averaged: parameters for which these are averages over the replicas already.
         """
-        self._sharding.set_averages_aside(
-            [each for each in self._local if each not in self._pending and each not in averaged]
-        )
+        begun = self._all_local.difference(averaged)
+        self._sharding.set_averages_aside(self._in_order(begun - self._pending))
         for _, parameters in self._shared:
             for parameter in parameters:
                 if parameter not in self._pending and not self._is_first(parameter):
                     # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
                     parameter.grad = None
-        self._pending.update(each for each in self._local if each not in averaged)
+        self._pending |= begun
         if self._sharded is not None:
             self._sharded.begin_backward()
 
@@ -114,7 +115,7 @@ class Reduction:
         wanted = self._pending if parameters is None else self._pending.intersection(parameters)
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
-        mine = [parameter for parameter in self._local if parameter in wanted]
+        mine = self._in_order(wanted)
         if self._mesh.dp > 1:
             group, dealt_out = self._mesh.dp_group, self._sharding.buckets
             sum_gradients(mine, group, factor=1 / self._mesh.dp, dealt_out=dealt_out, dtype=self._dtype)
@@ -135,6 +136,10 @@ class Reduction:
         deals_out = self._sharded is not None and self._sharded.deals_out
         pieces_on = self._mesh.dp_group if deals_out else self._mesh.shard_group
         return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on, parts=self._parts)
+
+    def _in_order(self, wanted: Collection[nn.Parameter]) -> list[nn.Parameter]:
+        """Those among ``wanted`` that this rank holds by itself."""
+        return self._local if wanted == self._all_local else [each for each in self._local if each in wanted]
 
     def _is_first(self, parameter: nn.Parameter) -> bool:
         """Whether this rank's stage is the first that holds it."""

@@ -94,7 +94,7 @@ class StateSharding:
 
     def put_averages_back(self, parameters: Sequence[nn.Parameter]) -> None:
         """Under the averages of what was added since."""
-        for parameter in parameters:
+        for parameter in parameters if self._averages else ():
             if (before := self._averages.pop(parameter, None)) is not None:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 

@@ -169,6 +169,8 @@ def _part(tensor: Tensor, part: slice) -> Tensor:
 
 def _walk(tree: Any, visit: Callable[[Any], Any], is_leaf: Callable[[list[Any]], bool] = lambda items: False) -> Any:
     """Rebuild ``tree`` with its leaves visited; a list is a leaf if it ``is_leaf`` or holds no tensor or container."""
+    if isinstance(tree, Tensor):  # most are, and the questions below take longer
+        return visit(tree)
     if isinstance(tree, Mapping):
         return _rebuild_mapping(tree, {key: _walk(value, visit, is_leaf) for key, value in tree.items()})
     if isinstance(tree, tuple):

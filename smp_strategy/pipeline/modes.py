@@ -9,18 +9,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["outside_inference_mode", "recording"]
+__all__ = ["NOTHING", "outside_inference_mode", "recording"]
+
+NOTHING: AbstractContextManager[None] = nullcontext()
+"""Changes nothing. One for all, because even making one takes a call."""
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:
     """Tensors that are made in here can be used outside of inference mode, too."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
 
 
 def recording() -> AbstractContextManager[object]:
     """Autograd records what happens in here."""
     is_on = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    return nullcontext() if is_on else _recording()
+    return NOTHING if is_on else _recording()
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class _Names:
 
     def enter(self, own: Any) -> None:
         self._shared = dict(self._target)
-        self._given = dict(own)
+        self._given = own or {}
         if own:
             self._target.update(own)
 

@@ -17,7 +17,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -31,6 +31,7 @@ from smp_strategy.pipeline.backward_hooks import with_backward_hooks
 from smp_strategy.pipeline.context import Context
 from smp_strategy.pipeline.kept import Kept, call_with_known
 from smp_strategy.pipeline.local_graph import LocalGraph
+from smp_strategy.pipeline.modes import NOTHING
 from smp_strategy.pipeline.outcome import MESSAGE, assemble, check_tensor, decode, encode, made_tensors
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.plain import is_plain, must_run_everywhere, refuse_changed_plain
@@ -342,7 +343,7 @@ class Program:
         function = call.callee.runs
         if call.kind == "unit":
             function = self._with_weights(call.name, function, self.microbatch)
-        noting: AbstractContextManager[None] = nullcontext()
+        noting = NOTHING
         if self._leftovers is not None and call.callee.module is not None:
             noting = self._leftovers.noting(call.name, call.callee.module)
         if call.callee.module is not None:
@@ -362,7 +363,7 @@ class Program:
             function = watched(self._activations.around(about, function))
         self.enclosing = call.callee.module
         try:
-            with nullcontext() if seeded is None else seeded(), noting:
+            with NOTHING if seeded is None else seeded(), noting:
                 return _Ran(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None

@@ -49,6 +49,8 @@ class Record:
         self._predictions: list[Prediction | None] = []
         self._num_values = 0
         self._leader: Record | None = None
+        # Whether the leader was on the path of the plan: nothing has to be compared as long as it is followed.
+        self._is_on_path = False
         # Shared with the records that this one follows, as long as it does.
         self._returning: dict[tuple[int, int | None], frozenset[tuple[int, int]]] = {}
 
@@ -147,9 +149,7 @@ class Record:
     def _add(self, entry: tuple[Event, Placement], prediction: Prediction | None, *, is_whole: bool = True) -> None:
         self.events.append(entry)
         self._predictions.append(prediction)
-        leader = self._leader
-        is_known = leader is not None and leader._expected is self._expected and not leader.left_plan
-        if is_whole and not is_known:
+        if is_whole and not self._is_on_path:
             self._check_path(len(self.events) - 1)
 
     def _follow(self) -> None:
@@ -157,9 +157,10 @@ class Record:
         if self._leader is not None:
             self._router = self._leader._router  # which knows where all values will be
             self._returning = self._leader._returning
+            self._is_on_path = self._leader._expected is self._expected and not self._leader.left_plan
 
     def _part(self) -> None:
-        self._leader = None
+        self._leader, self._is_on_path = None, False
         self._returning = {}
         self._router = self._new_router()
         for event, _ in self.events:

@@ -1,7 +1,8 @@
 """Moving tensors between the stages of one replica.
 
-A send returns at once, and whatever later changes its tensor in place cannot reach the message. A receive is posted when it is known and waited for when it is needed; nobody is woken for one that is there by
-then.
+A send returns at once, and whatever later changes its tensor in place cannot reach the message
+(:mod:`smp_strategy.pipeline.messages`). A receive is posted when it is known and waited for when it is needed; nobody
+is woken for one that is there by then.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Those of accelerators go by way of
 the host (:mod:`smp_strategy.pipeline.host_copies`).

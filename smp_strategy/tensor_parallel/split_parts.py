@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split_shapes import Split
+from smp_strategy.trace.tree import leaves_of
 
 __all__ = ["Along", "InParts", "part_of", "put_together"]
 
@@ -134,6 +135,8 @@ def part_of(whole: Tensor, along: Along) -> Tensor:
 
 def put_together(tree: Any) -> Any:
     """``tree`` with whole tensors in the place of split ones; all ranks of the group call it."""
+    if not any(isinstance(leaf, InParts) for leaf in leaves_of(tree)):
+        return tree
     return pytree.tree_map_only(InParts, InParts.whole, tree)
 
 

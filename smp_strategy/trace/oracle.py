@@ -99,24 +99,22 @@ class Oracle:
         return prediction
 
     def _key_of(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> object:
-        return (callee.key, structure, *map(_key, leaves), self._switches(callee), self._ambient())
+        switches = () if callee.module is None else self._switches(callee.key, callee.module)
+        # And the thread's modes that change what operations return.
+        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype())
+        given = [leaf if type(leaf) is TensorSpec else _key(leaf) for leaf in leaves]
+        return (callee.key, structure, switches, modes, *given)
 
-    def _switches(self, callee: Callee) -> tuple[object, ...]:
+    def _switches(self, key: object, module: nn.Module) -> tuple[object, ...]:
         """What of the unit itself and around it can be switched between two calls: training mode, frozen parameters,
         and what is collected from it."""
-        if callee.module is None:
-            return ()
-        parts = self._parts.get(callee.key)
+        parts = self._parts.get(key)
         if parts is None:
-            parts = self._parts[callee.key] = (tuple(callee.module.modules()), tuple(callee.module.parameters()))
+            parts = self._parts[key] = (tuple(module.modules()), tuple(module.parameters()))
         with torch._C.DisableTorchFunctionSubclass():  # parameters of other stages are a subclass
             frozen = tuple(map(_NEEDS_GRADIENT, parts[1]))
         return tuple(map(_IS_TRAINING, parts[0])), frozen, collector_key()
-
-    def _ambient(self) -> tuple[object, ...]:
-        """The thread's modes that change what operations return."""
-        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype()
 
     def _there(self, spec: TensorSpec) -> TensorSpec:
         """A tensor without memory stands for one on the device of the step, which is asked for the step's kernels."""
@@ -234,8 +232,6 @@ def _quiet() -> Iterator[None]:
 def _key(leaf: Any) -> object:
     """What of an argument the result's metadata can depend on."""
     kind = type(leaf)
-    if kind is TensorSpec:
-        return leaf
     if kind in _PLAIN_KINDS:
         return kind, leaf
     if isinstance(leaf, Tensor):

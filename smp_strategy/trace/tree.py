@@ -30,6 +30,9 @@ class FlatCall(NamedTuple):
     names: tuple[str, ...]
 
 
+_flat_call = functools.lru_cache(maxsize=1024)(FlatCall)
+
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of ``tree`` and how to put them together again; a dataclass is registered when it is first met."""
     leaves, structure = pytree.tree_flatten(tree)
@@ -49,7 +52,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
         kind = type(leaf)
         if not (kind in _PLAIN or isinstance(leaf, Tensor) or _is_leaf(kind)):  # type: ignore[arg-type]
             return flatten((args, kwargs))
-    return leaves, FlatCall(len(args), tuple(kwargs))
+    return leaves, _flat_call(len(args), tuple(kwargs))
 
 
 def leaves_of(tree: Any) -> list[Any]:
