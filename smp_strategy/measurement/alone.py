@@ -20,7 +20,7 @@ from smp_strategy.measurement.calls import UnitCall
 from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.segments import Import, enter
-from smp_strategy.pipeline.split_backward import backward_of_imports
+from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.trace.attributes import attributes_restored, refill
 from smp_strategy.trace.fake import call as call_with
 from smp_strategy.trace.fake import imitate, stand_in, tensors_of
@@ -74,12 +74,11 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
 def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> Sample:
     """What it takes; nothing of what it makes autograd keep."""
     for _ in range(WARM_UPS):
-        _time_once(call, weights, device, splits=True)
+        _turn(call, weights, device)
     found: list[tuple[float, ...]] = []
     begin = time.perf_counter()
     while len(found) < FEWEST_REPEATS or (len(found) < MOST_REPEATS and time.perf_counter() - begin < ENOUGH_SECONDS):
-        forward, whole, _ = _time_once(call, weights, device, splits=False)
-        found.append((forward, whole, *_time_once(call, weights, device, splits=True)[1:]))
+        found.append(_turn(call, weights, device))
     forward, whole, first, later = map(statistics.median, zip(*found, strict=True))
     totals = [forward + whole for forward, whole, *_ in found]
     usual = statistics.median(totals)
@@ -92,23 +91,33 @@ def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) 
     return Sample(Work(forward, whole - later, later), 0, max(longer, 0.0) if later else 0.0, spread)
 
 
+def _turn(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> tuple[float, float, float, float]:
+    """Seconds of forward, of backward as a whole, and of its two parts, of which one may be missing.
+
+    The second part comes when the whole has run in between. In a timetable, too, others run there, after which what it
+    works on is in no cache any more: without them two parts seem to cost two thirds of what they do.
+    """
+    _, first, deferred = _time_once(call, weights, device, splits=True)
+    forward, whole, _ = _time_once(call, weights, device, splits=False)
+    return forward, whole, first, _timed(deferred.run, device)[0] if deferred else 0.0
+
+
 def _time_once(
     call: UnitCall, weights: Mapping[str, Tensor], device: torch.device, *, splits: bool
-) -> tuple[float, float, float]:
-    """Seconds of forward, and of backward: of its two parts, of which one may be missing, or of the whole."""
+) -> tuple[float, float, Deferred]:
+    """Seconds of forward, and of backward as a whole or of its first part; with what is left of it then."""
     imports: list[Import] = []
     inputs = [_entered(_real(leaf, device), imports) for leaf in call.leaves]
     forward, result = _timed(lambda: _run(call, weights, inputs, device), device)
     results = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not results:
-        return forward, 0.0, 0.0
+        return forward, 0.0, Deferred()
     gradients = [torch.ones_like(tensor) for tensor in results]
     if not splits:
         whole, _ = _timed(lambda: torch.autograd.backward(results, gradients), device)
-        return forward, whole, 0.0
+        return forward, whole, Deferred()
     first, deferred = _timed(lambda: backward_of_imports(results, gradients, set(imports)), device)
-    later = _timed(deferred.run, device)[0] if deferred else 0.0
-    return forward, first if imports else 0.0, later
+    return forward, first if imports else 0.0, deferred
 
 
 def _entered(leaf: Any, imports: list[Import]) -> Any:
