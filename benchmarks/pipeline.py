@@ -1,6 +1,7 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
     python benchmarks/pipeline.py            # 2 and 4 ranks, an hour and a half on two cores
+    python benchmarks/pipeline.py --short    # the same with half as many tokens, so that passes take half as long
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
 What is compared: training steps that follow each other, as they do in training, each with forward, backward and the
@@ -94,7 +95,9 @@ class Size(NamedTuple):
     """In a row."""
 
 
-USUAL, QUICK = Size(0.2, 256, 3, 7, 4, 5), Size(0.01, 16, 1, 1, 1, 2)
+USUAL, QUICK = Size(0.2, 512, 3, 5, 3, 5), Size(0.01, 16, 1, 1, 1, 2)
+# What either side does between passes weighs twice as much here.
+SHORT = USUAL._replace(length=256, compute_rounds=7, constructions=4)
 
 
 @final
@@ -405,7 +408,7 @@ def figures(rows: Sequence[Row], steps: int) -> dict[str, float]:
 def main(arguments: Sequence[str]) -> None:
     """Run it for 2 and 4 ranks."""
     is_quick = "--quick" in arguments
-    size = QUICK if is_quick else USUAL
+    size = QUICK if is_quick else SHORT if "--short" in arguments else USUAL
     torch.set_num_threads(1)  # also those of the processes to come
     print(f"{'':32} {'ours ms':>8} {'torch':>8} {'ratio':>7} {'alone':>7} {'of ideal':>8}  {'ours':22} torch")
     rows = []

@@ -14,9 +14,9 @@ that were predicted, takes few calls and is not copied: its message shares its m
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from smp_strategy.accelerator import is_host
 from smp_strategy.pipeline.modes import outside_inference_mode
 from smp_strategy.trace.spec import TensorSpec
 
-__all__ = ["bytes_of", "on_host", "pack", "prepare", "unpack"]
+__all__ = ["Incoming", "bytes_of", "on_host", "pack"]
 
 # Where a message ends like this, its receiver waits for it in the usual way.
 _MARK = b"\x96\xa5\x5a\xc3\x3c\x69\xf0\x0f"
@@ -67,37 +67,48 @@ def bytes_of(spec: TensorSpec) -> int:
     return spec.nbytes + len(spec.size) * torch.int64.itemsize
 
 
-def prepare(memory: Tensor, spec: TensorSpec) -> Callable[[], bool]:
-    """Make ``memory`` of the host ready for the message with a tensor like ``spec``.
+@final
+class Incoming:
+    """Memory that waits for a message.
 
-    Returns:
-        What tells whether the last elements are there. The rest may be a moment behind, and they may look like what
-        was there before: a wait will be short if this says so, and is needed in any case.
+    Args:
+        memory: of the host, as much as :func:`bytes_of` says.
+        spec: what the tensor in the message is expected to be like, in the host's memory as well.
     """
-    seen, end = memory.numpy(), spec.nbytes
-    seen[end:] = _layout(spec.size, spec.stride, spec.device).tail.numpy()
-    mark = _MARK[:end]
-    last = seen[end - len(mark) : end]
-    last[:] = memoryview(mark)
-    return lambda: last.tobytes() != mark
 
+    def __init__(self, memory: Tensor, spec: TensorSpec) -> None:
+        self._memory, self._spec = memory, spec
+        self._layout = _layout(spec.size, spec.stride, spec.device)
+        seen, end = memory.numpy(), spec.nbytes
+        self._strides = seen[end:]
+        self._strides[:] = memoryview(self._layout.ending)
+        self._mark = _MARK[:end]
+        self._last = seen[end - len(self._mark) : end]
+        self._last[:] = memoryview(self._mark)
 
-def unpack(message: Tensor, spec: TensorSpec) -> Tensor:
-    """The tensor in ``message``, which is in the host's memory, as is what ``spec`` describes.
+    def is_there(self) -> bool:
+        """Whether the last elements are there.
 
-    It has its gaps; one that was expanded takes the memory that it seems to take.
-    """
-    layout = _layout(spec.size, spec.stride, spec.device)
-    ending = message.numpy()[spec.nbytes :].tobytes()
-    if ending != layout.ending:
-        layout = _layout(spec.size, struct.unpack_from(f"={len(spec.size)}q", ending), spec.device)
-    with outside_inference_mode():
-        elements = torch.empty(0, dtype=spec.dtype, device=spec.device)
-        # Not a view of bytes, for autograd.
-        elements.set_(message.untyped_storage(), 0, spec.size, layout.dense)
-        if layout.gaps is None:
-            return elements
-        return torch.empty_strided(spec.size, layout.gaps, dtype=spec.dtype, device=spec.device).copy_(elements)
+        The rest may be a moment behind, and they may look like what was there before: a wait will be short if this
+        says so, and is needed in any case.
+        """
+        return self._last.tobytes() != self._mark
+
+    def tensor(self) -> Tensor:
+        """What was in the message, once it is there.
+
+        It has its gaps; one that was expanded takes the memory that it seems to take.
+        """
+        spec, layout, ending = self._spec, self._layout, self._strides.tobytes()
+        if ending != layout.ending:
+            layout = _layout(spec.size, struct.unpack_from(f"={len(spec.size)}q", ending), spec.device)
+        with outside_inference_mode():
+            elements = torch.empty(0, dtype=spec.dtype, device=spec.device)
+            # Not a view of bytes, for autograd.
+            elements.set_(self._memory.untyped_storage(), 0, spec.size, layout.dense)
+            if layout.gaps is None:
+                return elements
+            return torch.empty_strided(spec.size, layout.gaps, dtype=spec.dtype, device=spec.device).copy_(elements)
 
 
 class _Layout(NamedTuple):

@@ -155,7 +155,7 @@ class Transport:
         with outside_inference_mode():  # it may be used outside of the one that it is first needed in
             nbytes = messages.bytes_of(spec)
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
-        is_there = messages.prepare(message, host)
+        incoming = messages.Incoming(message, host)
         try:
             work = self._group.recv([message], self._peers[stage], tag)
         except RuntimeError as error:
@@ -164,10 +164,10 @@ class Transport:
 
         def wait() -> Landed:
             work.wait(timeout)
-            arrived = messages.unpack(message, host)
+            arrived = incoming.tensor()
             return Landed(arrived) if copies is None else copies.back(arrived)
 
-        receipt = Receipt((self._ranks[stage], tag), wait, is_there, self)
+        receipt = Receipt((self._ranks[stage], tag), wait, incoming.is_there, self)
         self._receipts.add(receipt)
         if copies is not None:
             receipt.listen()  # so that the copy to the device begins as soon as it can
