@@ -95,7 +95,7 @@ def _turn(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -
     """Seconds of forward, of backward as a whole, and of its two parts, of which one may be missing.
 
     The second part comes when the whole has run in between. In a timetable, too, others run there, after which what it
-    works on is in no cache any more: without them two parts seem to cost two thirds of what they do.
+    works on is in no cache any more. Right after the first part it would seem cheaper than it is.
     """
     _, first, deferred = _time_once(call, weights, device, splits=True)
     forward, whole, _ = _time_once(call, weights, device, splits=False)
