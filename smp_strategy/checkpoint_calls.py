@@ -86,7 +86,7 @@ def save_checkpoint(
     engine = _engine_of(model)
     optimizers = list(engine.optimizers) if model is None and optimizer is None else _given(engine, optimizer)
     doing = f"saving {tag!r} to {path}"
-    meet("smp_strategy.save_checkpoint", engine.mesh.stage_ranks)
+    meet("smp_strategy.save_checkpoint")
     with alike(doing):
         folder = TaggedFolder(Path(path), tag)
         folder.check_limit(num_kept_partial_checkpoints)
@@ -152,7 +152,7 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
             "`translate_function` changes the state dict of a file with all weights, but `partial=True` loads one that "
             "was written by all ranks under the model's own names. Give `partial=False`, or leave it out."
         )
-    meet("smp_strategy.resume_from_checkpoint", engine.mesh.stage_ranks)
+    meet("smp_strategy.resume_from_checkpoint")
     with alike(f"loading from {path}"):
         folder = TaggedFolder.to_read(Path(path), tag, partial=partial)
         if not partial:

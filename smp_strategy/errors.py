@@ -7,6 +7,7 @@ Every error names the value, the reason and the remedy. A broken invariant of th
 from collections.abc import Sequence
 
 __all__ = [
+    "ApartError",
     "CheckpointError",
     "ConfigError",
     "DamagedError",
@@ -40,6 +41,10 @@ class ConfigError(SMPError, ValueError):
 
 class UnsupportedError(SMPError):
     """The model or the step does something that cannot be placed on pipeline ranks."""
+
+
+class ApartError(UnsupportedError):
+    """Ranks are in different places and wait for each other: they do not make the same calls."""
 
 
 class CheckpointError(SMPError):

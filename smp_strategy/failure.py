@@ -5,24 +5,72 @@ what people read first. So the rank that fails leaves its traceback in the store
 its connections close; a rank whose connection breaks looks there and says what really happened.
 
 The functions that take a ``store`` do nothing but that; :func:`blame` decides whose fault an exception is.
+
+The store may live in a rank that is stopped, and a call of it would never return. So it is called by a thread of its
+own, which is given up after some seconds (:class:`StoreCall`).
 """
 
+import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar, final
 
 import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["blame", "first_failure", "publish", "raise_lost"]
+__all__ = ["StoreCall", "blame", "first_failure", "forget", "publish", "raise_lost"]
 
 _COUNT = "smp_strategy/failures"
 _FIRST = "smp_strategy/first_failure"
 # A rank that fails publishes before its sockets close; this covers the time in which both are under way.
 _PATIENCE_SECONDS = 2.0
+# How long a store may take to answer.
+_ANSWER_SECONDS = 5.0
 _BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "recvbytes", "sendbytes")
+
+
+T = TypeVar("T")
+
+
+@final
+class StoreCall(Generic[T]):
+    """A call of a store that may never return; it is made at once.
+
+    Args:
+        call: what is called, in a thread of its own.
+    """
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._value: T | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._make, name="smp store", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has returned."""
+        return not self._thread.is_alive()
+
+    def within(self, seconds: float) -> bool:
+        """Wait for it no longer than that; whether it is over."""
+        self._thread.join(seconds)
+        return self.is_over
+
+    def get(self) -> T:
+        """What it has returned, once it is over; raises what it has raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # `None` may be what is returned
+
+    def _make(self) -> None:
+        try:
+            self._value = self._call()
+        except Exception as error:
+            self._error = error
 
 
 def publish(store: dist.Store, rank: int, text: str) -> None:
@@ -41,6 +89,13 @@ def first_failure(store: dist.Store) -> str | None:
     return None
 
 
+def forget(store: dist.Store) -> None:
+    """All ranks go on together: what has failed before is over."""
+    with suppress(Exception):
+        store.delete_key(_FIRST)
+        store.delete_key(_COUNT)
+
+
 def blame(error: Exception) -> Exception:
     """Publish ``error``, or find the error of another rank behind it.
 
@@ -50,26 +105,33 @@ def blame(error: Exception) -> Exception:
     """
     if isinstance(error, PeerFailedError) or not dist.is_initialized():
         return error
-    store = dist.distributed_c10d._get_default_store()
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if not _is_broken_connection(error):
-        publish(store, dist.get_rank(), "".join(traceback.format_exception(error)))
+        text = "".join(traceback.format_exception(error))
+        StoreCall(lambda: publish(store, rank, text)).within(_ANSWER_SECONDS)
         return error
+    search = StoreCall(lambda: _search(store))
+    if not search.within(_ANSWER_SECONDS) or (culprit := search.get()) is None:
+        return error
+    return PeerFailedError(f"{culprit}\nrank {rank} lost its connection because of that: {error}")
+
+
+def _search(store: dist.Store) -> str | None:
+    """The first failure, which may be about to be published."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (culprit := first_failure(store)) is None:
-        if time.monotonic() > deadline:
-            return error
+    while (culprit := first_failure(store)) is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    return PeerFailedError(f"{culprit}\nrank {dist.get_rank()} lost its connection because of that: {error}")
+    return culprit
 
 
-def raise_lost(error: RuntimeError, rank: int, doing: str) -> NoReturn:
+def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> NoReturn:
     """A connection to another rank has failed with ``error``: raise the error of the rank that failed.
 
     Called where ``error`` is caught, and no context manager, because every message passes through several such places.
 
     Args:
         error: what was caught; one of this package's own is raised as it is.
-        rank: the other one's global rank.
+        ranks: global rank of the other one, or of those of which it may be any.
         doing: what was done, for messages: "sending a tensor to".
     """
     if isinstance(error, SMPError):
@@ -77,9 +139,11 @@ def raise_lost(error: RuntimeError, rank: int, doing: str) -> NoReturn:
     cause = blame(error)
     if cause is not error:
         raise cause from error
+    several = not isinstance(ranks, int) and len(ranks) > 1
+    who = f"ranks {', '.join(map(str, ranks))}" if several else f"rank {ranks if isinstance(ranks, int) else ranks[0]}"
     raise PeerFailedError(
-        f"While {doing} rank {rank}, the connection failed: {error}\n"
-        f"Rank {rank} stopped or is stuck; its own output says why."
+        f"While {doing} {who}, the connection failed: {error}\n"
+        f"{'One of them' if several else who.capitalize()} stopped or is stuck; its own output says why."
     ) from error
 
 

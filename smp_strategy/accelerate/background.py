@@ -24,7 +24,7 @@ class BackgroundHooks(Host):
     def smp_settle(self) -> None:
         """Wait until everything that is being saved is there, and fail on all ranks if it failed on one. Collective."""
         if self.smp.config.async_save:
-            with alike("saving in the background", self.smp.stage_ranks):
+            with alike("saving in the background"):
                 self._smp_background.wait()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

@@ -67,7 +67,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         if not self.smp.has_engine:
             switch()
             return
-        meet(f"optimizer.{mode}", self.smp.stage_ranks)
+        meet(f"optimizer.{mode}")
         with self.smp.engine.changing_weights(self.optimizer):
             switch()
 
@@ -75,7 +75,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         """All of the optimizer's state as one process has it, on global rank 0, and ``{}`` elsewhere. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
-        meet("optimizer.state_dict", self.smp.stage_ranks)
+        meet("optimizer.state_dict")
         return self.smp.engine.full_optimizer_state(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

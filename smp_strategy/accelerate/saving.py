@@ -95,7 +95,7 @@ class SavingHooks(Host):
         return whole
 
     def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
-        meet(call, self.smp.stage_ranks)
+        meet(call)
         with self._smp_aside():
             return self._smp_for_writers(whole_states.model_state(self.smp.engine, path))
 
@@ -112,7 +112,7 @@ class SavingHooks(Host):
         Args:
             optimizer: prepared.
         """
-        meet("accelerator.get_optimizer_state_dict", self.smp.stage_ranks)
+        meet("accelerator.get_optimizer_state_dict")
         engine, (bare,) = self._smp_engine_of(optimizer), unwrapped([optimizer])
         return bare.state_dict() if engine is None else self._smp_for_writers(engine.full_optimizer_state(bare))
 
@@ -179,7 +179,7 @@ class SavingHooks(Host):
 
     def wait_for_everyone(self) -> None:
         """Wait for all ranks, and notice if some are in a call like those here instead. Collective."""
-        meet("accelerator.wait_for_everyone", self.smp.stage_ranks)
+        meet("accelerator.wait_for_everyone")
         super().wait_for_everyone()
 
     def save_model(
@@ -197,10 +197,10 @@ class SavingHooks(Host):
             max_shard_size: of a file.
             safe_serialization: whether to write safetensors.
         """
-        meet("accelerator.save_model", self.smp.stage_ranks)
+        meet("accelerator.save_model")
         target = Path(save_directory)
         with self._smp_begun(target) as staging:
-            with alike(f"saving to {target}", self.smp.stage_ranks):
+            with alike(f"saving to {target}"):
                 super().save_model(model, staging, max_shard_size, safe_serialization)
             self._smp_move_in(staging, target, replaces=folders.WEIGHTS)
 
@@ -254,7 +254,7 @@ class SavingHooks(Host):
     def _smp_begun(self, target: Path) -> Iterator[Path]:
         """An empty folder for what will be in ``target``; it is deleted if something fails. Collective."""
         staging = self._smp_told(lambda: folders.begin(target))
-        with alike(f"making {staging}", self.smp.stage_ranks):
+        with alike(f"making {staging}"):
             if self.is_local_main_process:  # hooks may write on every node
                 staging.mkdir(parents=True, exist_ok=True)
         try:
@@ -267,6 +267,6 @@ class SavingHooks(Host):
     def _smp_move_in(self, staging: Path, target: Path, *, replaces: str) -> None:
         """What is complete takes its place. Collective."""
         for turn in (self.is_main_process, self.is_local_main_process):
-            with alike(f"moving files to {target}", self.smp.stage_ranks):
+            with alike(f"moving files to {target}"):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)

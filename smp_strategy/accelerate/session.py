@@ -100,7 +100,7 @@ class Session:
         """
         if self._engine is None:
             return function()
-        meet("accelerator.smp.with_weights", self.stage_ranks)
+        meet("accelerator.smp.with_weights")
         self._engine.reduce_gradients()
         found = self._engine.run_hook(function)
         if torch.is_grad_enabled() and any(_is_floating(leaf) for leaf in flatten(found)[0]):

@@ -69,7 +69,7 @@ class StateFolderHooks(SavingHooks):
         Returns:
             The folder.
         """
-        meet("accelerator.save_state", self.smp.stage_ranks)
+        meet("accelerator.save_state")
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
         self.smp_settle()
@@ -88,10 +88,10 @@ class StateFolderHooks(SavingHooks):
             if save.is_later:
                 self._smp_background.start(partial(self._smp_finish_later, save, target, self._smp_note()), f"{target}")
             else:
-                with alike(save.doing, self.smp.stage_ranks):
+                with alike(save.doing):
                     self._smp_describe(staging)
                 self._smp_move_in(staging, target, replaces=folders.STATES)
-                with alike("deleting old checkpoints", self.smp.stage_ranks):
+                with alike("deleting old checkpoints"):
                     self._smp_delete_oldest(target)
         self.project_configuration.iteration += 1
         return target
@@ -126,7 +126,7 @@ class StateFolderHooks(SavingHooks):
         }
         if self._save_model_state_pre_hook:
             weights = list(whole.values())
-            with self._smp_known(weights), alike("running hooks of save_state", self.smp.stage_ranks):
+            with self._smp_known(weights), alike("running hooks of save_state"):
                 for hook in self._save_model_state_pre_hook.values():
                     hook(self._models, weights, str(save.folder))
             whole = dict(enumerate(weights))
@@ -140,7 +140,7 @@ class StateFolderHooks(SavingHooks):
         """What is small, and custom objects. Collective."""
         custom = [self._smp_state_of(each) for each in self._custom_objects]
         states, own = self._smp_streams()
-        with alike(save.doing, self.smp.stage_ranks):
+        with alike(save.doing):
             if self._smp_writes:
                 state_files.write(self, save.folder, custom)
             for rank, state in enumerate(states):
@@ -213,14 +213,14 @@ class StateFolderHooks(SavingHooks):
         Raises:
             CheckpointError: a file is damaged, or names code.
         """
-        meet("accelerator.load_state", self.smp.stage_ranks)
+        meet("accelerator.load_state")
         unknown = sorted(options.keys() - {"strict", "map_location"})
         if unknown:
             raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
         self.smp_settle()
         folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
-        with alike(f"verifying {folder}", self.smp.stage_ranks):
+        with alike(f"verifying {folder}"):
             if not folder.is_dir():
                 raise ValueError(
                     f"{folder} exists on rank 0, but not on rank {self.smp.rank}. Use a folder that all nodes share, "
@@ -228,7 +228,7 @@ class StateFolderHooks(SavingHooks):
                 )
             if self.is_local_main_process:
                 _verify(folder)
-        with alike(f"loading from {folder}", self.smp.stage_ranks):
+        with alike(f"loading from {folder}"):
             models = list(self._models)
             for hook in self._load_model_state_pre_hook.values():
                 hook(models, str(folder))
@@ -371,5 +371,5 @@ class _Save:
         if self.is_later:
             self.jobs.append(job)
         else:
-            with alike(self.doing, self._ranks):
+            with alike(self.doing):
                 job()

@@ -67,7 +67,7 @@ class CheckpointHooks(ResumeHooks):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights under their plain names, as the module's docstring says. Collective."""
         self._refuse_alone()
-        meet("trainer.save_checkpoint", self.engine.mesh.stage_ranks)
+        meet("trainer.save_checkpoint")
         if self._is_sharded:
             return _with_all_names(self.engine.held_state(())["state_dict"])
         return _described_elsewhere(self.engine.full_state_dict())

@@ -9,9 +9,10 @@ the host (:mod:`smp_strategy.pipeline.host_copies`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn, final
+from typing import NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,16 @@ from smp_strategy.pipeline import messages
 from smp_strategy.pipeline.arrivals import Arrival, Listeners
 from smp_strategy.pipeline.host_copies import HostCopies, Landed
 from smp_strategy.pipeline.modes import outside_inference_mode
-from smp_strategy.pipeline.watch import Watch
 from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.waiting import collectives
+from smp_strategy.waiting.positions import Condition
+from smp_strategy.waiting.watch import watch_of
 
 __all__ = ["Agreement", "Receipt", "Transport"]
 
 # Tags of results that stages share, apart from those of moves, hooks and clocks; they begin anew after so many.
 _SHARED, _NUM_SHARED = 3 << 29, 1 << 20
+_END = "the end of a step or hook"
 
 
 @final
@@ -38,7 +42,7 @@ class Receipt:
     """A receive that is under way.
 
     Args:
-        key: rank of the sender, and the tag.
+        key: global rank of the sender, and the tag.
         receive: blocks until the message is there, and unpacks it.
         is_there: whether ``receive`` would block for a moment only.
         transport: whose it is.
@@ -100,6 +104,7 @@ class Transport:
 
     Attributes:
         listeners: wait for messages that are not there yet.
+        sent: channel and tag of every message that was sent in this step, or for which there is a receive.
     """
 
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
@@ -111,9 +116,12 @@ class Transport:
         self._sent: dict[tuple[int, int], Callable[[], object]] = {}
         self._copies: dict[torch.device, HostCopies] = {}
         self._num_shared = 0
-        # Receiver and tag of everything that was sent in this step.
-        self._log: set[tuple[int, int]] = set()
-        self._watch = Watch(dist.get_rank(), stage_ranks)
+        self.sent: set[tuple[str, int]] = set()
+        self._rank, self._watch = dist.get_rank(), watch_of()
+        # Names of messages to each stage, and of receives from it, in what is told of this rank.
+        self._channels = [_channel(self._rank, rank) for rank in stage_ranks]
+        self._expected = [_expected(rank, self._rank) for rank in stage_ranks]
+        self._watch.senders.add(self)
         self.listeners = Listeners()
         # gloo writes to the memory of each until it has come, even if nobody waits for it any more.
         self._receipts: set[Receipt] = set()
@@ -132,7 +140,7 @@ class Transport:
             copy = self._copies_of(message.device).out(message)
             started = self.listeners.expect(lambda: self._start(copy.wait(), stage, tag))
             self._sent[stage, tag] = lambda: started.get()()
-        self._log.add((self._ranks[stage], tag))
+        self.sent.add((self._channels[stage], tag))
 
     def _start(self, message: Tensor, stage: int, tag: int) -> Callable[[], object]:
         """Begin to send memory of the host; returns what waits until it has arrived."""
@@ -169,6 +177,7 @@ class Transport:
 
         receipt = Receipt((self._ranks[stage], tag), wait, incoming.is_there, self)
         self._receipts.add(receipt)
+        self.sent.add((self._expected[stage], tag))
         if copies is not None:
             receipt.listen()  # so that the copy to the device begins as soon as it can
         return receipt
@@ -181,18 +190,42 @@ class Transport:
     def wait(self, receipt: Receipt) -> Landed:
         """Block until the message of ``receipt`` is there."""
         try:
-            landed = receipt.take() or self._watch.wait(receipt.listen(), [receipt.key], self._log)
+            landed = receipt.take()
+            if landed is None:
+                arrival = receipt.listen()
+                with self.waiting_for([receipt]):
+                    landed = arrival.get()
         except RuntimeError as error:
             raise_lost(error, receipt.key[0], "waiting for a tensor from")
         self._receipts.discard(receipt)
         return landed
+
+    def waiting_for(self, receipts: Sequence[Receipt]) -> AbstractContextManager[None]:
+        """In here this stage can do nothing until one of ``receipts`` arrives."""
+        keys, rank = [receipt.key for receipt in receipts], self._rank
+        return self._watch.waiting(
+            lambda: [[Condition(source, _channel(source, rank), tag)] for source, tag in keys],
+            self._group,
+            "a tensor of another stage",
+        )
+
+    def poll(self) -> None:
+        """Called again and again inside of :meth:`waiting_for`, if nothing is waited for there.
+
+        Raises:
+            ApartError: none of them can arrive.
+        """
+        self._watch.poll()
 
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the message that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
             wait = self._sent.pop((stage, tag))
             try:
-                wait()
+                receiver = self._ranks[stage]
+                needs = [[Condition(receiver, _expected(self._rank, receiver), tag)]]
+                with self._watch.waiting(lambda: needs, self._group, "the arrival of a tensor at another stage"):
+                    wait()
             except RuntimeError as error:
                 raise_lost(error, self._ranks[stage], "waiting for the arrival of a tensor at")
 
@@ -200,19 +233,7 @@ class Transport:
         """Confirm everything that was sent."""
         for stage, tag in list(self._sent):
             self.confirm(stage, tag)
-        self._log.clear()
-
-    def look(self, receipts: Sequence[Receipt]) -> None:
-        """Called again and again while this stage can do nothing until one of ``receipts`` arrives.
-
-        Raises:
-            UnsupportedError: none of them can arrive.
-        """
-        self._watch.look([receipt.key for receipt in receipts], self._log)
-
-    def go_on(self) -> None:
-        """One of them has arrived."""
-        self._watch.go_on()
+        self.sent.clear()
 
     def close(self) -> None:
         """End the threads."""
@@ -227,40 +248,22 @@ class Transport:
         """
         mine = torch.tensor([digest], device="cpu")
         found = [torch.full_like(mine, -1) for _ in self._ranks]
-        try:
-            work = dist.all_gather(found, mine, group=self._group, async_op=True)
-        except RuntimeError as error:
-            self._raise_lost_at_the_end(error)
-        assert work is not None
+        compared = collectives.all_gather(found, mine, group=self._group, doing=_END)
 
         def is_reached() -> bool:
-            return work.is_completed() and all(torch.equal(mine, other) for other in found)
+            return compared.is_completed() and all(torch.equal(mine, other) for other in found)
 
         def check() -> None:
             if is_reached():
                 return
-            self._wait_for(lambda: work.wait(self._timeout))
+            compared.wait()
             if is_reached():
                 return
             # A stage that has run something else may still be in its step, and wait for this one.
-            paths: list[Any] = [None] * len(self._ranks)
-            described = (dist.get_rank(), list(path()))
-            self._wait_for(lambda: dist.all_gather_object(paths, described, group=self._group))
+            paths = collectives.gather_objects((self._rank, list(path())), "a comparison of steps", self._group)
             raise UnsupportedError(_first_difference(dict(paths)))
 
         return Agreement(is_reached, check)
-
-    def _wait_for(self, meeting: Callable[[], object]) -> None:
-        """At the end of a step: wait for all others."""
-        try:
-            self._watch.wait(self.listeners.expect(meeting), [], self._log)
-        except RuntimeError as error:
-            self._raise_lost_at_the_end(error)
-
-    def _raise_lost_at_the_end(self, error: RuntimeError) -> NoReturn:
-        # Which of the others it was, gloo does not say.
-        other = next(rank for rank in self._ranks if rank != dist.get_rank())
-        raise_lost(error, other, "waiting at the end of a step for")
 
     def begin_to_share(
         self, values: Sequence[Tensor | None], specs: Sequence[TensorSpec], stage: int
@@ -304,6 +307,16 @@ class Transport:
             if other != stage:
                 self.send(flat, spec, other, tag)
         return lambda: flat
+
+
+def _channel(source: int, target: int) -> str:
+    """Of messages between stages."""
+    return f"stage on {source} to {target}"
+
+
+def _expected(source: int, target: int) -> str:
+    """Of receives of such messages."""
+    return f"{target} expects from {source}"
 
 
 def _first_difference(paths: Mapping[int, Sequence[str]]) -> str:

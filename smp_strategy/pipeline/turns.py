@@ -26,7 +26,7 @@ from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.transport import Receipt
-from smp_strategy.pipeline.watch import PATIENCE_SECONDS, PAUSE_SECONDS
+from smp_strategy.waiting.watch import PATIENCE_SECONDS, PAUSE_SECONDS
 from smp_strategy.trace.events import Trace
 
 __all__ = ["Barrier", "Job", "Step", "StepRun", "Turns", "trace_of"]
@@ -200,21 +200,22 @@ class Turns:
             if any(advanced):
                 idle_since = time.monotonic()
             elif time.monotonic() - idle_since > PATIENCE_SECONDS:
-                self._look(first)
-                time.sleep(PAUSE_SECONDS)
+                self._wait_for_any(first)
             else:
                 time.sleep(POLL_SECONDS)
-        if self._stage.transport is not None:
-            self._stage.transport.go_on()
 
-    def _look(self, first: int | None) -> None:
-        """Nothing has come for a while: can anything still come?"""
-        if self._stage.transport is None:
-            return
+    def _wait_for_any(self, first: int | None) -> None:
+        """Nothing has come for a while: wait for it in the way that is watched."""
         receipts = [receipt for waiting in self._waiting.values() for receipt in waiting]
         if first in self._backwards:
             receipts += self._backwards[first].awaited()
-        self._stage.transport.look([receipt for receipt in receipts if not receipt.arrived()])
+        time.sleep(POLL_SECONDS)
+        if self._stage.transport is None or not receipts:
+            return
+        with self._stage.transport.waiting_for(receipts):
+            while not any(receipt.arrived() for receipt in receipts):
+                self._stage.transport.poll()
+                time.sleep(PAUSE_SECONDS)
 
     def _is_through(self, number: int) -> bool:
         has_more = number in self._backwards and not self._backwards[number].is_done

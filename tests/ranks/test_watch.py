@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from smp_strategy.errors import PeerFailedError, UnsupportedError
-from smp_strategy.pipeline import turns, watch
-from smp_strategy.pipeline.watch import Position, is_deadlock
+from smp_strategy.pipeline import turns
+from smp_strategy.waiting import watch
 from smp_strategy.testing import run_ranks
 
 from .steps import Net, batch
@@ -79,27 +77,3 @@ def test_stages_that_run_different_code_are_told_so_soon(name, pp, begins_at):
     assert any("must run the same code" in message or "did not run the same code" in message for message, _ in found)
     for message, _ in found:
         assert "same code" in message or "rank" in message, message
-
-
-def position(*needs: tuple[int, int], sent: tuple[tuple[int, int], ...] = ()) -> Position:
-    return Position(0, needs, sent, "")
-
-
-def test_two_ranks_that_wait_for_each_other_are_stuck_unless_a_message_is_under_way():
-    assert is_deadlock(0, {0: position((1, 7)), 1: position((0, 8))})
-    assert not is_deadlock(0, {0: position((1, 7)), 1: position((0, 8), sent=((0, 7),))})
-    assert not is_deadlock(0, {0: position((1, 7))})
-
-
-def test_the_end_of_a_step_waits_for_all():
-    assert not is_deadlock(0, {0: position(), 1: position()})
-    assert is_deadlock(0, {0: position(), 1: position((0, 1))})
-    assert not is_deadlock(0, {0: position(), 1: position((2, 1))})
-
-
-@given(st.dictionaries(st.integers(0, 3), st.lists(st.tuples(st.integers(0, 3), st.just(1)), min_size=1), max_size=4))
-def test_who_waits_for_somebody_at_work_is_not_stuck(needs):
-    positions = {rank: position(*messages) for rank, messages in needs.items()}
-    for rank, messages in needs.items():
-        if any(source not in positions for source, _ in messages):
-            assert not is_deadlock(rank, positions)

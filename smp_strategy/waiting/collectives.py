@@ -1,0 +1,204 @@
+"""Collectives that are watched: the only ones of this package but those of flat buffers and split layers.
+
+Tensors travel as torch sends them, and who waits for them is watched (:mod:`smp_strategy.waiting.watch`).
+
+What ranks tell each other otherwise (objects, decisions, that they are there) begins with an exchange of numbers that
+is the same for all kinds: a digest of what it is about, and a size. So ranks that are in different calls know it,
+instead of taking each other's values for their own.
+"""
+
+import json
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.errors import ApartError
+from smp_strategy.waiting.positions import Condition
+from smp_strategy.waiting.watch import Meeting, user_code, watch_of
+
+__all__ = [
+    "UnderWay",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "begin",
+    "broadcast",
+    "collect",
+    "gather_numbers",
+    "gather_objects",
+    "receive",
+    "send",
+    "tell",
+]
+
+T = TypeVar("T")
+
+
+@final
+class UnderWay:
+    """A collective that is under way."""
+
+    def __init__(self, meeting: Meeting, work: dist.Work) -> None:
+        self._meeting = meeting
+        self._work = work
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Until it is over."""
+        watch_of().until(self._meeting, self._work.wait)
+
+
+def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.Work | None]) -> UnderWay:
+    """Begin a collective.
+
+    Args:
+        doing: what for, in words that go on from "waits for"; the same on all ranks.
+        group: its ranks; ``None``: all.
+        start: starts it.
+    """
+    group = _group(group)
+    meeting = watch_of().begin(group, doing)
+    try:
+        work = start()
+    except RuntimeError as error:
+        _raise(meeting, error)
+    assert work is not None
+    return UnderWay(meeting, work)
+
+
+def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None, doing: str) -> UnderWay:
+    """Begin to reduce the ranks' ``tensor``, in place."""
+    return begin(doing, group, lambda: dist.all_reduce(tensor, op, group=group, async_op=True))
+
+
+def all_gather(parts: list[Tensor], mine: Tensor, *, group: dist.ProcessGroup | None, doing: str) -> UnderWay:
+    """Begin to fill ``parts`` with what each rank has."""
+    return begin(doing, group, lambda: dist.all_gather(parts, mine, group=group, async_op=True))
+
+
+def broadcast(tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, doing: str) -> UnderWay:
+    """Begin to fill ``tensor`` with that of the global rank ``source``."""
+    return begin(doing, group, lambda: dist.broadcast(tensor, source, group=group, async_op=True))
+
+
+def barrier(doing: str, group: dist.ProcessGroup | None = None) -> None:
+    """Wait for all ranks.
+
+    Raises:
+        ApartError: they are in different calls, here and below.
+    """
+    gather_numbers(0, doing, group)
+
+
+def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = None) -> list[int]:
+    """The number of each rank."""
+    mine = torch.tensor([zlib.crc32(doing.encode()), number], dtype=torch.int64, device="cpu")
+    found = mine.new_empty(_group(group).size(), 2)
+    all_gather(list(found.unbind()), mine, group=group, doing=doing).wait()
+    kinds, numbers = found.t().tolist()
+    if len(set(kinds)) > 1:
+        described = json.dumps([doing, user_code()])
+        everyones = [json.loads(bytes(each)) for each in _gather_bytes(described.encode(), _DIFFERENT_CALLS, group)]
+        raise ApartError(_different(dict(zip(dist.get_process_group_ranks(_group(group)), everyones, strict=True))))
+    return list(numbers)
+
+
+def gather_objects(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The object of each rank, any that can be pickled."""
+    return [pickle.loads(each) for each in _gather_bytes(pickle.dumps(value), doing, group)]
+
+
+def collect(value: T, target: int, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The object of each rank, on the global rank ``target``; elsewhere nothing."""
+    mine, sizes = _told_size(value, doing, group)
+    is_here = dist.get_rank() == target
+    parts = [mine.new_empty(max(sizes)) for _ in sizes] if is_here else None
+    begin(doing, group, lambda: dist.gather(_padded(mine, sizes), parts, target, group=group, async_op=True)).wait()
+    return [_loaded(part, size) for part, size in zip(parts or (), sizes, strict=is_here)]
+
+
+def tell(value: T, source: int, doing: str, group: dist.ProcessGroup | None = None) -> T:
+    """The object of the global rank ``source``; that itself there."""
+    is_here = dist.get_rank() == source
+    mine, sizes = _told_size(value if is_here else None, doing, group)
+    size = sizes[dist.get_group_rank(_group(group), source)]
+    box = mine if is_here else mine.new_empty(size)
+    broadcast(box, source, group=group, doing=doing).wait()
+    return value if is_here else _loaded(box, size)
+
+
+def send(tensor: Tensor, target: int, doing: str) -> None:
+    """Send ``tensor`` to the global rank ``target``, which receives it; ``doing`` as for :func:`begin`."""
+    _message(dist.get_rank(), target, doing, lambda: dist.isend(tensor, target))
+
+
+def receive(tensor: Tensor, source: int, doing: str) -> None:
+    """Fill ``tensor`` with what the global rank ``source`` sends to this one."""
+    _message(source, dist.get_rank(), doing, lambda: dist.irecv(tensor, source))
+
+
+def _message(source: int, target: int, doing: str, start: Callable[[], dist.Work | None]) -> None:
+    watch, world = watch_of(), _group(None)
+    number = watch.count(f"{source} to {target}")
+    needs = [[Condition(rank, f"{source} to {target}", number) for rank in (source, target)]]
+    with watch.waiting(lambda: needs, world, doing):
+        work = start()
+        assert work is not None
+        work.wait()
+
+
+def _gather_bytes(mine: bytes, doing: str, group: dist.ProcessGroup | None) -> list[bytes]:
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    sizes = gather_numbers(len(sent), doing, group)
+    parts = [sent.new_empty(max(sizes)) for _ in sizes]
+    all_gather(parts, _padded(sent, sizes), group=group, doing=doing).wait()
+    return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+def _told_size(value: Any, doing: str, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """``value`` as bytes, and how many each rank has."""
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    return mine, gather_numbers(len(mine), doing, group)
+
+
+def _padded(mine: Tensor, sizes: Sequence[int]) -> Tensor:
+    return mine if len(mine) == max(sizes) else torch.cat([mine, mine.new_zeros(max(sizes) - len(mine))])
+
+
+def _loaded(part: Tensor, size: int) -> Any:
+    return pickle.loads(part[:size].numpy().tobytes())
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    assert found is not None
+    return found
+
+
+def _raise(meeting: Meeting, error: RuntimeError) -> None:
+    def fail() -> None:
+        raise error
+
+    watch_of().until(meeting, fail)
+
+
+_DIFFERENT_CALLS = "the names of the calls that ranks are in"
+
+
+def _different(calls: dict[int, Sequence[str]]) -> str:
+    lines = "\n".join(f"  rank {rank}: {doing} ({place})" for rank, (doing, place) in sorted(calls.items()))
+    return (
+        f"Ranks are in different calls that all of them have to make together:\n{lines}\n"
+        "The model is spread over the ranks, so all of them must make such calls, in the same order: take `save_state`, "
+        "`load_state`, `save_model`, `get_state_dict`, `save_checkpoint`, `resume_from_checkpoint`, and calls of the "
+        "model, out of `if accelerator.is_main_process:`, `if rank == 0:` and `@rank_zero_only` (each process writes "
+        "only what is its own in any case)."
+    )
