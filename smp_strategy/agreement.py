@@ -3,15 +3,14 @@
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.partitioner.partition import Partition
+from smp_strategy.waiting import collectives
 
 __all__ = ["agree_on", "start_alike"]
 
@@ -34,11 +33,11 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
     _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
     _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
-    dist.broadcast(seed, 0)
+    collectives.broadcast(seed, 0, group=None, doing="the seed of rank 0").wait()
     with torch.no_grad():
         for tensor in tensors:
             if not tensor.is_meta:
-                dist.broadcast(tensor.detach(), 0)
+                collectives.broadcast(tensor.detach(), 0, group=None, doing="the weights of rank 0").wait()
     return int(seed)
 
 
@@ -49,12 +48,10 @@ def _described(tensor: Tensor) -> str:
 
 def _refuse_different(described: Sequence[tuple[str, str]]) -> None:
     digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
+    digests = collectives.gather_objects(digest, "a comparison of the ranks' models")
     if len(set(digests)) == 1:
         return
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, described)
+    found = collectives.gather_objects(described, "a comparison of the ranks' parameters")
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     pairs = itertools.zip_longest(found[0], found[rank], fillvalue=("nothing", "which it has not"))
     (mine, is_so), (theirs, is_other) = next((one, other) for one, other in pairs if one != other)
@@ -66,8 +63,7 @@ def _refuse_different(described: Sequence[tuple[str, str]]) -> None:
 
 def _agree_on_meta(names: Sequence[str], may_lack_values: bool) -> None:
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (digest, len(names), names[:1]))
+    found = collectives.gather_objects((digest, len(names), names[:1]), "the beginning of training")
     some = next((first[0] for _, _, first in found if first), None)
     if some is not None and not may_lack_values:
         raise ConfigError(
@@ -95,8 +91,7 @@ def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partiti
     Raises:
         SMPError: the modules of the ranks have different units.
     """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (partition, list(used_by_glue)))
+    found = collectives.gather_objects((partition, list(used_by_glue)), "the decision about the partition")
     units = [sorted(theirs.stage_of) for theirs, _ in found]
     differing = [rank for rank, names in enumerate(units) if names != units[0]]
     if differing:

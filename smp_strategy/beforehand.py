@@ -19,6 +19,7 @@ from smp_strategy.partitioner.file import read_partition
 from smp_strategy.partitioner.manual import ByHand, some
 from smp_strategy.placement import placed_modules
 from smp_strategy.units import Unit, choose_units
+from smp_strategy.waiting import collectives
 
 __all__ = ["Given", "choose_placed_units", "num_parameters_of", "place_beforehand"]
 
@@ -91,7 +92,7 @@ def _text_on_rank_0(path: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             found[1] = str(error)
     if are_ranks:
-        dist.broadcast_object_list(found)
+        found = collectives.tell(found, 0, "the content of `partition_file`")
     text, problem = found
     if problem is not None:
         raise ConfigError(f"`partition_file` cannot be read: {problem}. Write it with a run without `load_partition`.")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from smp_strategy.mesh_shape import MeshShape
+from smp_strategy.waiting import collectives
 
 __all__ = ["DeviceMemory", "device_memory", "memory_of_stages", "shared"]
 
@@ -44,9 +44,7 @@ def memory_of_stages(device: torch.device, shape: MeshShape) -> tuple[int | None
         device: where this rank computes.
         shape: which rank is which stage.
     """
-    found: list[DeviceMemory | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, device_memory(device))
-    return shared(found, shape)
+    return shared(collectives.gather_objects(device_memory(device), "the memory of all devices"), shape)
 
 
 def shared(memories: Sequence[DeviceMemory | None], shape: MeshShape) -> tuple[int | None, ...]:

@@ -139,8 +139,9 @@ def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> N
     cause = blame(error)
     if cause is not error:
         raise cause from error
-    several = not isinstance(ranks, int) and len(ranks) > 1
-    who = f"ranks {', '.join(map(str, ranks))}" if several else f"rank {ranks if isinstance(ranks, int) else ranks[0]}"
+    ranks = [ranks] if isinstance(ranks, int) else ranks
+    several = len(ranks) > 1
+    who = f"{'ranks' if several else 'rank'} {', '.join(map(str, ranks))}"
     raise PeerFailedError(
         f"While {doing} {who}, the connection failed: {error}\n"
         f"{'One of them' if several else who.capitalize()} stopped or is stuck; its own output says why."

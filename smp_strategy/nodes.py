@@ -11,9 +11,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from smp_strategy.errors import ConfigError
+from smp_strategy.waiting import collectives
 
 __all__ = ["even_node_size", "find_node_size"]
 
@@ -30,8 +29,8 @@ def find_node_size(dp_shard: int) -> int | None:
     Raises:
         ConfigError: nodes are uneven, and shard groups are to be laid over them.
     """
-    known: list[tuple[int, str]] = [(0, "")] * dist.get_world_size()
-    dist.all_gather_object(known, (int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()
+    known = collectives.gather_objects(here, "a comparison of nodes")
     size = even_node_size(known)
     if size is None and dp_shard > 1:
         told = ", ".join(f"rank {rank}: {host}, {size or 'unknown'}" for rank, (size, host) in enumerate(known))

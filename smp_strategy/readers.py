@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from smp_strategy.errors import SMPError
 from smp_strategy.random_states import RngState, drawing_from, global_state, set_global_state
+from smp_strategy.waiting import collectives
 
 __all__ = ["Readers", "Reading", "checksum"]
 
@@ -91,11 +92,9 @@ class Readers:
             return
         first = self.ranks[0]
         states = (global_state(), [generator.get_state() for generator in generators])
-        box = [states if self._rank == first else None]
-        dist.broadcast_object_list(box, src=first, group=self._group())
-        assert box[0] is not None
-        set_global_state(box[0][0])
-        for generator, state in zip(generators, box[0][1], strict=True):
+        states = collectives.tell(states, first, "the beginning of a pass over a data loader", self._group())
+        set_global_state(states[0])
+        for generator, state in zip(generators, states[1], strict=True):
             generator.set_state(state)
 
     def go_on(self) -> None:
@@ -118,8 +117,7 @@ class Readers:
         """
         if len(self.ranks) == 1 or self._num_checked == _CHECKED_BATCHES:
             return
-        found: list[int] = [0] * len(self.ranks)
-        dist.all_gather_object(found, checksum(batch), group=self._group())
+        found = collectives.gather_numbers(checksum(batch), "a comparison of batches", self._group())
         if len(set(found)) > 1:
             raise SMPError(
                 f"Batch {self._num_checked} differs between the ranks of one replica {self.ranks}, which must all read "
@@ -136,8 +134,7 @@ class Readers:
         if self._partners is None:
             return
         group = self._partners()
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, what, group=group)
+        found = collectives.gather_objects(what, "a comparison of how many batches there are", group)
         if any(each != found[0] for each in found):
             raise SMPError(
                 f"With `prescaled_batch=False` a step needs samples of all ranks of a tensor-parallel group, but they "

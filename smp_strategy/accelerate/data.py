@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import (
     BatchSamplerShard,
     DataLoaderAdapter,
@@ -37,6 +36,7 @@ from smp_strategy.accelerator import generator_of, is_host
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.passes import follow, generators_of
 from smp_strategy.readers import Readers
+from smp_strategy.waiting import collectives
 
 __all__ = ["LoaderHooks", "shard_of"]
 
@@ -196,9 +196,7 @@ def _agree_on_seed(prepared: Any) -> None:
     """Of a sampler that begins each epoch with the seed that its rank has begun with."""
     sampler = get_sampler(prepared)
     if isinstance(sampler, SeedableRandomSampler):
-        box = [sampler.initial_seed]
-        dist.broadcast_object_list(box, src=0)
-        sampler.initial_seed = box[0]
+        sampler.initial_seed = collectives.tell(sampler.initial_seed, 0, "the seed of a sampler")
 
 
 def _seed_workers_by(data_rank: int, prepared: Any) -> None:

@@ -18,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from smp_strategy.waiting import collectives
+
 __all__ = ["DataGroups"]
+
+_GATHER = "`accelerator.gather` or its like"
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -67,7 +71,7 @@ class DataGroups:
         mine = (tensor[None] if tensor.ndim == 0 else tensor).detach().contiguous()
         if self._is_first:
             parts = [torch.empty_like(mine) for _ in range(self._num)]
-            dist.all_gather(parts, mine, group=self._between_firsts)
+            collectives.all_gather(parts, mine, group=self._between_firsts, doing=_GATHER).wait()
             return self._told(torch.cat([parts[place] for place in self._order]))
         return self._told(mine.new_empty((self._num * len(mine), *mine.shape[1:])))
 
@@ -80,7 +84,7 @@ class DataGroups:
             return self._told_with_history(tensor.clone())
         found = tensor.detach().clone()
         if self._is_first:
-            dist.all_reduce(found, _REDUCTIONS[reduction], group=self._between_firsts)
+            collectives.all_reduce(found, _REDUCTIONS[reduction], group=self._between_firsts, doing=_GATHER).wait()
             if reduction == "mean":
                 found /= self._num
         return self._told(found)
@@ -89,11 +93,10 @@ class DataGroups:
         """One object of each data rank."""
         box: list[Any] = [mine] * self._num
         if self._num > 1 and self._is_first:
-            found: list[Any] = [None] * self._num
-            dist.all_gather_object(found, mine, group=self._between_firsts)
+            found = collectives.gather_objects(mine, _GATHER, self._between_firsts)
             box = [found[place] for place in self._order]
         if len(self.readers) > 1:
-            dist.broadcast_object_list(box, src=self._first, group=self._among_readers)
+            box = collectives.tell(box, self._first, _GATHER, self._among_readers)
         return box
 
     def _told_with_history(self, tensor: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ class DataGroups:
             return tensor
         found = tensor if self._is_first else torch.empty_like(tensor)
         found = found.detach().contiguous()
-        dist.broadcast(found, src=self._first, group=self._among_readers)
+        collectives.broadcast(found, self._first, group=self._among_readers, doing=_GATHER).wait()
         return found
 
 

@@ -8,13 +8,13 @@ with which backward goes on in the script.
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.pipeline.microbatch import rebuilt
 from smp_strategy.trace.tree import flatten
+from smp_strategy.waiting import collectives
 
 __all__ = ["Inputs"]
 
@@ -91,7 +91,7 @@ class Inputs:
         found = [totals[id(whole)] for whole in self._wholes.values()]
         if self._mesh.pp > 1:
             for total in found:
-                dist.all_reduce(total, group=self._mesh.pp_group)
+                collectives.all_reduce(total, group=self._mesh.pp_group, doing="gradients of inputs").wait()
         return found
 
 

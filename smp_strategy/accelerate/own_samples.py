@@ -10,13 +10,13 @@ would be.
 
 from typing import Any, final
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.pipeline.microbatch import num_samples
 from smp_strategy.trace.tree import flatten
+from smp_strategy.waiting import collectives
 
 __all__ = ["OwnSamples"]
 
@@ -45,8 +45,7 @@ class OwnSamples:
             return result
         start = self._mesh.tp_rank * own
         if own * self._mesh.tp != total:  # on each rank, if on one
-            counts: list[int] = [0] * self._mesh.tp
-            dist.all_gather_object(counts, own, group=self._mesh.tp_group)
+            counts = collectives.gather_numbers(own, "how many samples ranks have", self._mesh.tp_group)
             start = sum(counts[: self._mesh.tp_rank])
         leaves, structure = flatten(result)
         return pytree.tree_unflatten([_rows(leaf, slice(start, start + own), total) for leaf in leaves], structure)
@@ -54,7 +53,7 @@ class OwnSamples:
     def averaged(self, gradient: Tensor) -> Tensor:
         """Of the mean of all ranks' losses, given the ``gradient`` of this rank's. Collective over them."""
         summed = gradient.clone()
-        dist.all_reduce(summed, group=self._mesh.tp_group)
+        collectives.all_reduce(summed, group=self._mesh.tp_group, doing="gradients of outputs").wait()
         return summed / self._mesh.tp
 
 

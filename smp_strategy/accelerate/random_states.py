@@ -20,12 +20,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate.utils import load
 
 from smp_strategy.accelerate.session import Session
 from smp_strategy.passes import generators_of
 from smp_strategy.random_states import exceptions_to_first
+from smp_strategy.waiting import collectives
 
 __all__ = ["FILE", "gathered", "of_loaders", "set_loaders", "set_states", "step_in"]
 
@@ -44,8 +44,7 @@ def gathered(session: Session, step: int) -> tuple[list[dict[str, Any]], dict[in
         For each data rank those of its first rank, as they go into its file; and for each other rank that has other
         ones, its own.
     """
-    states: list[Any] = [None] * session.shape.world_size
-    dist.all_gather_object(states, _states(step))
+    states = collectives.gather_objects(_states(step), "random states of all ranks")
     groups = session.data_ranks()
     return [states[ranks[0]] for ranks in groups], exceptions_to_first(states, groups)
 

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from accelerate.utils import save
 from torch import nn
 
@@ -28,6 +27,7 @@ from smp_strategy.accelerate.state_calls import StateCalls
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.meeting import alike, meet
+from smp_strategy.waiting import collectives
 
 __all__ = ["OWN_FILE", "SavingHooks"]
 
@@ -238,17 +238,17 @@ class SavingHooks(Host):
 
     def _smp_told(self, decide: Callable[[], T]) -> T:
         """What global rank 0 decides, or why it cannot. Collective."""
-        box: list[Any] = [None, None]
+        box: tuple[Any, Exception | None] = (None, None)
         if self.is_main_process:
             try:
-                box[0] = decide()
+                box = decide(), None
             except Exception as error:
-                box[1] = error
-        dist.broadcast_object_list(box, src=0)
-        if box[1] is not None:
-            raise box[1]
-        decision: T = box[0]
-        return decision
+                box = None, error
+        decision, problem = collectives.tell(box, 0, "a decision of rank 0")
+        if problem is not None:
+            raise problem
+        made: T = decision
+        return made
 
     @contextmanager
     def _smp_begun(self, target: Path) -> Iterator[Path]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.safe_types import allowing_plain_values
+from smp_strategy.waiting import collectives
 
 __all__ = ["mapped", "name", "read", "read_custom", "sent_to_writers", "weights", "write", "write_weights"]
 
@@ -173,16 +174,13 @@ def _warn_of_code(path: Path) -> None:
 
 def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
     """``state``, which global rank 0 has, on all ranks that write; what it is elsewhere. Collective."""
-    flags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, writes)
-    rank, device = dist.get_rank(), torch.device("cpu")
+    flags = collectives.gather_objects(writes, "who writes")
+    rank = dist.get_rank()
     for writer in (each for each, flag in enumerate(flags) if flag and each != 0):
         if rank == 0:
-            dist.send_object_list([state], dst=writer, device=device)
+            collectives.send_object(state, writer, "a state that is written on each node")
         elif rank == writer:
-            box: list[Any] = [None]
-            dist.recv_object_list(box, src=0, device=device)
-            state = box[0]
+            state = collectives.receive_object(0, "a state that is written on each node")
     return state
 
 

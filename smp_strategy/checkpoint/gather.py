@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.storage.held import Held, Opaque
+from smp_strategy.waiting import collectives
 
 __all__ = ["collect", "merged"]
+
+_PART = "a part of a state"
 
 
 class _Offer(NamedTuple):
@@ -39,8 +42,8 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
         Every entry on global rank 0, tensors on the host, in an order in which each rank's entries stand as on that
         rank; tied tensors are one. ``{}`` elsewhere.
     """
-    offers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(offers, {name: _offer(value) for name, value in state.items()})
+    mine = {name: _offer(value) for name, value in state.items()}
+    offers = collectives.gather_objects(mine, "the collection of a state")
     rank = dist.get_rank()
     result = _Result(merged(offers), offers) if rank == 0 else None
     seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -54,7 +57,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
                 if result is not None:
                     result.take(name, offsets, sizes, block, source)
                 elif block is not None:
-                    dist.send(_on_host(block), 0)
+                    collectives.send(_on_host(block), 0, _PART)
     return {} if result is None else result.entries()
 
 
@@ -79,10 +82,10 @@ class _Result:
         if block is not None:
             place.copy_(block)
         elif place.is_contiguous():
-            dist.recv(place, source)
+            collectives.receive(place, source, _PART)
         else:
             received = torch.empty(sizes, dtype=place.dtype, device="cpu")
-            dist.recv(received, source)
+            collectives.receive(received, source, _PART)
             place.copy_(received)
 
     def entries(self) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.buckets import buckets
@@ -20,8 +19,11 @@ from smp_strategy.ownership import Ownership
 from smp_strategy.stage_tensors import StageTensor, home_of, in_plain_sight
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.units import Unit
+from smp_strategy.waiting import collectives
 
 __all__ = ["restore"]
+
+_END = "the whole module, at the end of a run"
 
 
 def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: bool) -> None:
@@ -33,13 +35,12 @@ def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: b
         mesh: where the ranks stand.
         keep: whether this rank wants the whole module; otherwise it only sends what it has.
     """
-    described: list[Any] = [None] * mesh.pp
     mine = [unit for unit in ownership.units if ownership.stage_of[unit.name] == mesh.stage]
     guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
     numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]
     # The group lists its ranks in ascending order, not in that of the stages.
     told = (mesh.stage, _buffers(mine), _extra_states(mine), [(n, _spec_of(guests[n][0])) for n in numbers])
-    dist.all_gather_object(described, told, group=mesh.pp_group)
+    described = collectives.gather_objects(told, _END, mesh.pp_group)
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         for stage, buffers, states, kept in sorted(described, key=lambda description: description[0]):
             away = [parameter for parameter in root.parameters() if _is_sent_by(stage, parameter, ownership, mesh)]
@@ -119,7 +120,7 @@ def _broadcast(
         if mesh.rank == source:
             for number, piece in zip(numbers, pieces, strict=True):
                 piece.copy_(values[number].detach().reshape(-1))
-        dist.broadcast(flat, source, group=mesh.pp_group)
+        collectives.broadcast(flat, source, group=mesh.pp_group, doing=_END).wait()
         if keep and mesh.rank != source:
             for number, piece in zip(numbers, pieces, strict=True):
                 spec = specs[number]

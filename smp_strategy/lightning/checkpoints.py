@@ -40,6 +40,7 @@ from smp_strategy.storage.held import Held
 from smp_strategy.storage.safe_types import allowing_plain_values
 from smp_strategy.storage.stored import Stored, is_sharded
 from smp_strategy.storage.unread import UnreadTensor
+from smp_strategy.waiting import collectives
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
@@ -310,10 +311,10 @@ def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str,
             content = read_full(path, weights_only=weights_only)
     except Exception as error:
         problem = error
-    problems: list[Any] = [problem]
+    problems: list[tuple[str, str] | None] = []
     if dist.is_initialized():
-        problems *= dist.get_world_size()
-        dist.all_gather_object(problems, problem if problem is None else (type(problem).__name__, str(problem)))
+        mine = problem if problem is None else (type(problem).__name__, str(problem))
+        problems = collectives.gather_objects(mine, f"the verification of {path}")
     if problem is not None:
         raise problem
     for kind, text in filter(None, problems):
@@ -337,9 +338,8 @@ def _described_elsewhere(state: dict[str, Any]) -> dict[str, Any]:
     def described(leaf: Any) -> Any:
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
 
-    box = [pytree.tree_map(described, dict(state))]
-    dist.broadcast_object_list(box, 0)
-    return state or box[0]
+    found = collectives.tell(pytree.tree_map(described, dict(state)), 0, "the entries of a checkpoint")
+    return state or found
 
 
 def _with_all_names(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,8 +348,7 @@ def _with_all_names(state: Mapping[str, Any]) -> dict[str, Any]:
     A tensor with several names is one object under all of them.
     """
     mine = {name: (each.shape, each.dtype, each.aliases) for name, each in state.items() if isinstance(each, Held)}
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    everyones = collectives.gather_objects(mine, "the names of a checkpoint's tensors")
     whole: dict[str, Any] = {}
     for name, value in state.items():
         whole.update(dict.fromkeys((name, *(value.aliases if isinstance(value, Held) else ())), value))

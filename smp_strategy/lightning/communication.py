@@ -7,12 +7,11 @@ sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting co
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.waiting import collectives
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
@@ -21,12 +20,11 @@ else:
 
 __all__ = ["CommunicationHooks"]
 
+_REDUCE = "`sync_dist=True` or `strategy.reduce`"
+
 
 class CommunicationHooks(Host):
     """The strategy's hooks that exchange values. See the module's docstring."""
-
-    tree: Tree
-    """The Lightning tree that this class was made for."""
 
     @property
     def mesh(self) -> ProcessMesh | None:
@@ -38,38 +36,37 @@ class CommunicationHooks(Host):
         group = self._group(group)
         if group is None or not isinstance(tensor, Tensor):
             return tensor
-        sync = self.tree.fabric("utilities.distributed")._sync_ddp_if_available
-        if str(reduce_op).lower().rpartition(".")[2] not in ("mean", "avg"):
-            return sync(tensor, group, reduce_op=reduce_op)
-        # Lightning leaves the division to the backend unless that is gloo alone, and gloo may be one of several.
-        total = sync(tensor, group, reduce_op="sum")
-        return total.copy_(total / dist.get_world_size(group))
+        name = str(reduce_op).lower().rpartition(".")[2]
+        op = getattr(dist.ReduceOp, "SUM" if name in ("mean", "avg", "none") else name.upper())
+        collectives.barrier(_REDUCE, group)
+        collectives.all_reduce(tensor, op, group=group, doing=_REDUCE).wait()
+        return tensor.copy_(tensor / dist.get_world_size(group)) if name in ("mean", "avg") else tensor
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the replicas, or from ``group``; with one replica nothing is gathered, as in one process."""
         group = self._group(group)
-        return tensor if group is None else super().all_gather(tensor, group, sync_grads)
+        if group is None:
+            return tensor
+        collectives.barrier("`self.all_gather`", group)
+        return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over all ranks of the world."""
         if not dist.is_initialized():
             return decision
-        votes = torch.tensor(int(decision), device="cpu")
-        dist.all_reduce(votes)
-        return int(votes) == dist.get_world_size() if all else bool(votes)
+        votes = collectives.gather_numbers(int(decision), "a decision of all ranks")
+        return min(votes) == 1 if all else max(votes) == 1
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send an object from one rank to all."""
         if not dist.is_initialized():
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        return collectives.tell(obj, src, "`strategy.broadcast`")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         if dist.is_initialized():
-            dist.barrier()
+            collectives.barrier("`strategy.barrier`")
 
     def _group(self, group: Any) -> Any:
         """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
 from smp_strategy.lightning.counters import do_due, is_epoch_read, progress_of, put_in_order
 from smp_strategy.lightning.data import DataStream
@@ -30,6 +29,7 @@ from smp_strategy.lightning.sums import go_on_adding, sums_of
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.passes import batch_size_of, generators_of, pass_of, set_generators
 from smp_strategy.random_states import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
+from smp_strategy.waiting import collectives
 
 __all__ = ["KEY", "Resumption"]
 
@@ -71,16 +71,17 @@ class Resumption:
         is_first = self._rank == self._data_ranks[self._data_rank][0]
         mine = of_rank(self._device), self._of_data_rank(trainer) if is_first else None
         of_run = self._of_run(trainer)  # metrics may be reduced over ranks
-        found: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None
-        dist.gather_object(mine, found)
-        if found is None:
+        found = collectives.collect(mine, 0, "what a run needs to go on")
+        if self._rank != 0:
             return {}
         if self._pending is not None:  # there was nothing left to train
             return dict(self._pending[KEY])
         states = [state for state, _ in found]
         return {
             "data_ranks": self._data_ranks,
-            "by_data_rank": [{"generators": states[ranks[0]], **found[ranks[0]][1]} for ranks in self._data_ranks],
+            "by_data_rank": [
+                {"generators": states[ranks[0]], **(found[ranks[0]][1] or {})} for ranks in self._data_ranks
+            ],
             "generators_of_others": exceptions_to_first(states, self._data_ranks),
             **of_run,
         }

@@ -16,6 +16,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
+from smp_strategy.waiting import collectives
+
 __all__ = ["StopSignal"]
 
 
@@ -32,7 +34,7 @@ class StopSignal:
         self._trainer = trainer
         self._stop = stop
         self._has_come = False
-        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._pending: tuple[collectives.UnderWay, torch.Tensor] | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -64,15 +66,14 @@ class StopSignal:
 
     def _ask(self) -> None:
         flag = torch.tensor(self._has_come, dtype=torch.uint8, device="cpu")
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
-        assert work is not None
-        self._pending = work, flag
+        asked = collectives.all_reduce(flag, dist.ReduceOp.MAX, group=None, doing="the next training step")
+        self._pending = asked, flag
 
     def _look(self) -> None:
         if self._pending is None:
             return
-        work, flag = self._pending
-        work.wait()
+        asked, flag = self._pending
+        asked.wait()
         self._pending = None
         if flag.item():
             self._trainer._signal_connector.received_sigterm = True

@@ -22,6 +22,7 @@ from smp_strategy.trace.events import Event
 from smp_strategy.trace.machine import Machine, modelled_work
 from smp_strategy.trace.measured import Measured
 from smp_strategy.trace.work import Work
+from smp_strategy.waiting import collectives
 
 __all__ = ["MeasuringOptions", "Ranks", "assign", "measure", "ranks_of"]
 
@@ -243,6 +244,4 @@ def _gathered(mine: Any) -> list[Any]:
     _, world_size = _place()
     if world_size == 1:
         return [mine]
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, mine)
-    return found
+    return collectives.gather_objects(mine, "what calls cost on other ranks")

@@ -1,9 +1,7 @@
 """From what each rank counts to the memory report, on every rank."""
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -11,6 +9,7 @@ from smp_strategy.memory.counting import Spread, count
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.partitioner.partition import Partition
+from smp_strategy.waiting import collectives
 
 __all__ = ["memory_report"]
 
@@ -34,7 +33,7 @@ def memory_report(
         spread: what is known of parameters that are spread over shard groups; ``None``: there are none.
         copies: bytes of the half-precision copies of parameters that this rank's units compute with.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, count(module, optimizers, mesh, spread, copies=copies))
+    mine = count(module, optimizers, mesh, spread, copies=copies)
+    told = collectives.gather_objects(mine, "what ranks hold in memory")
     predicted = () if partition is None else tuple(stage.held for stage in partition.stages)
     return MemoryReport(ranks=tuple(told), predicted=predicted, rank=mesh.rank)

@@ -12,6 +12,7 @@ from torch import nn
 
 from smp_strategy.buckets import buckets
 from smp_strategy.optim.sums import Bucket, Sums
+from smp_strategy.waiting import collectives
 
 __all__ = ["alike", "sum_gradients"]
 
@@ -54,5 +55,5 @@ def sum_gradients(
 def _present_anywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
     """Those that have a gradient on some rank of ``group``."""
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
-    dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)
+    collectives.all_reduce(present, dist.ReduceOp.MAX, group=group, doing="which gradients there are").wait()
     return [parameter for parameter, here in zip(parameters, present.tolist(), strict=True) if here]

@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.tensor_parallel.parts import Parts
+from smp_strategy.waiting import collectives
 
 __all__ = ["global_norm"]
+
+_NORM = "the norm of gradients"
 
 
 def global_norm(
@@ -62,7 +65,7 @@ def global_norm(
             norms[0, index] = torch.linalg.vector_norm(gradient, norm_type)
     if pieces_on is not None and pieces:
         of_ranks = norms.new_empty(dist.get_world_size(pieces_on), len(parameters))
-        dist.all_gather(list(of_ranks), norms[0], group=pieces_on)
+        collectives.all_gather(list(of_ranks.unbind()), norms[0], group=pieces_on, doing=_NORM).wait()
         norms[0, pieces] = torch.linalg.vector_norm(of_ranks[:, pieces], norm_type, dim=0)
     if parts is not None:
         split = [index for index, parameter in enumerate(parameters) if parts.has(parameter)]
@@ -70,6 +73,6 @@ def global_norm(
         norms[0] = of_ranks[0]
         norms[0, split] = torch.linalg.vector_norm(of_ranks[:, split], norm_type, dim=0)
     for group in groups:
-        dist.all_reduce(norms, group=group)
+        collectives.all_reduce(norms, group=group, doing=_NORM).wait()
     found = norms[0, norms[1] > 0]
     return torch.linalg.vector_norm(found, norm_type) if len(found) else norms.new_zeros(())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from smp_strategy.precision.gradient_scaler import Found
 from smp_strategy.sharding.piece_gradient import PieceGradient
+from smp_strategy.waiting import collectives
 
 __all__ = ["agreed", "unscale_gradients"]
 
@@ -46,7 +47,7 @@ def agreed(found: Found, device: torch.device) -> Found:
     """The worst that a rank has found. Collective over all ranks."""
     order = list(Found)
     worst = torch.tensor(order.index(found), dtype=torch.int32, device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    collectives.all_reduce(worst, dist.ReduceOp.MAX, group=None, doing="whether gradients have overflowed").wait()
     return order[int(worst.item())]
 
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.mesh import ProcessMesh
@@ -20,6 +19,7 @@ from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.tensor_parallel.parts import Parts
+from smp_strategy.waiting import collectives
 
 __all__ = ["Reduction"]
 
@@ -126,7 +126,7 @@ class Reduction:
         """The mean of the replicas' ``value``. Collective."""
         if self._mesh.dp > 1:
             value = value.clone()
-            dist.all_reduce(value, group=self._mesh.dp_group)
+            collectives.all_reduce(value, group=self._mesh.dp_group, doing="the mean over replicas").wait()
             value.div_(self._mesh.dp)
         return value
 

@@ -28,6 +28,7 @@ from smp_strategy.optim.arrivals import Arrivals
 from smp_strategy.optim.gradients import alike
 from smp_strategy.optim.sums import Bucket
 from smp_strategy.ownership import Ownership
+from smp_strategy.waiting import collectives
 
 __all__ = ["StateSharding"]
 
@@ -133,7 +134,8 @@ class StateSharding:
         changed = any(each._version != version for each, version in zip(members, versions, strict=True))
         # Most calls change nothing: who is told to train in each step does so already.
         is_new = torch.tensor(float(changed), device=members[0].device)
-        dist.all_reduce(is_new, dist.ReduceOp.MAX, group=self._mesh.dp_group)
+        group = self._mesh.dp_group
+        collectives.all_reduce(is_new, dist.ReduceOp.MAX, group=group, doing="whether weights have changed").wait()
         for shares in self._rounds(members) if is_new else ():
             self._pass_on(shares)
 
@@ -145,7 +147,7 @@ class StateSharding:
         if values := [parameter.detach().reshape(-1) for parameter in shares[here]]:
             torch.cat(values, out=own[: sizes[here]])
         gathered = list(own.new_empty(self._mesh.dp, len(own)).unbind())
-        work = dist.all_gather(gathered, own, group=self._mesh.dp_group, async_op=True)
+        work = collectives.all_gather(gathered, own, group=self._mesh.dp_group, doing="weights of other replicas")
         others = [replica for replica in range(self._mesh.dp) if replica != here]
 
         def fill() -> None:

@@ -24,8 +24,11 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
+from smp_strategy.waiting import collectives
 
 __all__ = ["Bucket", "Sums"]
+
+_SUMS = "sums of gradients"
 
 Bucket = Sequence[Sequence[nn.Parameter]]
 """Parameters of one dtype: for each rank those whose sums it gets; a single list if all get all of them."""
@@ -34,7 +37,7 @@ Bucket = Sequence[Sequence[nn.Parameter]]
 class _Sent(NamedTuple):
     """A bucket under way."""
 
-    work: dist.Work
+    work: collectives.UnderWay
     parts: Tensor
     """Filled with what the ranks send, a row for each; or with the sum of that, one row."""
 
@@ -78,7 +81,7 @@ class Sums:
             if parameter not in quiet:
                 self._missing[number].add(parameter)
         self._is_early = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self._asked: dist.Work | None = None
+        self._asked: collectives.UnderWay | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] = {}
 
     @property
@@ -102,7 +105,7 @@ class Sums:
         self._gradients = {each: each.grad for each in self._bucket_of if each.grad is not None}
         for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket)
-        self._asked = dist.all_reduce(self._is_early, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._asked = collectives.all_reduce(self._is_early, dist.ReduceOp.MAX, group=self._group, doing=_SUMS)
 
     def finish(self) -> tuple[dict[nn.Parameter, Tensor], bool]:
         """Wait for the sums.
@@ -145,13 +148,16 @@ class Sums:
         group, num_ranks = self._group, dist.get_world_size(self._group)
         sent = torch.cat([piece for share in bucket for piece in self._pieces(share)]).to(dtype=self._dtype)
         if len(bucket) == 1:
-            self._sent.append(_Sent(dist.all_reduce(sent, group=group, async_op=True), sent[None]))
+            self._sent.append(_Sent(collectives.all_reduce(sent, group=group, doing=_SUMS), sent[None]))
             return
         sizes = [_size(share) for share in bucket]
         mine = sizes[dist.get_rank(group)]
         parts = sent.new_empty(num_ranks * mine)
         # Not a reduce-scatter: gloo makes an all-reduce of it, with three times the bytes.
-        work = dist.all_to_all_single(parts, sent, [mine] * num_ranks, sizes, group=group, async_op=True)
+        given = [mine] * num_ranks, sizes
+        work = collectives.begin(
+            _SUMS, group, lambda: dist.all_to_all_single(parts, sent, *given, group=group, async_op=True)
+        )
         self._sent.append(_Sent(work, parts.view(num_ranks, mine)))
 
     def _pieces(self, share: Sequence[nn.Parameter]) -> Iterator[Tensor]:

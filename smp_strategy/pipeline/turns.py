@@ -26,8 +26,8 @@ from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.transport import Receipt
-from smp_strategy.waiting.watch import PATIENCE_SECONDS, PAUSE_SECONDS
 from smp_strategy.trace.events import Trace
+from smp_strategy.waiting.watch import PATIENCE_SECONDS, PAUSE_SECONDS
 
 __all__ = ["Barrier", "Job", "Step", "StepRun", "Turns", "trace_of"]
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.failure import raise_lost
+from smp_strategy.waiting.watch import Meeting, watch_of
 
 __all__ = ["Message", "Messages", "Pending", "wait_for"]
 
@@ -43,18 +44,28 @@ class Message:
 
 @final
 class Pending:
-    """A collective that is under way. Several threads may wait for it."""
+    """A collective that is under way. Several threads may wait for it.
 
-    def __init__(self, finish: Callable[[], object]) -> None:
+    Args:
+        finish: waits for it.
+        meeting: which one it is, for those who wait for it to be watched; ``None``: it is a part of one.
+    """
+
+    def __init__(self, finish: Callable[[], object], meeting: Meeting | None = None) -> None:
         self._finish: Callable[[], object] | None = finish
+        self._meeting = meeting
         self._lock = Lock()
 
     def wait(self) -> None:
         """Until it is over; again does nothing."""
         with self._lock:
-            if self._finish is not None:
+            if self._finish is None:
+                return
+            if self._meeting is None:
                 self._finish()
-                self._finish = None
+            else:
+                watch_of().until(self._meeting, self._finish)
+            self._finish = None
 
 
 def wait_for(under_way: Iterable[Message | Pending]) -> None:
@@ -70,6 +81,7 @@ class Messages:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
+        self._watch = watch_of()
         self._global_ranks = dist.get_process_group_ranks(group)
         self._next_tag = 0
 
@@ -77,6 +89,10 @@ class Messages:
     def peers(self) -> list[int]:
         """All other ranks, the next one first, so that not all send to the same one at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def meeting(self, doing: str) -> Meeting:
+        """A collective that is begun now, as it is watched; all ranks begin the same ones in the same order."""
+        return self._watch.begin(self._group, doing)
 
     def new_tags(self, count: int = 1) -> int:
         """The first of ``count`` consecutive tags."""

@@ -24,6 +24,7 @@ from smp_strategy.sharding.all_reduces import AllReduces
 from smp_strategy.sharding.messages import Messages, Pending, wait_for
 from smp_strategy.sharding.relay import Relay
 from smp_strategy.sharding.two_hops import LEAST_CHUNK_BYTES, TwoHops
+from smp_strategy.waiting.watch import Meeting
 
 __all__ = ["PointToPoint"]
 
@@ -62,12 +63,12 @@ class PointToPoint:
 
     def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.gather`."""
-        parts = full.chunk(self.size)
+        parts, meeting = full.chunk(self.size), self._messages.meeting("parts of weights")
         if self._two_hops is not None and self._gathers_in_hops:
             wait_for(after)
             pending = self._two_hops.gather(parts, shard)
             _copy(parts[self.rank], shard)
-            return pending
+            return Pending(pending.wait, meeting)
         tag = self._messages.new_tags()
 
         def start() -> Pending:
@@ -75,19 +76,22 @@ class PointToPoint:
             _copy(parts[self.rank], shard)
             return started
 
-        return self._start(start, after)
+        return self._start(start, after, meeting)
 
     def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
         """See :meth:`Collectives.reduce`."""
         parts, runs = full.chunk(self.size), self._runs(into)
+        meeting = self._messages.meeting("parts of gradients")
         if self._two_hops is not None:
             wait_for(after)
             if len(runs) > 1:
-                return self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first)
-            return self._two_hops.reduce(parts, into, is_first=is_first)
+                return Pending(self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first).wait, meeting)
+            return Pending(self._two_hops.reduce(parts, into, is_first=is_first).wait, meeting)
         tag = self._messages.new_tags(len(runs))
         if len(runs) == 1:
-            return self._start(lambda: direct.reduce(self._messages, parts, into, tag, is_first=is_first), after)
+            return self._start(
+                lambda: direct.reduce(self._messages, parts, into, tag, is_first=is_first), after, meeting
+            )
 
         def in_turn() -> None:
             wait_for(after)
@@ -95,27 +99,28 @@ class PointToPoint:
                 of_run = [part[run] for part in parts]
                 direct.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
 
-        return Pending(self._relay.submit(in_turn).result)
+        return Pending(self._relay.submit(in_turn).result, meeting)
 
     def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.all_reduce`."""
-        return self._all_reduces.start(tensor, after)
+        meeting = self._messages.meeting("sums of gradients")
+        return Pending(self._all_reduces.start(tensor, after).wait, meeting)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""
         self._relay.close()
 
-    def _start(self, start: Callable[[], Pending], after: Sequence[Pending]) -> Pending:
+    def _start(self, start: Callable[[], Pending], after: Sequence[Pending], meeting: Meeting) -> Pending:
         """Start something, in the background where it has to wait for something."""
         if not after:
-            return start()
+            return Pending(start().wait, meeting)
 
         def start_later() -> Pending:
             wait_for(after)
             return start()
 
         started = self._relay.submit(start_later)
-        return Pending(lambda: started.result().wait())
+        return Pending(lambda: started.result().wait(), meeting)
 
     def _runs(self, shard: Tensor) -> list[slice]:
         """A shard in as many runs as its buffer has slices."""

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, final
 
+from smp_strategy.waiting.watch import watch_of
+
 __all__ = ["Relay"]
 
 # How long the thread gets to end. It takes no time, unless it stands in a wait for a rank that has failed.
@@ -48,10 +50,11 @@ class Relay:
             self._thread = None
 
     def _work(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            job, done = entry
-            try:
-                done.set_result(job())
-            except BaseException as error:
-                done.set_exception(error)
-            del entry, job, done  # and with them the buffers, which would live until the next job comes
+        with watch_of().apart():  # who waits for a job says so
+            while (entry := self._jobs.get()) is not None:
+                job, done = entry
+                try:
+                    done.set_result(job())
+                except BaseException as error:
+                    done.set_exception(error)
+                del entry, job, done  # and with them the buffers, which would live until the next job comes

@@ -36,6 +36,7 @@ from smp_strategy.sharding.layout import Piece
 from smp_strategy.sharding.piece_gradient import PieceGradient
 from smp_strategy.sharding.resting import OnUse
 from smp_strategy.sharding.uses import Timing, UnitUses
+from smp_strategy.waiting import collectives
 
 __all__ = ["ShardedUnits"]
 
@@ -288,7 +289,7 @@ class ShardedUnits:
             self._finish_sums()
         for name, (stages, _) in self._across.items():
             for shard in self.units[name].gradient_shards:
-                dist.all_reduce(shard, group=stages)
+                collectives.all_reduce(shard, group=stages, doing="gradients of other stages").wait()
         for unit in self.units.values():
             unit.end_gradients()
 
@@ -299,7 +300,7 @@ class ShardedUnits:
         groups += [(stages, self.units[name].parameters) for name, (stages, _) in self._across.items()]
         for ranks, parameters in groups:
             flags = torch.tensor([used[each] for each in parameters], dtype=torch.uint8, device="cpu")
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=ranks)
+            collectives.all_reduce(flags, dist.ReduceOp.MAX, group=ranks, doing="which weights were used").wait()
             used.update(zip(parameters, map(bool, flags.tolist()), strict=True))
         return list(used.values())
 

@@ -14,9 +14,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import final
 
+import torch.distributed as dist
+
 from smp_strategy.errors import CheckpointError
+from smp_strategy.waiting.watch import watch_of
 
 __all__ = ["Background"]
 
@@ -104,7 +108,8 @@ class _Work:
 
     def _run(self, write: Callable[[], None], what: str) -> None:
         try:
-            write()
+            with watch_of().apart() if dist.is_initialized() else nullcontext():
+                write()
         except BaseException as error:
             failure = CheckpointError(f"{what} was not saved: {type(error).__name__}: {error}")
             failure.__cause__ = error

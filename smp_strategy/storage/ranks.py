@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.errors import CheckpointError
+from smp_strategy.waiting import collectives
 
 __all__ = ["Ranks"]
 
@@ -25,14 +26,14 @@ class Ranks:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        self._first = 0 if group is None else dist.get_global_rank(group, 0)
 
     def any_later(self, here: bool) -> Callable[[], bool]:
         """Ask whether it is so on any rank; what is returned waits for the answer."""
         if self._group is None:
             return lambda: here
         flag = torch.tensor(int(here))
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
+        work = collectives.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, doing="whether ranks can write")
 
         def answer() -> bool:
             work.wait()
@@ -44,9 +45,7 @@ class Ranks:
         """The value of each rank, on all of them."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        return collectives.gather_objects(value, "what ranks write", self._group)
 
     def first_does(self, what: Callable[[], T], failure: str) -> T:
         """Call ``what`` on the first rank; all get its result, or a CheckpointError that begins with ``failure``."""
@@ -54,9 +53,8 @@ class Ranks:
         if self._group is None:
             message = self._message(error)
         else:
-            both = [found, self._message(error)]
-            dist.broadcast_object_list(both, group=self._group, group_src=0)
-            found, message = both
+            both = found, self._message(error)
+            found, message = collectives.tell(both, self._first, "what the first rank writes", self._group)
         if message:
             raise CheckpointError(f"{failure} {message}") from error
         return found
@@ -69,8 +67,7 @@ class Ranks:
         found, error = _outcome(what, True)
         outcomes: list[Any] = [(found, self._message(error))]
         if self._group is not None:
-            mine, outcomes = outcomes[0], [None] * self.size
-            dist.gather_object(mine, outcomes if self.rank == 0 else None, group=self._group, group_dst=0)
+            outcomes = collectives.collect(outcomes[0], self._first, "the end of writing", self._group)
         failed = self.first_does(lambda: [message for _, message in outcomes if message], failure)
         if failed:
             raise CheckpointError(f"{failure} {' '.join(failed)}") from error

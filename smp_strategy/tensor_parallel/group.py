@@ -18,10 +18,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.errors import SMPError
+from smp_strategy.waiting import collectives
 
 __all__ = ["TensorGroup"]
 
 Memory = TypeVar("Memory")
+
+_SPLIT = "parts of layers that are split"
 
 
 @final
@@ -64,7 +67,7 @@ class TensorGroup:
             raise SMPError("Layers that are split over ranks compute together, but their process group is closed.")
         return True
 
-    def start_sum(self, tensor: Tensor) -> dist.Work | None:
+    def start_sum(self, tensor: Tensor) -> collectives.UnderWay | None:
         """Begin to add up the ranks' ``tensor`` in place; wait for what is returned before it is used.
 
         Args:
@@ -73,8 +76,7 @@ class TensorGroup:
         if not self.sends(tensor):
             return None
         self.sent_bytes += tensor.nbytes
-        work: dist.Work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return work
+        return collectives.all_reduce(tensor, group=self._group, doing=_SPLIT)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add up the ranks' ``tensor`` (contiguous) in place, and return it."""
@@ -86,7 +88,7 @@ class TensorGroup:
         """The elementwise maximum of the ranks' ``tensor`` (contiguous), in place, and return it."""
         if self.sends(tensor):
             self.sent_bytes += tensor.nbytes
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+            collectives.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, doing=_SPLIT).wait()
         return tensor
 
     def gather(self, part: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
@@ -110,7 +112,8 @@ class TensorGroup:
         else:
             _begin_of(own, part.shape).copy_(part)
         # As bytes, since backends do not know all dtypes. (The public functions have other names in each release.)
-        self._backend._allgather_base(found.view(torch.uint8), own.view(torch.uint8)).wait()
+        group, sent = self._backend, own.view(torch.uint8)
+        collectives.begin(_SPLIT, group, lambda: group._allgather_base(found.view(torch.uint8), sent)).wait()
         rows = found.view(self.size, longest)
         return torch.cat([_begin_of(row, shape) for row, shape in zip(rows, shapes, strict=True)], dim)
 
@@ -130,7 +133,8 @@ class TensorGroup:
         sent, total = whole.new_empty(self.size * longest), whole.new_empty(longest)
         for row, part in zip(sent.view(self.size, longest), parts, strict=True):
             _begin_of(row, part.shape).copy_(part)
-        self._backend._reduce_scatter_base(total, sent, dist.ReduceScatterOptions()).wait()
+        group, options = self._backend, dist.ReduceScatterOptions()
+        collectives.begin(_SPLIT, group, lambda: group._reduce_scatter_base(total, sent, options)).wait()
         # Not a view, for autograd: it may be changed in place.
         return _begin_of(total, parts[self.rank].shape).detach()
 
@@ -141,9 +145,7 @@ class TensorGroup:
 
     def objects(self, value: Any) -> list[Any]:
         """The ranks' ``value``, any that can be pickled."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        return collectives.gather_objects(value, "what ranks know of split layers", self._group)
 
     def remember(self, memory: object) -> None:
         """Keep ``memory`` for layers that are called later, instead of the last one of its class."""

@@ -3,9 +3,6 @@
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import timedelta
-from typing import Any
-
-import torch.distributed as dist
 
 from smp_strategy.errors import SMPError
 from smp_strategy.mesh import ProcessMesh
@@ -13,6 +10,7 @@ from smp_strategy.pipeline.recording import Recorded, Recording
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.timeline.clocks import aligned, offsets
 from smp_strategy.timeline.timeline import Timeline
+from smp_strategy.waiting import collectives
 
 __all__ = ["gather"]
 
@@ -40,8 +38,8 @@ def gather(recorded: Recorded | None, mesh: ProcessMesh, timeout: timedelta | No
         # Connections of their own: those of the steps end with the run, and this may be asked after it.
         with closing(Transport(mesh.stage_ranks, mesh.pp_group, timeout)) as transport:
             found = offsets(transport, mesh.stage, mesh.pp)
-        told: list[Any] = [None] * mesh.pp
-        dist.all_gather_object(told, (mesh.stage, recorded.recording, found), group=mesh.pp_group)
+        mine = mesh.stage, recorded.recording, found
+        told = collectives.gather_objects(mine, "a call of `timeline()`", mesh.pp_group)
         _, recordings, (known, *_) = zip(*sorted(told, key=lambda each: each[0]), strict=True)
     return Timeline(
         plan=recorded.plan,

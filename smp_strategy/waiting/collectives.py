@@ -3,8 +3,8 @@
 Tensors travel as torch sends them, and who waits for them is watched (:mod:`smp_strategy.waiting.watch`).
 
 What ranks tell each other otherwise (objects, decisions, that they are there) begins with an exchange of numbers that
-is the same for all kinds: a digest of what it is about, and a size. So ranks that are in different calls know it,
-instead of taking each other's values for their own.
+is the same for all kinds: a digest of what it is about, how many collectives there were before, and a size. So ranks
+that are in different calls know it, instead of taking each other's values for their own.
 """
 
 import json
@@ -32,11 +32,17 @@ __all__ = [
     "gather_numbers",
     "gather_objects",
     "receive",
+    "receive_object",
     "send",
+    "send_object",
     "tell",
 ]
 
 T = TypeVar("T")
+
+# Tags that no other message has; and how long a description may be.
+_NUMBERS, _TEXTS = (1 << 31) - 2, (1 << 31) - 3
+_MOST_BYTES = 2048
 
 
 @final
@@ -100,15 +106,42 @@ def barrier(doing: str, group: dist.ProcessGroup | None = None) -> None:
 
 def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = None) -> list[int]:
     """The number of each rank."""
-    mine = torch.tensor([zlib.crc32(doing.encode()), number], dtype=torch.int64, device="cpu")
-    found = mine.new_empty(_group(group).size(), 2)
-    all_gather(list(found.unbind()), mine, group=group, doing=doing).wait()
-    kinds, numbers = found.t().tolist()
-    if len(set(kinds)) > 1:
-        described = json.dumps([doing, user_code()])
-        everyones = [json.loads(bytes(each)) for each in _gather_bytes(described.encode(), _DIFFERENT_CALLS, group)]
-        raise ApartError(_different(dict(zip(dist.get_process_group_ranks(_group(group)), everyones, strict=True))))
+    group = _group(group)
+    meeting = watch_of().begin(group, doing)
+    mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number, number], dtype=torch.int64, device="cpu")
+    kinds, places, numbers = _exchanged(mine, meeting, _NUMBERS).t().tolist()
+    if len(set(zip(kinds, places, strict=True))) > 1:
+        described = json.dumps([doing, meeting.number, user_code()]).encode()[:_MOST_BYTES]
+        texts = _exchanged(_as_bytes(described.ljust(_MOST_BYTES)), meeting, _TEXTS)
+        everyones = [bytes(text.tolist()).decode(errors="replace").strip() for text in texts]
+        raise ApartError(_different(dict(zip(dist.get_process_group_ranks(group), everyones, strict=True))))
     return list(numbers)
+
+
+def _exchanged(mine: Tensor, meeting: Meeting, tag: int) -> Tensor:
+    """What each rank has, by way of the first one.
+
+    Messages, and no collective, since a rank that is elsewhere may be in a collective of this group: gloo would take
+    the one for the other, and end the process if their sizes differ.
+    """
+    group, others = meeting.group, range(1, meeting.group.size())
+    found = mine.new_empty(group.size(), *mine.shape)
+
+    def exchange() -> None:
+        if group.rank() == 0:
+            found[0] = mine
+            arriving = [group.recv([found[rank]], rank, tag) for rank in others]
+            for work in arriving:
+                work.wait()
+            leaving = [group.send([found], rank, tag) for rank in others]
+        else:
+            leaving = [group.send([mine], 0, tag)]
+            group.recv([found], 0, tag).wait()
+        for work in leaving:
+            work.wait()
+
+    watch_of().until(meeting, exchange)
+    return found
 
 
 def gather_objects(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -145,6 +178,22 @@ def receive(tensor: Tensor, source: int, doing: str) -> None:
     _message(source, dist.get_rank(), doing, lambda: dist.irecv(tensor, source))
 
 
+def send_object(value: Any, target: int, doing: str) -> None:
+    """Send an object to the global rank ``target``, which receives it."""
+    sent = _as_bytes(pickle.dumps(value))
+    send(torch.tensor([len(sent)], dtype=torch.int64, device="cpu"), target, doing)
+    send(sent, target, doing)
+
+
+def receive_object(source: int, doing: str) -> Any:
+    """What the global rank ``source`` sends to this one."""
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
+    receive(size, source, doing)
+    found = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+    receive(found, source, doing)
+    return _loaded(found, len(found))
+
+
 def _message(source: int, target: int, doing: str, start: Callable[[], dist.Work | None]) -> None:
     watch, world = watch_of(), _group(None)
     number = watch.count(f"{source} to {target}")
@@ -156,7 +205,7 @@ def _message(source: int, target: int, doing: str, start: Callable[[], dist.Work
 
 
 def _gather_bytes(mine: bytes, doing: str, group: dist.ProcessGroup | None) -> list[bytes]:
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    sent = _as_bytes(mine)
     sizes = gather_numbers(len(sent), doing, group)
     parts = [sent.new_empty(max(sizes)) for _ in sizes]
     all_gather(parts, _padded(sent, sizes), group=group, doing=doing).wait()
@@ -165,8 +214,12 @@ def _gather_bytes(mine: bytes, doing: str, group: dist.ProcessGroup | None) -> l
 
 def _told_size(value: Any, doing: str, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
     """``value`` as bytes, and how many each rank has."""
-    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    mine = _as_bytes(pickle.dumps(value))
     return mine, gather_numbers(len(mine), doing, group)
+
+
+def _as_bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _padded(mine: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -190,15 +243,20 @@ def _raise(meeting: Meeting, error: RuntimeError) -> None:
     watch_of().until(meeting, fail)
 
 
-_DIFFERENT_CALLS = "the names of the calls that ranks are in"
-
-
-def _different(calls: dict[int, Sequence[str]]) -> str:
-    lines = "\n".join(f"  rank {rank}: {doing} ({place})" for rank, (doing, place) in sorted(calls.items()))
+def _different(calls: dict[int, str]) -> str:
+    lines = "\n".join(f"  rank {rank}: {_described(text)}" for rank, text in sorted(calls.items()))
     return (
         f"Ranks are in different calls that all of them have to make together:\n{lines}\n"
-        "The model is spread over the ranks, so all of them must make such calls, in the same order: take `save_state`, "
-        "`load_state`, `save_model`, `get_state_dict`, `save_checkpoint`, `resume_from_checkpoint`, and calls of the "
-        "model, out of `if accelerator.is_main_process:`, `if rank == 0:` and `@rank_zero_only` (each process writes "
-        "only what is its own in any case)."
+        "The model is spread over the ranks, so all of them must make such calls, in the same order: take "
+        "`save_state`, `load_state`, `save_model`, `get_state_dict`, `save_checkpoint`, `resume_from_checkpoint`, and "
+        "calls of the model, out of `if accelerator.is_main_process:`, `if rank == 0:` and `@rank_zero_only` (each "
+        "process writes only what is its own in any case), and stop or skip batches on all ranks alike."
     )
+
+
+def _described(text: str) -> str:
+    try:
+        doing, number, place = json.loads(text)
+    except ValueError:  # it was too long
+        return text
+    return f"{doing}, after {number - 1} other collectives of the group ({place})"

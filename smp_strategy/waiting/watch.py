@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from os import getpid
@@ -61,6 +61,7 @@ _LOG: Final = logging.getLogger("smp_strategy")
 _WATCHES: "Final[WeakKeyDictionary[dist.ProcessGroup, Watch]]" = WeakKeyDictionary()
 
 T = TypeVar("T")
+Needs = list[list[Condition]]
 
 
 class Sender(Protocol):
@@ -80,7 +81,7 @@ class Meeting(NamedTuple):
     doing: str
 
     @property
-    def needs(self) -> list[list[Condition]]:
+    def needs(self) -> Needs:
         """What others must do so that it ends."""
         return [[Condition(rank, self.channel, self.number) for rank in dist.get_process_group_ranks(self.group)]]
 
@@ -89,7 +90,7 @@ class Meeting(NamedTuple):
 class _Wait:
     """One wait of this rank."""
 
-    def __init__(self, needs: Callable[[], list[list[Condition]]], group: dist.ProcessGroup, doing: str) -> None:
+    def __init__(self, needs: Callable[[], Needs], group: dist.ProcessGroup, doing: str) -> None:
         self.needs = needs
         self.group = group
         self.doing = doing
@@ -154,7 +155,7 @@ class Watch:
             self._wait = before
 
     @contextmanager
-    def waiting(self, needs: Callable[[], list[list[Condition]]], group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+    def waiting(self, needs: Callable[[], Needs], group: dist.ProcessGroup, doing: str) -> Iterator[None]:
         """In here this rank waits for one of some messages; see :meth:`until` for what is raised.
 
         Args:

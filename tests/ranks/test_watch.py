@@ -10,8 +10,8 @@ from torch import Tensor
 
 from smp_strategy.errors import PeerFailedError, UnsupportedError
 from smp_strategy.pipeline import turns
-from smp_strategy.waiting import watch
 from smp_strategy.testing import run_ranks
+from smp_strategy.waiting import watch
 
 from .steps import Net, batch
 from .test_placed import engine_for
