@@ -267,7 +267,7 @@ class Engine(SavedState, Inspection):
 
         Before the first step this is the look that decides about the partition, if there is one.
         """
-        first = First("train", self._in_precision(step), self._cut(batch)[0][0], loss_of)
+        first = First("train", self._in_precision(step), self._cut(batch, "look")[0][0], loss_of)
         if self._calls.runtime is None:
             self._prepare(*first)
         else:
@@ -320,7 +320,7 @@ class Engine(SavedState, Inspection):
             reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
             sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
         """
-        microbatches, sizes = self._cut(batch)
+        microbatches, sizes = self._cut(batch, "train")
         step = self._in_precision(step)
         self._prepare("train", step, microbatches[0], loss_of)
         job = self._training_job(step, sizes, loss_of)
@@ -333,8 +333,9 @@ class Engine(SavedState, Inspection):
         outputs = put_together(run.outputs)
         return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
 
-    def _cut(self, batch: Any, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
+    def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
         """The microbatches of what this rank has read, or, where ranks read samples of their own, of all of that."""
+        self.layout.begin(f"a step ({kind})")
         if not (is_joint or self.config.prescaled_batch):
             batch = self.layout.joined(batch)
         return split(batch, self.config.num_microbatches(self.mesh.pp))
@@ -356,7 +357,7 @@ class Engine(SavedState, Inspection):
             kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
             is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
         """
-        microbatches, sizes = self._cut(batch, is_joint=is_joint)
+        microbatches, sizes = self._cut(batch, kind, is_joint=is_joint)
         step = self._in_precision(step)
         self._prepare(kind, step, microbatches[0])
         self._num_evaluations += 1
@@ -372,7 +373,7 @@ class Engine(SavedState, Inspection):
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
         """
-        microbatches, sizes = self._cut(batch)
+        microbatches, sizes = self._cut(batch, "manual")
         step = self._in_precision(step)
         self._prepare("manual", step, microbatches[0])
         run = self.manual.run(self._training_job(step, sizes), microbatches)
@@ -385,7 +386,7 @@ class Engine(SavedState, Inspection):
             step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
             batch: cut along dim 0 into microbatches.
         """
-        microbatches, sizes = self._cut(batch)
+        microbatches, sizes = self._cut(batch, "manual")
         step = self._in_precision(step)
         self._prepare("manual", step, microbatches[0])
         return self.manual.forward(self._training_job(step, sizes), microbatches, sizes)
@@ -479,6 +480,7 @@ class Engine(SavedState, Inspection):
         self.share.settle()
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         self._calls.in_hook = True
+        self.layout.begin("a hook")
         try:
             return self.views.run(hook, self._calls.runtime, seed=seed)
         finally:

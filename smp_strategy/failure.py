@@ -29,7 +29,7 @@ _FIRST = "smp_strategy/first_failure"
 _PATIENCE_SECONDS = 2.0
 # How long a store may take to answer.
 _ANSWER_SECONDS = 5.0
-_BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "recvbytes", "sendbytes")
+_BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "pair closure", "recvbytes", "sendbytes")
 
 
 T = TypeVar("T")
@@ -119,9 +119,13 @@ def blame(error: Exception) -> Exception:
 def _search(store: dist.Store) -> str | None:
     """The first failure, which may be about to be published."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (culprit := first_failure(store)) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return culprit
+    with suppress(Exception):  # a store that is gone is asked once: torch writes pages about each further call
+        while not store.check([_FIRST]):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        return store.get(_FIRST).decode()
+    return None
 
 
 def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> NoReturn:

@@ -128,6 +128,11 @@ class Layout:
         if self._group is not None:
             self._group.close()
 
+    def begin(self, what: str) -> None:
+        """A step or a hook begins: see :meth:`TensorGroup.begin`."""
+        if self._group is not None:
+            self._group.begin(what)
+
     def joined(self, batch: Any) -> Any:
         """The samples of all ranks that split layers between them; see :func:`join`. Collective over these."""
         return batch if self._group is None else join(batch, self._group)

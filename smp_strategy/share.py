@@ -39,6 +39,7 @@ from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.sharding.uses import Timing
 from smp_strategy.step_results import Accumulated, accumulating
 from smp_strategy.tensor_parallel.split_layers import SplitLayers
+from smp_strategy.waiting import collectives
 from smp_strategy.whole_view import PartsInSight
 
 __all__ = ["Share"]
@@ -248,6 +249,8 @@ class Share:
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
+        if mesh.shape.world_size > 1:
+            collectives.barrier("the whole module, at the end of a run")
         with nullcontext() if self._split is None else self._split.in_parts():
             if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
                 self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
@@ -355,7 +358,7 @@ def _sharded(
         if group is not None:
             across[users] = (group, mesh.stage == min(stages))
     has_replicas = mesh.dp > mesh.shape.dp_shard
-    return ShardedUnits(
+    units = ShardedUnits(
         parameters,
         shards,
         collectives_of(mesh.replicate_group, device) if has_replicas else None,
@@ -369,6 +372,8 @@ def _sharded(
         deals_out=has_replicas and config.shard_optimizer_state,
         keeping=keeping,
     )
+    units.group = mesh.shard_group
+    return units
 
 
 def _keeping(module: nn.Module, config: SMPConfig) -> Keeping:

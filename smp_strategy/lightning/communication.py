@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.lightning.factory import Tree
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.waiting import collectives
 
@@ -25,6 +26,9 @@ _REDUCE = "`sync_dist=True` or `strategy.reduce`"
 
 class CommunicationHooks(Host):
     """The strategy's hooks that exchange values. See the module's docstring."""
+
+    tree: Tree
+    """The Lightning tree that this class was made for."""
 
     @property
     def mesh(self) -> ProcessMesh | None:

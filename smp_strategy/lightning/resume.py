@@ -76,12 +76,10 @@ class Resumption:
             return {}
         if self._pending is not None:  # there was nothing left to train
             return dict(self._pending[KEY])
-        states = [state for state, _ in found]
+        states, passes = [state for state, _ in found], [of_pass or {} for _, of_pass in found]
         return {
             "data_ranks": self._data_ranks,
-            "by_data_rank": [
-                {"generators": states[ranks[0]], **(found[ranks[0]][1] or {})} for ranks in self._data_ranks
-            ],
+            "by_data_rank": [{"generators": states[ranks[0]], **passes[ranks[0]]} for ranks in self._data_ranks],
             "generators_of_others": exceptions_to_first(states, self._data_ranks),
             **of_run,
         }

@@ -58,6 +58,7 @@ class ShardedUnits:
 
     Attributes:
         units: by name.
+        group: ranks that compare whether they are in the same hook, before it sees whole weights; ``None``: none do.
         deals_out: as given. Pieces are those of the shard group and its replicas, and not of the shard group alone.
     """
 
@@ -85,6 +86,7 @@ class ShardedUnits:
                 self._parts.setdefault(user, []).append("+".join(users))
         self._unit_of = {each: unit for unit in self.units.values() for each in unit.parameters}
         self._shards = shards
+        self.group: dist.ProcessGroup | None = None
         self._replicas = replicas
         self.deals_out = deals_out
         self._uses = UnitUses(
@@ -333,6 +335,8 @@ class ShardedUnits:
     def show_whole(self) -> None:
         """Inside of :meth:`in_sight`: let every parameter and gradient be whole. Collective."""
         self._on_use.make_whole = None
+        if self.group is not None:
+            collectives.barrier("whole weights in a hook", self.group)
         self.let_go()
         self._is_whole = True
         for unit in self.units.values():

@@ -49,6 +49,27 @@ class TensorGroup:
         self.sent_bytes = 0
         self._memories: dict[type, Any] = {}
         self._is_alone = process_group is None
+        self._place, self._is_agreed = "layers that are split", False
+
+    def begin(self, what: str) -> None:
+        """A step or a hook begins, on all ranks of the group.
+
+        Ranks that are elsewhere would take part in the same sums, or in others by mistake. So before something is sent
+        in it for the first time, ranks compare where they are.
+
+        Args:
+            what: in words that go on from "waits for".
+        """
+        self._place, self._is_agreed = what, False
+
+    def _agree(self) -> None:
+        """Make sure that the others are where this rank is.
+
+        Raises:
+            ApartError: they are not.
+        """
+        self._is_agreed = True
+        collectives.barrier(self._place, self._group)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -65,6 +86,8 @@ class TensorGroup:
             return False
         if self._group is None:
             raise SMPError("Layers that are split over ranks compute together, but their process group is closed.")
+        if not self._is_agreed:
+            self._agree()
         return True
 
     def start_sum(self, tensor: Tensor) -> collectives.UnderWay | None:

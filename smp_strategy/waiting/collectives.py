@@ -196,7 +196,7 @@ def receive_object(source: int, doing: str) -> Any:
 
 def _message(source: int, target: int, doing: str, start: Callable[[], dist.Work | None]) -> None:
     watch, world = watch_of(), _group(None)
-    number = watch.count(f"{source} to {target}")
+    number = watch.count(f"{source} to {target}", doing)
     needs = [[Condition(rank, f"{source} to {target}", number) for rank in (source, target)]]
     with watch.waiting(lambda: needs, world, doing):
         work = start()

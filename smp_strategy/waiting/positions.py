@@ -32,8 +32,8 @@ class Position(NamedTuple):
     """Number of its wait, to see whether it has gone on; 0: it is at work."""
     needs: Sequence[Sequence[Condition]]
     """What it waits for: one of these lists has to be met, all of it."""
-    begun: Mapping[str, int]
-    """How many collectives it has begun in each channel."""
+    begun: Mapping[str, tuple[int, Sequence[str]]]
+    """How many collectives it has begun in each channel, and what the latest of them were, in words."""
     sent: Collection[tuple[str, int]]
     """Channel and tag of the messages that it has sent in this step."""
     doing: str
@@ -119,7 +119,8 @@ def _is_met(condition: Condition, asking: Position, positions: Mapping[int, Posi
     _, channel, number = condition
     if (channel, number) in other.sent:
         return True
-    waits_for = {(each.channel, each.number) for conditions in other.needs for each in conditions}
-    if other.is_waiting and (channel, number) in waits_for and other.doing != asking.doing:
-        return False  # two calls that do not belong together
-    return other.begun.get(channel, 0) >= number
+    count, latest = other.begun.get(channel, (0, ()))
+    if count < number:
+        return False
+    # It may have begun something else there.
+    return count - number >= len(latest) or latest[number - count - 1] == asking.doing

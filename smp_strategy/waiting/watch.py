@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -55,6 +56,8 @@ _OURS: Final = (
     *("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "weakref"),
     *("accelerate", "lightning", "pytorch_lightning", "transformers"),
 )
+# How many collectives of a group a rank can be ahead of another.
+_MOST_LATEST: Final = 32
 # No message has this tag: a receive with it never ends.
 _NO_TAG: Final = (1 << 31) - 1
 _LOG: Final = logging.getLogger("smp_strategy")
@@ -98,6 +101,15 @@ class _Wait:
 
 
 @final
+class _Begun:
+    """Collectives of a channel."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.latest: deque[str] = deque(maxlen=_MOST_LATEST)
+
+
+@final
 class Watch:
     """The one of this process. Get it by :func:`watch_of`."""
 
@@ -107,7 +119,7 @@ class Watch:
         self.timeout = dist.default_pg_timeout
         self._wait: _Wait | None = None
         self._apart: set[int] = set()
-        self._begun: dict[str, int] = {}
+        self._begun: dict[str, _Begun] = {}
         # The thread's: what it has seen, and since when.
         self._observed: _Wait | None = None
         self._since = self._published = time.monotonic()
@@ -130,12 +142,16 @@ class Watch:
             doing: what for, in words that go on from "waits for"; the same on all ranks.
         """
         channel = group.group_name
-        return Meeting(group, channel, self.count(channel), doing)
+        return Meeting(group, channel, self.count(channel, doing), doing)
 
-    def count(self, channel: str) -> int:
+    def count(self, channel: str, doing: str) -> int:
         """The number of what is begun now in ``channel``, from 1 on."""
-        number = self._begun[channel] = self._begun.get(channel, 0) + 1
-        return number
+        begun = self._begun.get(channel)
+        if begun is None:
+            begun = self._begun[channel] = _Begun()
+        begun.count += 1
+        begun.latest.append(doing)
+        return begun.count
 
     def until(self, meeting: Meeting, finish: Callable[[], T]) -> T:
         """Call ``finish``, which blocks until the collective is over.
@@ -179,7 +195,7 @@ class Watch:
     def _explain(self, error: RuntimeError) -> NoReturn:
         wait = self._wait
         assert wait is not None
-        if wait.verdict is not None and not isinstance(error, SMPError):
+        if wait.verdict is not None:
             raise wait.verdict from None
         others = [rank for rank in dist.get_process_group_ranks(wait.group) if rank != self.rank]
         raise_lost(error, others, f"waiting for {wait.doing} together with")
@@ -234,8 +250,9 @@ class Watch:
         self._published = now
         needs = [] if wait is None else wait.needs()
         sent = {message for sender in self.senders for message in tuple(sender.sent)}
+        begun = {channel: (each.count, tuple(each.latest)) for channel, each in tuple(self._begun.items())}
         turn, doing = (0, "") if wait is None else (self._turn, wait.doing)
-        mine = Position(self._tick, turn, needs, dict(self._begun), sorted(sent), doing, user_code(), self._process)
+        mine = Position(self._tick, turn, needs, begun, sorted(sent), doing, user_code(), self._process)
         if wait is not self._wait and wait is not None:
             return  # it has gone on meanwhile
         store, rank, size = dist.distributed_c10d._get_default_store(), self.rank, self._world_size
