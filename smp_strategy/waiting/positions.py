@@ -54,7 +54,7 @@ class Position(NamedTuple):
 
     def encode(self) -> str:
         """As text."""
-        return json.dumps(self)
+        return json.dumps(self._replace(sent=sorted(self.sent)))
 
     @classmethod
     def decode(cls, text: str) -> "Position":

@@ -252,7 +252,7 @@ class Watch:
         sent = {message for sender in self.senders for message in tuple(sender.sent)}
         begun = {channel: (each.count, tuple(each.latest)) for channel, each in tuple(self._begun.items())}
         turn, doing = (0, "") if wait is None else (self._turn, wait.doing)
-        mine = Position(self._tick, turn, needs, begun, sorted(sent), doing, user_code(), self._process)
+        mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process)
         if wait is not self._wait and wait is not None:
             return  # it has gone on meanwhile
         store, rank, size = dist.distributed_c10d._get_default_store(), self.rank, self._world_size
