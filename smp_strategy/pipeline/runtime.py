@@ -28,6 +28,7 @@ from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, beg
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
+from smp_strategy.pipeline.written import WatchedWrites
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.tree import flatten
@@ -62,6 +63,7 @@ class Runtime:
         self._meeting: Turns | None = None
         self._offload_of_pause = ExitStack()
         self._threads = Threads()
+        self._writes = None if private is None else WatchedWrites(self._touch)
         if is_host(stage.device):
             keep_freed_memory()
 
@@ -233,7 +235,7 @@ class Runtime:
         self._offload_of_pause.close()
         private = self._private if len(microbatches) > 1 else None
         if private is not None:
-            private.begin()
+            private.begin(job.step)
         return Turns(
             self._stage,
             microbatches,
@@ -307,6 +309,11 @@ class Runtime:
         """What has gone between the device and the host in the latest step with backward."""
         return self._stage.activations.offload.traffic
 
+    def _touch(self, module: nn.Module, name: str) -> None:
+        """An attribute of ``module`` is about to be set or deleted."""
+        if self._private is not None and self._program is not None and not self._program.is_in_unit:
+            self._private.touch(module, name)
+
     def _enter(self, program: Program | None) -> None:
         self._program = program
 
@@ -320,6 +327,8 @@ class Runtime:
     def close(self) -> None:
         """End the threads."""
         self._offload_of_pause.close()
+        if self._writes is not None:
+            self._writes.close()
         self._threads.close()
         if self._stage.transport is not None:
             self._stage.transport.close()
