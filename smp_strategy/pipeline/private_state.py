@@ -19,12 +19,13 @@ import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Number
 from operator import is_
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.settings import Frozen, TorchSettings
@@ -43,6 +44,13 @@ _CONTAINERS = (dict, list, set, deque)
 # Attributes of every module that hold no values of a step.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# And what is known of some of them.
+_ALL_HOOKS = (
+    *_HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 @final
@@ -75,6 +83,11 @@ class PrivateState:
         # Attributes of modules, inside of units mostly, that this turn has written to, and what it had found there.
         self._touched: dict[Place, Any] = {}
         self._touchable: dict[int, Any] = {}
+        self._hooks: Sequence[dict[int, Any]] = ()
+        # The next hook that is registered gets this number.
+        self._next_hook = 0
+        self._lasting: dict[int, Any] = {}
+        self._seen: dict[Place, Any] = {}
         self._in_turn = False
 
     def begin(self, step: Callable[..., Any] | None = None) -> None:
@@ -94,7 +107,7 @@ class PrivateState:
             key = _key(target)
             self._holders[key] = known.get(key) or kind(target)
         names = {key: each.target for key, each in self._holders.items() if isinstance(each, _Names)}
-        self._switches.begin({**self._touchable, **self._settings, **names})
+        self._switches.begin(self._lasting, names)
         for setting in self._settings.values():
             setting.begin()
 
@@ -105,9 +118,11 @@ class PrivateState:
             if isinstance(function, (types.FunctionType, types.MethodType)):
                 self._variables.look_at(function)
         self._written = self._variables.written()
+        self._hooks = [vars(part)[name] for part in parts for name in _ALL_HOOKS]
         self._touchable = {id(held): held for part in parts for held in (vars(part), part._modules)}
         parameters = list(dict.fromkeys(weight for part in parts for weight in part.parameters(recurse=False)))
         self._settings = {id(each): each for each in (Frozen(parameters), TorchSettings())}
+        self._lasting = {**self._touchable, **self._settings, **{id(hooks): hooks for hooks in self._hooks}}
 
     def _find(self) -> Iterator[Any]:
         seen: set[int] = set()
@@ -131,28 +146,53 @@ class PrivateState:
                 if place.key in self._touchable and place.key not in self._holders and place not in self._touched:
                     self._touched[place] = held.get(name, MISSING)
 
+    @contextmanager
+    def learning(self, step: Callable[..., Any]) -> Iterator[None]:
+        """In here ``step`` is run to look at it, with one microbatch, which shows what becomes of plain values."""
+        self.begin(step)
+        self.enter(0)
+        try:
+            yield
+            self.look()
+            for place, before in self._seen.items():
+                self._switches.learn(place, before)
+        finally:
+            self._in_turn, self._touched, self._seen = False, {}, {}
+
+    def look(self) -> None:
+        """Called under :meth:`learning` wherever a microbatch could pause."""
+        for place, before in self._plain_changes():
+            self._seen.setdefault(place, before)
+
+    def _plain_changes(self) -> Iterator[tuple[Place, Any]]:
+        """Where there is something else than when the turn began, and what was there then."""
+        yield from self._touched.items()
+        for key, holder in self._holders.items():
+            if isinstance(holder, _Names):
+                yield from ((Place(key, name), before) for name, before in holder.plain)
+        for key, setting in self._settings.items():
+            yield from ((Place(key, name), before) for name, before in setting.changed())
+        if self._next_hook != RemovableHandle.next_id:
+            new = ((hooks, number) for hooks in self._hooks for number in hooks if number >= self._next_hook)
+            yield from ((Place(id(hooks), number), MISSING) for hooks, number in new)
+
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins."""
         own = self._own.get(microbatch)
         for position, holder in enumerate(self._holders.values()):
             holder.enter(own[position] if own else ())
         self._switches.enter(microbatch)
+        self._next_hook = RemovableHandle.next_id
         self._in_turn = True
 
     def leave(self, microbatch: int) -> None:
         """It ends."""
         self._in_turn = False
-        written, self._touched = list(self._touched.items()), {}
-        own = self._own[microbatch] = []
-        dropped: list[Place] = []
-        for key, holder in self._holders.items():
-            left = holder.leave()
-            own.append(left)
-            if isinstance(holder, _Names):
-                written += [(Place(key, name), before) for name, before in holder.plain]
-                dropped += [Place(key, name) for name in left]
-        for key, setting in self._settings.items():
-            written += [(Place(key, name), before) for name, before in setting.changed()]
+        written = list(self._plain_changes())
+        self._touched = {}
+        own = self._own[microbatch] = [holder.leave() for holder in self._holders.values()]
+        names = zip(self._holders.items(), own, strict=True)
+        dropped = [Place(key, name) for (key, each), left in names if isinstance(each, _Names) for name in left]
         self._switches.leave(microbatch, written, dropped)
 
     def end_of(self, microbatch: int) -> None:
@@ -164,6 +204,10 @@ class PrivateState:
     def at_barrier(self, microbatch: int) -> AbstractContextManager[None]:
         """See :meth:`~smp_strategy.pipeline.switches.Switches.at_barrier`."""
         return self._switches.at_barrier(microbatch)
+
+    def of_now(self) -> Callable[[], AbstractContextManager[None]]:
+        """See :meth:`~smp_strategy.pipeline.switches.Switches.of_now`."""
+        return self._switches.of_now(self._plain_changes()) if self._in_turn else nullcontext
 
     def end(self) -> None:
         """All microbatches are through: put everything back, in their order."""
@@ -180,8 +224,6 @@ class _Names:
 
     def __init__(self, target: MutableMapping[Any, Any]) -> None:
         self.target = target
-        # Names of plain values that have changed in the last turn, and what was there before.
-        self.plain: Sequence[tuple[Any, Any]] = ()
         self._shared: dict[Any, Any] = {}
         self._given: dict[Any, Any] = {}
         self._is_running: dict[Any, bool] = {}
@@ -192,20 +234,25 @@ class _Names:
         if own:
             self.target.update(own)
 
+    @property
+    def plain(self) -> list[tuple[Any, Any]]:
+        """Names whose values have changed since the turn began and are none of tensors, and what was there before."""
+        target, shared = self.target, self._shared
+        if len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
+            return []
+        gone = [(name, before) for name, before in shared.items() if name not in target]
+        new = [(name, value, shared.get(name, MISSING)) for name, value in target.items()]
+        return gone + [(name, before) for name, value, before in new if value is not before and not _kind(value)]
+
     def leave(self) -> dict[Any, Any]:
         target, shared, given = self.target, self._shared, self._given
-        self._shared, self._given, self.plain = {}, {}, ()
+        self._shared, self._given = {}, {}
         if not given and len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
             return {}
         own = {}
-        plain = self.plain = [(name, before) for name, before in shared.items() if name not in target]
         for name, value in list(target.items()):
             before = shared.get(name, MISSING)
-            if value is before and name not in given:
-                continue
-            if not (kind := _kind(value)):
-                if value is not before:
-                    plain.append((name, before))
+            if (value is before and name not in given) or not (kind := _kind(value)):
                 continue
             is_running = self._is_running.setdefault(name, isinstance(before, (Tensor, Number)))
             if is_running and kind == "real":

@@ -15,8 +15,8 @@ was found has been counted by both: their changes are added up.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -43,7 +43,8 @@ class Switches:
     """See the module docstring. One object lasts for all steps, and for the surveys before them."""
 
     def __init__(self) -> None:
-        self._targets: dict[int, MutableMapping[Any, Any]] = {}
+        self._lasting: Mapping[int, MutableMapping[Any, Any]] = {}
+        self._targets: Mapping[int, MutableMapping[Any, Any]] = {}
         # What has become of a place in the end: whether it was put back.
         self._was_put_back: dict[Place, bool] = {}
         # Of each microbatch that has not ended: what it has written, and what it had found there.
@@ -56,23 +57,25 @@ class Switches:
         self._given: dict[Place, Any] = {}
         self._outside: dict[Place, Any] = {}
 
-    def begin(self, targets: Mapping[int, MutableMapping[Any, Any]]) -> None:
+    def begin(
+        self, lasting: Mapping[int, MutableMapping[Any, Any]], targets: Mapping[int, MutableMapping[Any, Any]]
+    ) -> None:
         """A step begins.
 
         Args:
-            targets: the mappings, by key, in which it may write. What is known of others is forgotten.
+            lasting: mappings, by key, in which it may write; the same in every step.
+            targets: others. What is known of any that are missing is forgotten: their keys may come to mean others.
         """
-        for key in self._targets.keys() - targets.keys():
-            del self._targets[key]
-        self._was_put_back = {place: known for place, known in self._was_put_back.items() if place.key in targets}
-        self._targets.update(targets)
+        known = self._was_put_back.items()
+        self._was_put_back = {place: was for place, was in known if place.key in targets or place.key in lasting}
+        self._lasting, self._targets = lasting, targets
         self._own, self._found = {}, {}
         self._ended.clear()
         self._guessed.clear()
 
-    def learn(self, place: Place, *, was_put_back: bool) -> None:
-        """What has become of a place in the end of a pass."""
-        self._was_put_back[place] = was_put_back
+    def learn(self, place: Place, before: Any) -> None:
+        """A pass has ended, in which something else than ``before`` was found in a place."""
+        self._was_put_back[place] = is_same(self._get(place), before)
 
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins: let it find what is its own."""
@@ -146,9 +149,27 @@ class Switches:
                         if place in own:
                             own[place] = value
 
-    def of(self, microbatch: int) -> Mapping[Place, Any]:
-        """What ``microbatch``, whose turn it is not, has written and may put back."""
-        return self._own.get(microbatch, {})
+    def of_now(self, written: Iterable[tuple[Place, Any]]) -> Callable[[], AbstractContextManager[None]]:
+        """Opens a context, out of turn, in which code finds what the microbatch whose turn it is finds now.
+
+        Args:
+            written: see :meth:`leave`.
+        """
+        noted = {place: self._get(place) for place in (*self._given, *(place for place, _ in written))}
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            wanted = {**self._outside, **noted}
+            before = {place: self._get(place) for place in wanted}
+            for place, value in wanted.items():
+                self._set(place, value)
+            try:
+                yield
+            finally:
+                for place, value in before.items():
+                    self._set(place, value)
+
+        return again
 
     def _view(self, microbatch: int) -> dict[Place, Any]:
         """What it finds in places that it has written, or others before it that have not ended."""
@@ -171,7 +192,7 @@ class Switches:
             was_put_back = is_same(value, before)
             if was_put_back and is_through and (microbatch, place) in self._guessed:
                 raise _late_switch(place.name, value)
-            self.learn(place, was_put_back=was_put_back)
+            self._was_put_back[place] = was_put_back
             if was_put_back:
                 continue
             if _is_number(value) and not is_same(now, before) and _is_number(0 if now is MISSING else now):
@@ -179,13 +200,17 @@ class Switches:
             self._set(place, value)
 
     def _get(self, place: Place) -> Any:
-        return self._targets[place.key].get(place.name, MISSING)
+        return self._target(place).get(place.name, MISSING)
 
     def _set(self, place: Place, value: Any) -> None:
         if value is MISSING:
-            self._targets[place.key].pop(place.name, None)
+            self._target(place).pop(place.name, None)
         else:
-            self._targets[place.key][place.name] = value
+            self._target(place)[place.name] = value
+
+    def _target(self, place: Place) -> MutableMapping[Any, Any]:
+        found = self._targets.get(place.key)
+        return self._lasting[place.key] if found is None else found
 
 
 def is_same(one: Any, other: Any) -> bool:
