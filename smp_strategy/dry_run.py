@@ -22,7 +22,7 @@ from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
 from smp_strategy.measurement.calls import CallLog, UnitCall
 from smp_strategy.pipeline.kept import refuse_kept
-from smp_strategy.pipeline.private_state import reached_by_hooks
+from smp_strategy.pipeline.private_state import PrivateState, reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -32,7 +32,7 @@ from smp_strategy.trace.attributes import attributes_restored, refill, tensors_r
 from smp_strategy.trace.collectors import collectors
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
-from smp_strategy.trace.prediction import ValueNeededError
+from smp_strategy.trace.prediction import Callee, ValueNeededError
 from smp_strategy.trace.variables import variables_restored
 from smp_strategy.units import Unit
 
@@ -168,7 +168,13 @@ def _survey(
     )
     uses = GlueUses(units, lambda: runtime.running_unit, leftovers)
     log = CallLog(device.type)
-    runtime = calls.runtime = Runtime(stage, told=uses.note, called=log.note)
+    private = PrivateState(list(leftovers.above.values()), [unit.module for unit in units], switches=calls.switches)
+
+    def called(callee: Callee, args: Any, kwargs: Any) -> None:
+        log.note(callee, args, kwargs)
+        private.look()
+
+    runtime = calls.runtime = Runtime(stage, told=uses.note, called=called, written=private.touch)
     try:
         while True:
             leftovers.next_round()
@@ -180,10 +186,11 @@ def _survey(
                     variables_restored(module.modules(), step),
                     uses,
                 ):
-                    trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+                    with private.learning(step):
+                        trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
                     if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
-                        _try_another(runtime, step, copy.deepcopy(microbatch), loss_of)
+                        _try_another(runtime, private, step, copy.deepcopy(microbatch), loss_of)
             except Exception:
                 if not leftovers.has_news:
                     raise
@@ -196,7 +203,13 @@ def _survey(
         calls.runtime = before
 
 
-def _try_another(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> None:
+def _try_another(
+    runtime: Runtime,
+    private: PrivateState,
+    step: Step,
+    microbatch: Any,
+    loss_of: Callable[[Any], Tensor | None] | None,
+) -> None:
     """Run the next microbatch dry, too, after what the first one has left.
 
     Where microbatches take turns, one may begin before an earlier one has left what it would find in one process
@@ -205,7 +218,7 @@ def _try_another(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callabl
     Raises:
         UnsupportedError: it uses a tensor of the first one.
     """
-    with refuse_kept(), suppress(ValueNeededError):
+    with refuse_kept(), suppress(ValueNeededError), private.learning(step):
         runtime.survey(step, microbatch, loss_of)
 
 

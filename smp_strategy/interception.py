@@ -17,6 +17,7 @@ from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
 from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.switches import Switches
 from smp_strategy.pipeline.weight_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
 from smp_strategy.precision.half_units import HalfUnits
 from smp_strategy.stage_tensors import in_plain_sight
@@ -38,6 +39,7 @@ class UnitCalls:
     Attributes:
         runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
         leftovers: what units leave in attributes, and who uses it.
+        switches: what is known of plain values that steps change.
         halves: as given.
         outside: answers calls of units outside of steps, given the unit's name and what they are without it.
         in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
@@ -46,6 +48,7 @@ class UnitCalls:
     def __init__(self, halves: HalfUnits | None = None) -> None:
         self.runtime: Runtime | None = None
         self.leftovers = Leftovers()
+        self.switches = Switches()
         self.halves = halves
         self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False

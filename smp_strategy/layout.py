@@ -356,7 +356,7 @@ class Layout:
         if self._config.compile:
             for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
-        return Runtime(stage, PrivateState(glue, units, lambda: self._calls.exposed_parts))
+        return Runtime(stage, PrivateState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches))
 
     def _activations(self, glue: Sequence[nn.Module]) -> Activations:
         """What becomes of what units, and parts of them, keep for backward."""

@@ -21,6 +21,7 @@ from smp_strategy.activations.recompute import Recomputed
 from smp_strategy.activations.selective import Products
 from smp_strategy.activations.side_effects import Bystanders, Found
 from smp_strategy.activations.treatment import KEEP, Treatment, Treatments
+from smp_strategy.trace.cached_weights import cache_of_now
 from smp_strategy.trace.tree import flatten, flatten_call
 
 __all__ = ["Activations", "UnitCall"]
@@ -59,6 +60,7 @@ class Activations:
     Attributes:
         offload: as given.
         repeating: the unit that is being run once more just now, if one is.
+        switched: gives what brings back what the step has switched around the unit.
     """
 
     def __init__(
@@ -69,11 +71,17 @@ class Activations:
         offload: Offload | None = None,
     ) -> None:
         self.repeating: nn.Module | None = None
+        self.switched: Callable[[], _Again] = lambda: nullcontext
         self._treatments = treatments or {}
         self._device = device or torch.device("cpu")
         self.offload = offload or Offload(copies_of(self._device))
         self._bystanders = bystanders
         self._groups = Groups()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether units are to be computed again in every step."""
+        return any(treatment.recompute != "no" for treatment in self._treatments.values())
 
     def around(self, call: UnitCall, function: Callable[..., Any]) -> Callable[..., Any]:
         """What to call instead of ``function``, which runs the unit."""
@@ -116,15 +124,17 @@ class Activations:
 
     def _as_before(self, module: nn.Module, found: Found, random: _Again | None) -> _Again:
         """Opens a context in which a call can be run again."""
-        autocast = autocast_of_now(self._device)
+        autocast, cache, switched = autocast_of_now(self._device), cache_of_now(), self.switched()
 
         @contextmanager
         def again() -> Iterator[None]:
             before, self.repeating = self.repeating, module
             try:
                 with ExitStack() as stack:
+                    stack.enter_context(switched())
                     stack.enter_context(found.again())
                     stack.enter_context(autocast())
+                    stack.enter_context(cache())
                     stack.enter_context(nullcontext() if random is None else random())
                     yield
             finally:

@@ -91,6 +91,10 @@ class LocalGraph:
             return self._enter(self.glue.export(id(leaf), leaf))
         return leaf
 
+    def cross(self, segment: int, tensor: Tensor) -> Tensor:
+        """What the running segment works on in the place of a weight that code of a unit has made in ``segment``."""
+        return self._enter(self.segments[segment].export(-1 - id(tensor), tensor))  # as no value is numbered
+
     def end(self) -> None:
         """The program has ended, and only its backward is still to come."""
         for segment in (*self.segments, self.glue):

@@ -7,23 +7,31 @@ these attributes and in context variables, and into variables and arguments of h
 it goes on. After the step they are all back, as if one microbatch had run after the other: a list has what each has
 appended, an attribute what the last one wrote.
 
-What must not be private stays shared: everything without tensors (a counter counts), and tensors that take the place
-of a tensor or number (running statistics). A running sum of *placed* tensors would tie microbatches together: it is
-refused, by a dry run of two microbatches (:mod:`smp_strategy.dry_run`) or where one finds a tensor of another.
+What must not be private stays shared: tensors that take the place of a tensor or number (running statistics), and what
+lists without tensors hold. A running sum of *placed* tensors would tie microbatches together: it is refused, by a dry
+run of two microbatches (:mod:`smp_strategy.dry_run`) or where one finds a tensor of another.
+
+Plain values in these places, in attributes of modules inside of units, and in variables of the user's code are switches
+or state: :mod:`smp_strategy.pipeline.switches` keeps them apart.
 """
 
 import functools
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Number
 from operator import is_
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.settings import Frozen, TorchSettings
+from smp_strategy.pipeline.switches import MISSING, Place, Switches
 from smp_strategy.trace.collectors import collectors
+from smp_strategy.trace.variables import Variable, Variables, variables_of
 
 __all__ = ["PrivateState", "reached_by_hooks"]
 
@@ -32,11 +40,17 @@ MOST_ENTRIES = 1000
 # How deep containers may stand in each other, counted from an attribute.
 MOST_LEVELS = 2
 
-_MISSING = object()
 _CONTAINERS = (dict, list, set, deque)
 # Attributes of every module that hold no values of a step.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# And what is known of some of them.
+_ALL_HOOKS = (
+    *_HOOKS,
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 @final
@@ -47,6 +61,7 @@ class PrivateState:
         glue: modules above the units.
         units: modules whose own attributes count only where hooks may set them.
         exposed: gives modules inside of units whose attributes code above the units reads.
+        switches: what is known of places with plain values, by surveys.
     """
 
     def __init__(
@@ -54,36 +69,149 @@ class PrivateState:
         glue: Sequence[nn.Module],
         units: Sequence[nn.Module],
         exposed: Callable[[], Sequence[nn.Module]] = lambda: (),
+        switches: Switches | None = None,
     ) -> None:
         self._glue = glue
         self._units = units
         self._exposed = exposed
+        self._switches = switches or Switches()
         self._holders: dict[int, _Names | _Items] = {}
+        self._settings: dict[int, Frozen | TorchSettings] = {}
         self._own: dict[int, list[Any]] = {}
+        self._variables: Variables | None = None
+        self._written: Sequence[Any] = ()
+        # Attributes of modules, inside of units mostly, that this turn has written to, and what it had found there.
+        self._touched: dict[Place, Any] = {}
+        self._touchable: dict[int, Any] = {}
+        self._hooks: Sequence[dict[int, Any]] = ()
+        # The next hook that is registered gets this number.
+        self._next_hook = 0
+        self._lasting: dict[int, Any] = {}
+        self._seen: dict[Place, Any] = {}
+        self._in_turn = False
 
-    def begin(self) -> None:
-        """Look for places where tensors may be put; call it before the microbatches of a step take turns."""
+    def begin(self, step: Callable[..., Any] | None = None) -> None:
+        """Look for places where something may be put; call it before the microbatches of a step take turns.
+
+        Args:
+            step: what they run, whose code may name variables.
+        """
+        if self._variables is None:
+            self._look_around(step)
         known = self._holders
         self._own = {}
         self._holders = {}
-        for target in _find(self._glue, self._units, self._exposed()):
+        for target in self._find():
             # What is known about a place lasts: the first value tells whether it is a running one.
             kind = _Items if isinstance(target, (list, set, deque)) else _Names
-            key = id(target.cell if isinstance(target, _Variable) else target)
+            key = _key(target)
             self._holders[key] = known.get(key) or kind(target)
+        names = {key: each.target for key, each in self._holders.items() if isinstance(each, _Names)}
+        self._switches.begin(self._lasting, names)
+        for setting in self._settings.values():
+            setting.begin()
+
+    def _look_around(self, step: Callable[..., Any] | None) -> None:
+        parts = [*self._glue, *(part for unit in self._units for part in unit.modules())]
+        self._variables = variables_of(parts, step)
+        for function in (each for part in self._glue for each in vars(part).values()):
+            if isinstance(function, (types.FunctionType, types.MethodType)):
+                self._variables.look_at(function)
+        self._written = self._variables.written()
+        self._hooks = [vars(part)[name] for part in parts for name in _ALL_HOOKS]
+        self._touchable = {id(held): held for part in parts for held in (vars(part), part._modules)}
+        parameters = list(dict.fromkeys(weight for part in parts for weight in part.parameters(recurse=False)))
+        self._settings = {id(each): each for each in (Frozen(parameters), TorchSettings())}
+        self._lasting = {**self._touchable, **self._settings, **{id(hooks): hooks for hooks in self._hooks}}
+
+    def _find(self) -> Iterator[Any]:
+        seen: set[int] = set()
+        for target in _find(self._glue, self._units, self._exposed()):
+            seen.add(_key(target))
+            yield target
+        assert self._variables is not None
+        for target in self._written:
+            if _key(target) not in seen:
+                seen.add(_key(target))
+                yield target
+        for value in self._variables.values_of_now():
+            if isinstance(value, _CONTAINERS):
+                yield from _visit(value, 1, seen)
+
+    def touch(self, module: nn.Module, name: str) -> None:
+        """Code above the units is about to set or delete an attribute of ``module``."""
+        if self._in_turn:
+            for held in (vars(module), module._modules):
+                place = Place(id(held), name)
+                if place.key in self._touchable and place.key not in self._holders and place not in self._touched:
+                    self._touched[place] = held.get(name, MISSING)
+
+    @contextmanager
+    def learning(self, step: Callable[..., Any]) -> Iterator[None]:
+        """In here ``step`` is run to look at it, with one microbatch, which shows what becomes of plain values."""
+        self.begin(step)
+        self.enter(0)
+        try:
+            yield
+            self.look()
+            for place, before in self._seen.items():
+                self._switches.learn(place, before)
+        finally:
+            self._in_turn, self._touched, self._seen = False, {}, {}
+
+    def look(self) -> None:
+        """Called under :meth:`learning` wherever a microbatch could pause."""
+        for place, before in self._plain_changes():
+            self._seen.setdefault(place, before)
+
+    def _plain_changes(self) -> Iterator[tuple[Place, Any]]:
+        """Where there is something else than when the turn began, and what was there then."""
+        yield from self._touched.items()
+        for key, holder in self._holders.items():
+            if isinstance(holder, _Names):
+                yield from ((Place(key, name), before) for name, before in holder.plain)
+        for key, setting in self._settings.items():
+            yield from ((Place(key, name), before) for name, before in setting.changed())
+        if self._next_hook != RemovableHandle.next_id:
+            new = ((hooks, number) for hooks in self._hooks for number in hooks if number >= self._next_hook)
+            yield from ((Place(id(hooks), number), MISSING) for hooks, number in new)
 
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins."""
         own = self._own.get(microbatch)
         for position, holder in enumerate(self._holders.values()):
             holder.enter(own[position] if own else ())
+        self._switches.enter(microbatch)
+        self._next_hook = RemovableHandle.next_id
+        self._in_turn = True
 
     def leave(self, microbatch: int) -> None:
         """It ends."""
-        self._own[microbatch] = [holder.leave() for holder in self._holders.values()]
+        self._in_turn = False
+        written = list(self._plain_changes())
+        self._touched = {}
+        own = self._own[microbatch] = [holder.leave() for holder in self._holders.values()]
+        names = zip(self._holders.items(), own, strict=True)
+        dropped = [Place(key, name) for (key, each), left in names if isinstance(each, _Names) for name in left]
+        self._switches.leave(microbatch, written, dropped)
+
+    def end_of(self, microbatch: int) -> None:
+        """All of ``microbatch`` has run; see :meth:`~smp_strategy.pipeline.switches.Switches.end`."""
+        if self._switches.end(microbatch):
+            for setting in self._settings.values():
+                setting.begin()
+
+    def at_barrier(self, microbatch: int) -> AbstractContextManager[None]:
+        """See :meth:`~smp_strategy.pipeline.switches.Switches.at_barrier`."""
+        return self._switches.at_barrier(microbatch)
+
+    def of_now(self) -> Callable[[], AbstractContextManager[None]]:
+        """See :meth:`~smp_strategy.pipeline.switches.Switches.of_now`."""
+        return self._switches.of_now(self._plain_changes()) if self._in_turn else nullcontext
 
     def end(self) -> None:
         """All microbatches are through: put everything back, in their order."""
+        self._switches.end_all()
         for position, holder in enumerate(self._holders.values()):
             found = [own[position] for _, own in sorted(self._own.items())]
             if any(found):
@@ -95,50 +223,60 @@ class _Names:
     """A place where values stand under names: attributes, a dict, a variable of a closure."""
 
     def __init__(self, target: MutableMapping[Any, Any]) -> None:
-        self._target = target
+        self.target = target
         self._shared: dict[Any, Any] = {}
         self._given: dict[Any, Any] = {}
         self._is_running: dict[Any, bool] = {}
 
     def enter(self, own: Any) -> None:
-        self._shared = dict(self._target)
+        self._shared = dict(self.target)
         self._given = own or {}
         if own:
-            self._target.update(own)
+            self.target.update(own)
+
+    @property
+    def plain(self) -> list[tuple[Any, Any]]:
+        """Names whose values have changed since the turn began and are none of tensors, and what was there before."""
+        target, shared = self.target, self._shared
+        if len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
+            return []
+        gone = [(name, before) for name, before in shared.items() if name not in target]
+        new = [(name, value, shared.get(name, MISSING)) for name, value in target.items()]
+        return gone + [(name, before) for name, value, before in new if value is not before and not _kind(value)]
 
     def leave(self) -> dict[Any, Any]:
-        target, shared, given = self._target, self._shared, self._given
+        target, shared, given = self.target, self._shared, self._given
         self._shared, self._given = {}, {}
         if not given and len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
             return {}
         own = {}
         for name, value in list(target.items()):
-            before = shared.get(name, _MISSING)
+            before = shared.get(name, MISSING)
             if (value is before and name not in given) or not (kind := _kind(value)):
                 continue
             is_running = self._is_running.setdefault(name, isinstance(before, (Tensor, Number)))
             if is_running and kind == "real":
                 continue
             own[name] = value
-            if given.get(name, _MISSING) is value or not (is_running or kind == "real"):
+            if given.get(name, MISSING) is value or not (is_running or kind == "real"):
                 self._restore(name, before)
         return own
 
     def _restore(self, name: Any, before: Any) -> None:
-        if before is _MISSING:
-            del self._target[name]
+        if before is MISSING:
+            del self.target[name]
         else:
-            self._target[name] = before
+            self.target[name] = before
 
     def put_back(self, found: list[Any]) -> None:
         for name in dict.fromkeys(name for own in found for name in own):
             values = [own[name] for own in found if name in own]
-            before = self._target.get(name)
+            before = self.target.get(name)
             if isinstance(before, list) and all(_continues(value, before) for value in values):
                 # `self.losses = self.losses + [loss]`
-                self._target[name] = [*before, *(item for value in values for item in value[len(before) :])]
+                self.target[name] = [*before, *(item for value in values for item in value[len(before) :])]
             else:
-                self._target[name] = values[-1]
+                self.target[name] = values[-1]
 
 
 class _Items:
@@ -195,30 +333,9 @@ class _Items:
             self._target.extend(items)
 
 
-class _Variable(MutableMapping[str, Any]):
-    """A variable of a closure, as a mapping."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def __iter__(self) -> Iterator[str]:
-        try:
-            _ = self.cell.cell_contents
-        except ValueError:  # not assigned yet
-            return
-        yield "contents"
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.cell.cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.cell.cell_contents = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.cell.cell_contents
+def _key(target: Any) -> int:
+    """What a place is known by, however it is seen."""
+    return id(getattr(target, "held_by", target))
 
 
 def _kind(value: Any, levels: int = MOST_LEVELS) -> str:
@@ -276,7 +393,7 @@ def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
 def _visit(value: Any, level: int, seen: set[int]) -> Iterator[Any]:
     if level > MOST_LEVELS or id(value) in seen or isinstance(value, (Tensor, nn.Module, type, types.ModuleType)):
         return
-    if isinstance(value, (*_CONTAINERS, _Variable)):
+    if isinstance(value, (*_CONTAINERS, Variable)):
         seen.add(id(value))
         if len(value) > MOST_ENTRIES:
             return
@@ -306,7 +423,7 @@ def _visit_function(function: Any, seen: set[int]) -> Iterator[Any]:
         yield from _visit_function(function.__func__, seen)
     elif isinstance(function, types.FunctionType):
         for cell in function.__closure__ or ():
-            variable = _Variable(cell)
+            variable = Variable(cell)
             if id(cell) not in seen:
                 seen.add(id(cell))
                 yield from _visit(variable, 0, seen)

@@ -39,6 +39,7 @@ from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
+from smp_strategy.trace.cached_weights import CachedWeights
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
@@ -102,6 +103,7 @@ class Program:
         self.is_survey = context.leftovers is not None
         self._leftovers = context.leftovers
         self.record = record
+        self.cached = CachedWeights(lambda: graph.current, graph.cross)
         self.closed = False
         # The unit that runs just now, for real or dry.
         self.enclosing: nn.Module | None = None
@@ -138,6 +140,7 @@ class Program:
         """End of the step: nothing of this program stays in memory but the tensors that the user keeps."""
         self.closed = True
         self.graph.close()
+        self.cached.clear()
         self._kept.clear()
         put_back(self._lent[::-1])
         self._lent.clear()

@@ -28,6 +28,7 @@ from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, beg
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
+from smp_strategy.pipeline.written import WatchedWrites
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.tree import flatten
@@ -44,6 +45,7 @@ class Runtime:
         private: keeps microbatches apart; ``None`` for a dry run.
         told: told what the glue gives to units.
         called: told which unit the glue calls with what.
+        written: told, before the glue sets or deletes an attribute of a module; ``None``: ``private`` is.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Runtime:
         *,
         told: Callable[[Any], None] | None = None,
         called: Callable[[Callee, Any, Any], None] | None = None,
+        written: Callable[[nn.Module, str], None] | None = None,
     ) -> None:
         self._stage = stage
         self._private = private
@@ -62,6 +65,10 @@ class Runtime:
         self._meeting: Turns | None = None
         self._offload_of_pause = ExitStack()
         self._threads = Threads()
+        if private is not None:
+            stage.activations.switched = private.of_now
+        self._written = written if private is None else private.touch
+        self._writes = None if self._written is None else WatchedWrites(self._touch)
         if is_host(stage.device):
             keep_freed_memory()
 
@@ -231,9 +238,9 @@ class Runtime:
 
     def _turns(self, job: Job, microbatches: Sequence[Any]) -> Turns:
         self._offload_of_pause.close()
-        private = self._private if len(microbatches) > 1 else None
+        private = self._private if len(microbatches) > 1 or self._stage.activations.recomputes else None
         if private is not None:
-            private.begin()
+            private.begin(job.step)
         return Turns(
             self._stage,
             microbatches,
@@ -280,7 +287,7 @@ class Runtime:
     @contextmanager
     def entered(self, program: Program) -> Iterator[None]:
         """Calls of units in here are calls of ``program``."""
-        self._program = program
+        self._enter(program)
         try:
             with watched_entrances(self._active):
                 yield
@@ -288,7 +295,7 @@ class Runtime:
             program.close()
             raise
         finally:
-            self._program = None
+            self._enter(None)
 
     @property
     def is_in_unit(self) -> bool:
@@ -307,8 +314,17 @@ class Runtime:
         """What has gone between the device and the host in the latest step with backward."""
         return self._stage.activations.offload.traffic
 
+    def _touch(self, module: nn.Module, name: str) -> None:
+        """An attribute of ``module`` is about to be set or deleted."""
+        if self._written is not None and self._program is not None and not self._program.is_in_unit:
+            self._written(module, name)
+
     def _enter(self, program: Program | None) -> None:
+        if self._program is not None:
+            self._program.cached.leave()
         self._program = program
+        if program is not None:
+            program.cached.enter()
 
     def _active(self) -> Program | None:
         return self._program
@@ -320,6 +336,8 @@ class Runtime:
     def close(self) -> None:
         """End the threads."""
         self._offload_of_pause.close()
+        if self._writes is not None:
+            self._writes.close()
         self._threads.close()
         if self._stage.transport is not None:
             self._stage.transport.close()

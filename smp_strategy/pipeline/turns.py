@@ -268,7 +268,8 @@ class Turns:
         if not barriers:
             return False
         _check_same_barrier([barriers.get(number) for number in range(len(self._programs))])
-        self.answer = barriers[0].act([barrier.value for _, barrier in sorted(barriers.items())])
+        with nullcontext() if self._private is None else self._private.at_barrier(len(self._programs) - 1):
+            self.answer = barriers[0].act([barrier.value for _, barrier in sorted(barriers.items())])
         return True
 
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
@@ -315,8 +316,13 @@ class Turns:
 
     def cancel(self) -> None:
         """Let go of programs that wait."""
-        for coroutine in self._coroutines:
-            coroutine.cancel()
+        for number, coroutine in enumerate(self._coroutines):
+            if self._private is not None and not coroutine.finished:
+                self._private.enter(number)  # what it puts back on its way out is its own
+                coroutine.cancel()
+                self._private.leave(number)
+            else:
+                coroutine.cancel()
         self._let_go()
 
     def end_private(self) -> None:
@@ -374,6 +380,8 @@ class Turns:
                 self._private.leave(number)
             self._offload.enter(None)
             self._enter(None)
+        if finished and self._private is not None:
+            self._private.end_of(number)
         if finished:
             self._programs[number].record.end()
             self._programs[number].graph.end()

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smp_strategy.errors import SMPError
 from smp_strategy.trace.attributes import attributes_restored, tensors_restored
+from smp_strategy.trace.cached_weights import uncached
 from smp_strategy.trace.collectors import collector_key
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import contents_of_objects, is_object, put_back
@@ -162,7 +163,7 @@ class Oracle:
         if survey is not None and callee.module is not None:
             noting = survey.noting(str(callee.key), callee.module)
         restored = (attributes_restored(modules), tensors_restored(modules))
-        with tracked(), frozen_rng() as python_drew, restored[0], restored[1], self._mode:
+        with tracked(), uncached(), frozen_rng() as python_drew, restored[0], restored[1], self._mode:
             leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             dtypes = callee.dtype_of_weights()

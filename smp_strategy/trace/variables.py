@@ -1,38 +1,44 @@
-"""Undo what code does to variables around its functions: a list at the top of a script, a count in a notebook.
+"""Variables around functions, and what code does to them: a list at the top of a script, a count in a notebook.
 
-Looked at are the functions of the modules' classes, the step, and functions that these name: global variables and those
-of enclosing functions, attributes of the classes, and the lists, dicts and sets in all of them. Libraries are left
-alone: what they keep for themselves (a cache, a registry) is not the user's.
+A dry run undoes it; microbatches that take turns are kept apart. Looked at are the functions of the modules' classes,
+the step, and functions and classes that these name: global variables and those of enclosing functions, attributes of
+the classes, and the lists, dicts and sets in all of them. Libraries are left alone: what they keep for themselves (a
+cache, a registry) is not the user's.
 """
 
+import argparse
 import copy
+import dis
 import functools
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import CellType, CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, final
 
 from torch import nn
 
 from smp_strategy.trace.attributes import containers_in, refill
 
-__all__ = ["variables_restored"]
+__all__ = ["Variable", "Variables", "variables_of", "variables_restored"]
 
 _MISSING = object()
+_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_CELL = ("STORE_DEREF", "DELETE_DEREF")
+_ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
+# Folders of libraries, of this environment or of others that it is made of.
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+# Of libraries, but made of what the user has put there.
+_BARE = (SimpleNamespace, argparse.Namespace)
 
 
 @contextmanager
 def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> Iterator[None]:
     """Afterwards variables that code of ``modules`` and ``step`` name hold what they held before."""
-    found = _Variables()
-    for kind in {each for module in modules for each in type(module).__mro__}:
-        found.look_at_class(kind)
-    if step is not None:
-        found.look_at(step)
+    found = variables_of(modules, step)
     contents = [(each, copy.copy(each)) for each in containers_in(found.values())]
     try:
         yield
@@ -42,33 +48,54 @@ def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | 
             refill(container, inside)
 
 
+def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> "Variables":
+    """The variables that code of ``modules`` and ``step`` name."""
+    found = Variables()
+    for kind in {each for module in modules for each in type(module).__mro__}:
+        found.look_at_class(kind)
+    if step is not None:
+        found.look_at(step)
+    return found
+
+
 @final
-class _Variables:
+class Variables:
     """Variables, by the names and cells that hold them, with their values of now."""
 
     def __init__(self) -> None:
         self._of_modules: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._of_functions: dict[int, tuple[CellType, Any]] = {}
         self._of_classes: list[Any] = []
+        self._classes: list[type] = []
+        self._codes: list[tuple[FunctionType, CodeType]] = []
         self._seen = set[int]()
+        self._installed: dict[str, bool] = {}
         self._libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
     def look_at_class(self, kind: type) -> None:
         """Take in what its functions name, and its attributes."""
-        if self._is_of_library(kind):
+        if id(kind) in self._seen or self._is_of_library(kind):
             return
+        self._seen.add(id(kind))
         for value in vars(kind).values():
             self.look_at(value.fget if isinstance(value, property) else value)
         self._of_classes += vars(kind).values()
+        self._classes.append(kind)
 
     def look_at(self, value: Any) -> None:
         """Take in what ``value`` names, if it is a function."""
         function = _function_of(value)
+        if function is None and isinstance(value, type):  # it may be a context manager
+            self.look_at_class(value)
         if function is None or id(function) in self._seen:
             return
         self._seen.add(id(function))
         if self._is_of_library(function):
+            if _is_ours(function):  # around the user's
+                for cell in function.__closure__ or ():
+                    self.look_at(_contents(cell))
             return
+        self._codes += [(function, code) for code in _codes(function.__code__)]
         for cell in function.__closure__ or ():
             inside = _contents(cell)
             self._of_functions[id(cell)] = (cell, inside)
@@ -83,6 +110,52 @@ class _Variables:
         held = [value for _, value in (*self._of_modules.values(), *self._of_functions.values())]
         return [*held, *self._of_classes]
 
+    def values_of_now(self) -> list[Any]:
+        """What they hold by now."""
+        held = [variables.get(name) for (_, name), (variables, _) in self._of_modules.items()]
+        return [*held, *(_contents(cell) for cell, _ in self._of_functions.values()), *self._of_classes]
+
+    def written(self) -> list[MutableMapping[Any, Any]]:
+        """Those that the code itself writes to: global variables and those of enclosing functions, and attributes of
+        classes, modules and objects that it names."""
+        names: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        cells: dict[int, CellType] = {}
+        attributes = set[str]()
+        for function, code in self._codes:
+            around = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in _GLOBAL:
+                    names.setdefault(id(function.__globals__), (function.__globals__, set()))[1].add(instruction.argval)
+                elif instruction.opname in _ATTRIBUTE:
+                    attributes.add(instruction.argval)
+                elif instruction.opname in _CELL and instruction.argval in around:
+                    cells[id(around[instruction.argval])] = around[instruction.argval]
+        found: list[MutableMapping[Any, Any]] = [Chosen(*each) for each in names.values()]
+        found += map(Variable, cells.values())
+        for owner in self._owners():
+            mine = attributes & vars(owner).keys()
+            if mine:
+                found.append(ClassAttributes(owner, mine) if isinstance(owner, type) else Chosen(vars(owner), mine))
+        return found
+
+    def _owners(self) -> list[Any]:
+        """Classes, modules and objects of the user's that are named."""
+        owners: dict[int, Any] = {id(kind): kind for kind in self._classes}
+        for value in self.values():
+            kind = value if isinstance(value, type) else type(value)
+            is_module = isinstance(value, ModuleType)
+            if is_module or isinstance(value, type):
+                is_own = not self._is_of_library(value)
+            else:
+                is_own = isinstance(value, _BARE) or (
+                    isinstance(getattr(value, "__dict__", None), dict)
+                    and not isinstance(value, nn.Module)
+                    and not self._is_of_library(kind)
+                )
+            if is_own:
+                owners[id(value)] = value
+        return list(owners.values())
+
     def restore(self) -> None:
         """Let all of them hold that again."""
         for (_, name), (variables, held) in self._of_modules.items():
@@ -94,14 +167,25 @@ class _Variables:
             if held is not _MISSING and _contents(cell) is not held:
                 cell.cell_contents = held
 
-    def _is_of_library(self, defined: type | FunctionType) -> bool:
+    def _is_of_library(self, defined: type | FunctionType | ModuleType) -> bool:
         """Whether it is defined in what is installed, in Python's own modules or in this package."""
+        if isinstance(defined, ModuleType):
+            return self._is_installed(defined)
         if defined.__module__ in {"__main__", "__mp_main__"}:  # a script, or a notebook, which has no file
             return False
-        if defined.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        if _is_ours(defined):
             return True
-        file = getattr(sys.modules.get(defined.__module__), "__file__", None)
-        return file is None or any(Path(file).is_relative_to(library) for library in self._libraries)
+        return self._is_installed(sys.modules.get(defined.__module__))
+
+    def _is_installed(self, module: ModuleType | None) -> bool:
+        name = getattr(module, "__name__", "")
+        if name not in self._installed:
+            file = getattr(module, "__file__", None)
+            self._installed[name] = file is None or (
+                not _INSTALLED.isdisjoint(Path(file).parts)
+                or any(Path(file).is_relative_to(library) for library in self._libraries)
+            )
+        return self._installed[name]
 
 
 def _function_of(value: Any) -> FunctionType | None:
@@ -113,10 +197,19 @@ def _function_of(value: Any) -> FunctionType | None:
     return value if isinstance(value, FunctionType) else None
 
 
+def _is_ours(defined: type | FunctionType) -> bool:
+    return defined.__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """``code`` and that of functions inside of it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [code, *(each for one in inner for each in _codes(one))]
+
+
 def _names(code: CodeType) -> set[str]:
     """Names that ``code`` looks up, also in functions inside of it: of globals, and of attributes."""
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+    return {name for each in _codes(code) for name in each.co_names}
 
 
 def _contents(cell: CellType) -> Any:
@@ -124,3 +217,78 @@ def _contents(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return _MISSING
+
+
+@final
+class Variable(MutableMapping[str, Any]):
+    """A variable of a closure, as a mapping."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.held_by = cell
+
+    def __iter__(self) -> Iterator[str]:
+        if _contents(self.held_by) is not _MISSING:  # otherwise it is not assigned yet
+            yield "contents"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        value = _contents(self.held_by)
+        if value is _MISSING:
+            raise KeyError(name)
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.held_by.cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.held_by.cell_contents
+
+
+@final
+class Chosen(MutableMapping[str, Any]):
+    """Some names of a namespace, which may have many."""
+
+    def __init__(self, held_by: dict[str, Any], names: Iterable[str]) -> None:
+        self.held_by = held_by
+        self._names = tuple(sorted(names))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self.held_by)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held_by[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.held_by[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.held_by[name]
+
+
+@final
+class ClassAttributes(MutableMapping[str, Any]):
+    """Some attributes of a class."""
+
+    def __init__(self, held_by: type, names: Iterable[str]) -> None:
+        self.held_by = held_by
+        self._names = tuple(sorted(names))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in vars(self.held_by))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.held_by)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.held_by, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.held_by, name)
