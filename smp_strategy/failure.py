@@ -52,19 +52,14 @@ def blame(error: Exception) -> Exception:
         return error
     store = dist.distributed_c10d._get_default_store()
     if not _is_broken_connection(error):
-        publish(store, _own_rank(), "".join(traceback.format_exception(error)))
+        publish(store, dist.get_rank(), "".join(traceback.format_exception(error)))
         return error
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while (culprit := first_failure(store)) is None:
         if time.monotonic() > deadline:
             return error
         time.sleep(0.05)
-    return PeerFailedError(f"{culprit}\nrank {_own_rank()} lost its connection because of that: {error}")
-
-
-def _own_rank() -> int:
-    """This rank's number in the world, also in a step, where `dist.get_rank()` means replicas."""
-    return dist.distributed_c10d._get_default_group().rank()
+    return PeerFailedError(f"{culprit}\nrank {dist.get_rank()} lost its connection because of that: {error}")
 
 
 def raise_lost(error: RuntimeError, rank: int, doing: str) -> NoReturn:

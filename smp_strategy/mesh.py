@@ -158,12 +158,6 @@ class ProcessMesh:
             self._saving_groups[use] = group
         return self._saving_groups[use]
 
-    def owns(self, group: dist.ProcessGroup) -> bool:
-        """Whether ``group`` is one of this mesh, and not of the user's."""
-        alone = self.__dict__.get("_alone")
-        mine = (*self._along.values(), *self._groups.values(), *self._saving_groups.values())
-        return any(group is each for each in (*mine, self._all_replicas, self._all_parts, alone))
-
     def _made(self, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         """The one of some groups that this rank is in, if it is in one; collective over all ranks."""
         mine: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]

@@ -8,11 +8,13 @@ Where nobody else is there to be met, in a dry run or with a single replica, it 
 (:mod:`smp_strategy.pipeline.alike`).
 
 These functions are known by many names (``from torch.distributed import all_gather``), so what they do is exchanged in
-the functions themselves, for the time of a step. Groups of this package are always given by name and pass through.
+the functions themselves, for the time of a step. Who asks decides: calls of this package, whose groups may have the
+ranks of the default one, do what they always do. Those of its doors are the user's.
 """
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,9 +44,10 @@ _MAKERS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_
 _ROOTS = {"src": "group_src", "dst": "group_dst", "peer": "group_peer"}
 _LISTS = ("tensor_list", "gather_list", "input_list", "scatter_list", "output_tensor_list", "input_tensor_list")
 
-
-def _no_group_is_ours(group: dist.ProcessGroup) -> bool:
-    return False
+# Frames between a call and what is done instead.
+_BETWEEN = frozenset({__name__, c10d.__name__, "torch.distributed.c10d_logger"})
+_PACKAGE = f"{__name__.partition('.')[0]}."
+_DOORS = (f"{_PACKAGE}lightning", f"{_PACKAGE}accelerate")
 
 
 @final
@@ -61,8 +64,6 @@ class Replicas:
     """Their global ranks."""
     is_whole: bool = True
     """Whether each of them has everything of its replica."""
-    is_ours: Callable[[dist.ProcessGroup], bool] = _no_group_is_ours
-    """Whether this package has made a process group."""
 
     @property
     def place(self) -> Place:
@@ -78,7 +79,6 @@ def replicas_of(mesh: ProcessMesh) -> Replicas:
         group=mesh.dp_group if mesh.dp > 1 else None,
         members=frozenset(dist.get_process_group_ranks(mesh.dp_group) if mesh.dp > 1 else [mesh.rank]),
         is_whole=mesh.pp == mesh.tp == 1,
-        is_ours=mesh.owns,
     )
 
 
@@ -91,8 +91,6 @@ class _Entry(NamedTuple):
     original: Callable[..., Any]
     """Does what it did."""
     signature: inspect.Signature
-    position: int
-    """Of the argument that is the group."""
     is_functional: bool = False
 
 
@@ -101,8 +99,7 @@ def _entry(owner: Any, name: str, *, is_functional: bool = False) -> _Entry:
     assert isinstance(function, FunctionType)
     original = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
     signature = inspect.signature(function)
-    names = list(signature.parameters)
-    return _Entry(name, function, original, signature, names.index("group") if "group" in names else -1, is_functional)
+    return _Entry(name, function, original, signature, is_functional)
 
 
 def _entries() -> Iterator[_Entry]:
@@ -195,12 +192,12 @@ class Collectives:
         return functools.partial(answer, entry, run)
 
     def _answer_where(self, entry: _Entry, run: Any, group: dist.ProcessGroup | None = None) -> int:
-        if self._is_aside or not self._is_default(group):
+        if self._is_aside or not self._is_default(group) or _asks_package():
             return int(entry.original(group))
         return self._replicas.rank if entry.name == "get_rank" else self._replicas.size
 
     def _refuse_new(self, entry: _Entry, run: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_aside:
+        if self._is_aside or _asks_package():
             return entry.original(*args, **kwargs)
         raise UnsupportedError(
             f"`{entry.name}` is called in a step, where ranks are numbers of replicas. Make process groups before: in "
@@ -208,9 +205,7 @@ class Collectives:
         )
 
     def _answer(self, entry: _Entry, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        group = args[entry.position] if len(args) > entry.position else kwargs.get("group")
-        is_default = self._is_default(group)
-        if self._is_aside or not (is_default or group is self._replicas.group) and self._is_of_package(group):
+        if self._is_aside or _asks_package():
             return entry.original(*args, **kwargs)
         program = self._active()
         if program is not None and not program.is_in_unit and not program.is_predicting:
@@ -293,9 +288,6 @@ class Collectives:
             return dist.is_initialized() and group == getattr(dist.group.WORLD, "group_name", None)
         return isinstance(group, (list, range)) and list(group) == list(range(self._replicas.size))
 
-    def _is_of_package(self, group: Any) -> bool:
-        return isinstance(group, dist.ProcessGroup) and self._replicas.is_ours(group)
-
     def _refuse_mixing(self, name: str, group: Any) -> None:
         replicas = self._replicas
         if not isinstance(group, dist.ProcessGroup):
@@ -314,6 +306,14 @@ class Collectives:
             "Leave `group` out: in a step, the default group means the replicas. Or make one group for each stage, of "
             "such ranks only."
         )
+
+
+def _asks_package() -> bool:
+    """Whether the call that comes here is one of this package's own."""
+    frame = sys._getframe(1)
+    while (name := frame.f_globals.get("__name__", "")) in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return name.startswith(_PACKAGE) and not name.startswith(_DOORS)
 
 
 def _check_lists(name: str, given: dict[str, Any], size: int) -> None:

@@ -104,7 +104,6 @@ class Transport:
 
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self._ranks = stage_ranks
-        self._rank = dist.get_rank()
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self._group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
@@ -114,7 +113,7 @@ class Transport:
         self._num_shared = 0
         # Receiver and tag of everything that was sent in this step.
         self._log: set[tuple[int, int]] = set()
-        self._watch = Watch(self._rank, stage_ranks)
+        self._watch = Watch(dist.get_rank(), stage_ranks)
         self.listeners = Listeners()
         # gloo writes to the memory of each until it has come, even if nobody waits for it any more.
         self._receipts: set[Receipt] = set()
@@ -245,7 +244,7 @@ class Transport:
                 return
             # A stage that has run something else may still be in its step, and wait for this one.
             paths: list[Any] = [None] * len(self._ranks)
-            described = (self._rank, list(path()))
+            described = (dist.get_rank(), list(path()))
             self._wait_for(lambda: dist.all_gather_object(paths, described, group=self._group))
             raise UnsupportedError(_first_difference(dict(paths)))
 
@@ -260,7 +259,7 @@ class Transport:
 
     def _raise_lost_at_the_end(self, error: RuntimeError) -> NoReturn:
         # Which of the others it was, gloo does not say.
-        other = next(rank for rank in self._ranks if rank != self._rank)
+        other = next(rank for rank in self._ranks if rank != dist.get_rank())
         raise_lost(error, other, "waiting at the end of a step for")
 
     def begin_to_share(
