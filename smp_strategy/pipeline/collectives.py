@@ -156,6 +156,8 @@ class Collectives:
         self._active = active
         self._meets = meets and replicas.size > 1
         self._is_aside = False
+        # In this step.
+        self._has_met = self._improvises = False
         self._instead: list[tuple[Any, dict[str, Any]]] = [
             (entry.function, {"smp_instead": self._answer_of(entry)}) for entry in _ENTRIES
         ]
@@ -163,6 +165,7 @@ class Collectives:
     @contextmanager
     def open(self) -> Iterator[None]:
         """In here, code of a step runs."""
+        self._has_met = self._improvises = False
         before = [(function.__code__, function.__kwdefaults__) for function, _ in self._instead]
         for function, instead in self._instead:
             function.__kwdefaults__ = instead
@@ -182,6 +185,24 @@ class Collectives:
             yield
         finally:
             self._is_aside = before
+
+    def begin_to_improvise(self) -> None:
+        """From now on microbatches go on as messages of this replica arrive, and others in another order.
+
+        Raises:
+            UnsupportedError: the step has met other replicas, and would miss them.
+        """
+        self._improvises = True
+        if self._has_met:
+            self._refuse_improvised("A collective in the step")
+
+    def _refuse_improvised(self, what: str) -> None:
+        raise UnsupportedError(
+            f"{what} meets the other replicas, but a microbatch takes another path through the step than the schedule "
+            "was made for (a branch on values, or on the number of the batch), so that replicas would meet in others' "
+            "microbatches. Let the step make the same calls each time, or set `active_microbatches=1`, under which "
+            "microbatches run one after the other."
+        )
 
     def _answer_of(self, entry: _Entry) -> Callable[..., Any]:
         answer = self._answer_where if entry.name in ("get_rank", "get_world_size") else self._answer
@@ -254,6 +275,9 @@ class Collectives:
             _check_lists(entry.name, given, replicas.size)
             if not self._meets_now:
                 return self._alone(entry, given, replicas.place)
+            self._has_met = True
+            if self._improvises:
+                self._refuse_improvised(f"`{entry.name}` in the step")
             if self._is_default(group):
                 for name, among in _ROOTS.items():
                     if among in entry.signature.parameters and given.get(name) is not None:

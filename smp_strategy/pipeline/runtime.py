@@ -26,7 +26,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, tail_of
+from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
@@ -143,7 +143,7 @@ class Runtime:
                     if turns.has_left_plan:
                         self._stage.activations.offload.leave_plan()
                         break
-                turns.finish()
+                turns.finish(lambda: plan is None or is_in_order(plan))
             turns.agree()
             self._flush()
         except BaseException:
@@ -254,6 +254,7 @@ class Runtime:
             enter=self._enter,
             active=self._active,
             private=private,
+            improvises=self._collectives.begin_to_improvise,
         )
 
     def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
