@@ -128,6 +128,7 @@ def find_costs(
         times=config.trace_execution_times,
         memory=config.trace_memory_usage,
         compares_ranks=config.stage_speeds is None,
+        num_replicas=shape.dp,
     )
     machine = machine or Machine.nominal(where.type)
     measured = measure(calls, trace.events, machine, options)

@@ -10,7 +10,7 @@ import copy
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -21,6 +21,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
 from smp_strategy.measurement.calls import CallLog, UnitCall
+from smp_strategy.pipeline.collectives import Replicas
 from smp_strategy.pipeline.kept import refuse_kept
 from smp_strategy.pipeline.private_state import PrivateState, reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
@@ -70,6 +71,8 @@ class Surroundings:
     """What trains the module, if that is known."""
     num_microbatches: int = 1
     """Microbatches of a step that take turns."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """The ranks that the user's code takes for all ranks."""
 
 
 def dry_run(
@@ -165,6 +168,7 @@ def _survey(
         transport=None,
         device=device,
         leftovers=leftovers,
+        replicas=surroundings.replicas,
     )
     uses = GlueUses(units, lambda: runtime.running_unit, leftovers)
     log = CallLog(device.type)

@@ -57,6 +57,11 @@ class Inspection:
         """See :class:`~smp_strategy.engine.Engine`."""
         raise NotImplementedError
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step runs just now, and no hook of the user in it."""
+        return self._calls.are_in_step
+
     def explain(self) -> Explanation:
         """Why the units are where they are, and when each stage does what; known from the first step on."""
         if self.partition is None:

@@ -64,13 +64,18 @@ class UnitCalls:
         """Whether calls come here."""
         return bool(self._units)
 
+    @property
+    def are_in_step(self) -> bool:
+        """Whether the user's step runs just now, and no hook of the user in it."""
+        return self.runtime is not None and self.runtime.is_in_step and not self.in_hook
+
     def refuse_inside_of_step(self, what: str) -> None:
         """Raise if the user's step runs just now, and no hook of the user in it.
 
         Args:
             what: is asked for, for the message.
         """
-        if self.runtime is not None and self.runtime.is_in_step and not self.in_hook:
+        if self.are_in_step:
             raise SMPError(f"{what} is asked for inside of a step. Ask after it: in a hook, or in a callback.")
 
     def intercept(self, units: Sequence[Unit]) -> None:

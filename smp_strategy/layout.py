@@ -31,6 +31,7 @@ from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
+from smp_strategy.pipeline.collectives import replicas_of
 from smp_strategy.pipeline.private_state import PrivateState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -147,6 +148,7 @@ class Layout:
             device=self._delayed.device,
             optimizers=optimizers,
             num_microbatches=self._config.num_microbatches(self._mesh.pp) if self._mesh.pp > 1 else 1,
+            replicas=replicas_of(self._mesh),
         )
 
     def decide(self, first: First, optimizers: Sequence[Optimizer]) -> None:
@@ -351,6 +353,7 @@ class Layout:
             with_weights=share.with_weights,
             activations=activations,
             reads_refused=share.reads_refused,
+            replicas=replicas_of(self._mesh),
             agree=self._agree,
         )
         if self._config.compile:

@@ -2,7 +2,8 @@
 
 Users and Lightning itself call them as in data-parallel training: "my samples and those of the others". The ranks of
 one replica have the same samples, so values are exchanged between replicas only; counting each rank would weigh every
-sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world.
+sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world, but in a
+step the replicas, as all collectives there do (:mod:`smp_strategy.pipeline.collectives`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,11 @@ class CommunicationHooks(Host):
     @property
     def mesh(self) -> ProcessMesh | None:
         """Where the ranks stand, or ``None`` before ``setup``."""
+        raise NotImplementedError
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step runs just now, where the default process group means the replicas."""
         raise NotImplementedError
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -80,4 +86,7 @@ class CommunicationHooks(Host):
             return group
         if self.mesh is None:
             return dist.group.WORLD
-        return self.mesh.dp_group if self.mesh.dp > 1 else None
+        if self.mesh.dp == 1:
+            return None
+        # torch's gradient of a gather takes ranks of the default group.
+        return dist.group.WORLD if self.is_in_step else self.mesh.dp_group

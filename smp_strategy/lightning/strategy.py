@@ -143,6 +143,11 @@ class SMPHooks(CheckpointHooks):
         return None if self._engine is None else self._engine.mesh
 
     @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step runs just now."""
+        return self._engine is not None and self._engine.is_in_step
+
+    @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
         assert self.parallel_devices is not None

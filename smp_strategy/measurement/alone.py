@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from smp_strategy.accelerator import is_host, wait_for_all
 from smp_strategy.measurement.calls import UnitCall
+from smp_strategy.pipeline.collectives import Collectives, Replicas
 from smp_strategy.pipeline.private_state import reached_by_hooks
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.segments import Import, enter
@@ -51,7 +52,7 @@ class Sample(NamedTuple):
     """How far what it takes is from that: the standard deviation, as the median of all deviations tells it."""
 
 
-def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: bool) -> Sample:
+def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: bool, num_replicas: int = 1) -> Sample:
     """Run ``call`` on ``device``.
 
     Args:
@@ -59,10 +60,12 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
         device: where.
         times: whether to repeat it and take times.
         memory: whether to look at what autograd keeps.
+        num_replicas: would meet in its collectives; here it meets nobody.
     """
     module = call.callee.module
     assert module is not None
-    with _untouched(module), seeded(0, device), torch.inference_mode(False):
+    alone = Collectives(Replicas(size=num_replicas), meets=False)
+    with _untouched(module), seeded(0, device), torch.inference_mode(False), alone.open():
         dtypes = call.callee.dtype_of_weights()
         weights = {name: _copy(tensor, device, dtypes.get(name)) for name, tensor in tensors_of(module).items()}
         saved = _saved_bytes(call, weights, device) if memory else 0

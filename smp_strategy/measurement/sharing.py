@@ -10,7 +10,7 @@ measures everything while the others rest: they would slow each other down by an
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -45,6 +45,8 @@ class MeasuringOptions:
     memory: bool = True
     compares_ranks: bool = True
     """Whether ranks may turn out to be of different speed."""
+    num_replicas: int = 1
+    """For collectives in calls."""
 
 
 class _Met(NamedTuple):
@@ -91,7 +93,7 @@ def measure(
         plan = dict.fromkeys(plan, 0)
     for kind in (kind for kind, owner in plan.items() if owner == rank):
         try:
-            samples[kind] = measure_alone(by_kind[kind], options.device, times=options.times, memory=options.memory)
+            samples[kind] = _measured(by_kind[kind], options)
         except Exception as error:  # the user's code, without the model around
             failures[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
     found = _gathered((samples, failures))
@@ -209,10 +211,16 @@ def ranks_of(alone: float, together: Sequence[float]) -> Ranks:
     return Ranks(crowding=crowding) if is_slower and crowding >= CROWDED else Ranks(_relative(together))
 
 
+def _measured(call: UnitCall, options: MeasuringOptions) -> Sample:
+    return measure_alone(
+        call, options.device, times=options.times, memory=options.memory, num_replicas=options.num_replicas
+    )
+
+
 def _speed(call: UnitCall, options: MeasuringOptions) -> float:
     """Calls per second; 0 where it cannot be told."""
     try:
-        sample = measure_alone(call, options.device, times=True, memory=False)
+        sample = _measured(call, replace(options, memory=False))
     except Exception:
         return 0.0  # whoever has to measure it will say why
     return 1.0 / max(sum(sample.work), 1e-9)

@@ -7,6 +7,7 @@ deadlock. Either way the events of the first microbatch are kept: they are the t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from smp_strategy.accelerator import is_host
 from smp_strategy.activations.traffic import Traffic
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.host_memory import keep_freed_memory
+from smp_strategy.pipeline.collectives import Collectives
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.pause import Pause
@@ -24,7 +26,7 @@ from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.rng import derive_seed
-from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, tail_of
+from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
@@ -62,6 +64,7 @@ class Runtime:
         self._told = told
         self._called = called
         self._program: Program | None = None
+        self._collectives = Collectives(stage.replicas, self._active, meets=stage.leftovers is None)
         self._meeting: Turns | None = None
         self._offload_of_pause = ExitStack()
         self._threads = Threads()
@@ -130,6 +133,7 @@ class Runtime:
         try:
             with ExitStack() as stack:
                 stack.enter_context(watched_entrances(self._active))
+                stack.enter_context(self._collectives.open())
                 stack.enter_context(self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)))
                 actions = plan.stages[self._stage.number] if plan else turns.program_order()
                 if job.loss_of is not None:
@@ -146,7 +150,7 @@ class Runtime:
                     if turns.has_left_plan:
                         self._stage.activations.offload.leave_plan()
                         break
-                turns.finish()
+                turns.finish(lambda: plan is None or is_in_order(plan))
             turns.agree()
             self._flush()
         except BaseException:
@@ -184,7 +188,7 @@ class Runtime:
         """Microbatches run in here up to a barrier, or to their end."""
         self._meeting = turns
         try:
-            with watched_entrances(self._active):
+            with watched_entrances(self._active), self._collectives.open():
                 yield
             self._flush()
         except BaseException:
@@ -214,12 +218,20 @@ class Runtime:
                 f"{barrier.name} is called in a hook that sees gradients, or in a step that returns its loss. Call it "
                 "in a training step under manual optimization."
             )
-        return self._meeting.stop_at(barrier, program)
+        return self._meeting.stop_at(replace(barrier, act=self._outside_of_step(barrier.act)), program)
+
+    def _outside_of_step(self, act: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def outside(values: list[Any]) -> Any:
+            with self._collectives.aside():
+                return act(values)
+
+        return outside
 
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
         """At a barrier: see :meth:`~smp_strategy.pipeline.turns.Turns.backward`."""
         assert self._meeting is not None
-        self._meeting.backward(losses, factor, retain_graph=retain_graph)
+        with self._collectives.aside(False):
+            self._meeting.backward(losses, factor, retain_graph=retain_graph)
         self._flush()
 
     def make_real(self, tree: Any) -> Any:
@@ -249,6 +261,7 @@ class Runtime:
             enter=self._enter,
             active=self._active,
             private=private,
+            improvises=self._collectives.begin_to_improvise,
         )
 
     def survey(self, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
@@ -259,7 +272,7 @@ class Runtime:
                 one.
         """
         program = self._stage.program(microbatch=0, seed=0, active=self._active)
-        with self.entered(program):
+        with self.entered(program), self._collectives.open():
             output = step(microbatch)
             if self._told is not None:
                 self._told(output)

@@ -10,9 +10,20 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Self, final
 
-__all__ = ["Action", "Plan", "Times", "backward_positions", "begun_early", "crowded", "end_of", "tail_of"]
+__all__ = [
+    "Action",
+    "Plan",
+    "Times",
+    "backward_positions",
+    "begun_early",
+    "crowded",
+    "end_of",
+    "is_in_order",
+    "tail_of",
+]
 
 _ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))?")
 
@@ -127,6 +138,11 @@ def backward_positions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
 def tail_of(actions: Sequence[Action]) -> int:
     """The position after which nobody waits for what is left: gradients of weights."""
     return max((position for position, action in enumerate(actions) if action.kind != "W"), default=0)
+
+
+def is_in_order(plan: Plan) -> bool:
+    """Whether every stage is through with a microbatch before it begins the next."""
+    return all(before.microbatch <= after.microbatch for actions in plan.stages for before, after in pairwise(actions))
 
 
 def begun_early(actions: Sequence[Action]) -> list[tuple[int, ...]]:

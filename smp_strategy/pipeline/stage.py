@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.activations.activations import Activations
+from smp_strategy.pipeline.collectives import Replicas
 from smp_strategy.pipeline.context import Context
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
@@ -48,6 +49,8 @@ class Stage:
     """Decides what units keep for backward."""
     reads_refused: str = ""
     """Why Python code must not see values in steps; empty: it may."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """The ranks that the user's code takes for all ranks."""
     agree: Callable[[bool], bool] = bool
     """Whether something is true on all ranks that split layers of this stage between them."""
     latest: Latest = field(default_factory=Latest)

@@ -105,6 +105,7 @@ class Turns:
         enter: told whose turn it is, before a program runs, and ``None`` after it.
         active: tells that again.
         private: keeps what the microbatches leave in shared objects apart; ``None`` where there is one microbatch.
+        improvises: told before the microbatches go on as messages arrive.
 
     Attributes:
         has_left_plan: whether a microbatch is known to take another path than the plan was made for.
@@ -121,6 +122,7 @@ class Turns:
         enter: Callable[[Program | None], None],
         active: Callable[[], Program | None],
         private: PrivateState | None,
+        improvises: Callable[[], None],
     ) -> None:
         self._stage = stage
         self._offload = stage.activations.offload
@@ -129,6 +131,7 @@ class Turns:
         self._enter = enter
         self._active = active
         self._private = private
+        self._improvises = improvises
         self._waiting: dict[int, Sequence[Receipt]] = {}
         # The microbatch that has begun before the plan says so, if one has, and whether that makes sense.
         self._begun_early: int | None = None
@@ -188,6 +191,8 @@ class Turns:
         other stages do, and a stage that has left it does that as soon as it can: so there is always one that can go
         on. Backwards stay in the order of the microbatches, which keeps the sums of gradients.
         """
+        if len(self._programs) > 1:
+            self._improvises()
         numbers = range(len(self._programs))
         idle_since = time.monotonic()
         while not all(self._is_through(number) for number in numbers):
@@ -278,14 +283,32 @@ class Turns:
             self._offload.begin_backward(number)
             self._backward_of(number, loss, factor, goes_on=True, retain_graph=retain_graph).run_from(0)
 
-    def finish(self) -> None:
-        """Complete what no action asked for: segments off the plan, and backwards that no gradient passes through."""
+    def finish(self, is_in_order: Callable[[], bool]) -> None:
+        """Complete what no action asked for: segments off the plan, and backwards that no gradient passes through.
+
+        Args:
+            is_in_order: whether under the plan all stages complete one microbatch after the other. Then they can do so
+                off the plan, too, and whoever meets in collectives does so in the same order.
+        """
         for number in range(len(self._programs)):
             self._forward(number, ALL_SEGMENTS)
             if self.has_left_plan:
-                self.improvise()
+                if is_in_order():
+                    self._go_on_in_order()
+                else:
+                    self.improvise()
                 return
             if number in self._backwards:
+                self._backwards[number].complete()
+
+    def _go_on_in_order(self) -> None:
+        for number, coroutine in enumerate(self._coroutines):
+            while not coroutine.finished:
+                for receipt in self._waiting.get(number, ()):
+                    receipt.wait()
+                self._resume(number)
+            if number in self._backwards:
+                self._offload.begin_backward(number)
                 self._backwards[number].complete()
 
     def agree(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import NoneType
 from typing import Any, NamedTuple, final
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.trace.attributes import refill
@@ -77,9 +78,12 @@ def apply_changes(changed: Changed, arguments: tuple[Any, Any]) -> Any:
     return changed.result
 
 
+_WITHOUT_STATE = (TensorSpec, Tensor, *IMMUTABLE, slice, nn.Module, type, dist.ProcessGroup, dist.ReduceOp)
+
+
 def is_object(leaf: Any) -> bool:
     """Whether an argument has a state of its own and is no tensor and no module (a cache, say)."""
-    return not isinstance(leaf, (TensorSpec, Tensor, *IMMUTABLE, slice, nn.Module, type)) and not callable(leaf)
+    return not isinstance(leaf, _WITHOUT_STATE) and not callable(leaf)
 
 
 def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:

@@ -18,6 +18,7 @@ from operator import attrgetter
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -239,6 +240,8 @@ def _key(leaf: Any) -> object:
         return TensorSpec.of(leaf)
     if isinstance(leaf, IMMUTABLE):
         return kind, leaf
+    if isinstance(leaf, dist.ProcessGroup):
+        return leaf  # its size says how much is gathered
     if kind is slice:
         return slice, leaf.start, leaf.stop, leaf.step
     # Caches and other objects with a state: taken to matter by type only. The stage that runs the call compares the
