@@ -30,6 +30,7 @@ class Inspection:
     _calls: UnitCalls
     _module: nn.Module | None
     _optimizers: Sequence[Optimizer]
+    _share: Share | None
     _timeout: timedelta | None
 
     @property
@@ -56,6 +57,11 @@ class Inspection:
     def is_spread(self) -> bool:
         """See :class:`~smp_strategy.engine.Engine`."""
         raise NotImplementedError
+
+    @property
+    def divides_updates(self) -> bool:
+        """Whether a rank's optimizers see only some of the parameters, or pieces or parts of them."""
+        return self._share is not None and self._share.divides_updates
 
     def explain(self) -> Explanation:
         """Why the units are where they are, and when each stage does what; known from the first step on."""

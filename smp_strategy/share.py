@@ -24,14 +24,18 @@ from smp_strategy.checkpoint.whole import WholeState
 from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.delayed import DelayedModule
 from smp_strategy.errors import ConfigError
+from smp_strategy.hook_view import Views
+from smp_strategy.meeting import meet
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.dependence import Updater, problems_of_dependence
 from smp_strategy.optim.elementwise import problems_of_cuts
 from smp_strategy.optim.overflow import agreed, unscale_gradients
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.state_sharding import StateSharding
+from smp_strategy.optim.state_view import StateView
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
+from smp_strategy.pipeline.transport import Transport
 from smp_strategy.precision.accumulation import WideGradients
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
 from smp_strategy.precision.gradient_scaler import Found
@@ -193,6 +197,24 @@ class Share:
         self.settle()
         return nullcontext() if self.sharded is None else self.sharded.evaluating()
 
+    # Code of the user
+
+    def show_in(self, views: Views, transport: Transport | None, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        """Let ``views`` show weights, gradients and what ``optimizers`` keep, of which this rank has some."""
+        parameters, mesh = list(self._module.parameters()), self._mesh
+        views.begin(parameters, self.ownership, mesh, transport, sharded=self.sharded, parts=self.parts_in_sight)
+        if not self.divides_updates:
+            return
+
+        def gather(optimizer: Optimizer) -> Any:
+            meet("optimizer.state", mesh.stage_ranks)
+            return full.optimizer_state_on_all_ranks(self.holdings, optimizer)
+
+        def keep_share(optimizer: Optimizer) -> None:
+            full.keep_share(optimizer, self._state, self.sharded, self._parts)
+
+        views.states = StateView(optimizers, gather, keep_share)
+
     # The optimizer's step
 
     def unscale(self, optimizer: Optimizer, scale: float) -> Found:
@@ -289,8 +311,7 @@ class Share:
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that need more than a rank has, also if what they train has been added or unfrozen since."""
-        is_divided = self._mesh.pp > 1 or self._state.is_on
-        if not is_divided and self.sharded is None and self._parts is None:
+        if not self.divides_updates:
             return
         new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
         if not new:
@@ -304,7 +325,7 @@ class Share:
                 return [Updater(stage, replica) for stage in stages for replica in range(self._mesh.dp)]
             return [Updater(stage, self._state.owner(parameter, stage)) for stage in stages]
 
-        problems = problems_of_dependence(new, updaters, names, self._divided_by) if is_divided else []
+        problems = problems_of_dependence(new, updaters, names, self._divided_by) if self._is_divided else []
         members = () if self.sharded is None else self.ownership.parameters_by_units().values()
         spread = {parameter: name for group in members for name, parameter in group}
         cuts = {} if self._parts is None else self._parts.cuts
@@ -313,6 +334,16 @@ class Share:
         if problems:
             raise ConfigError(problems)
         self._tried.update(new)
+
+    @property
+    def divides_updates(self) -> bool:
+        """Whether this rank's optimizers see some of the parameters, or pieces or parts of them."""
+        return self._is_divided or self.sharded is not None or self._parts is not None
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether each rank updates some of the parameters."""
+        return self._mesh.pp > 1 or self._state.is_on
 
     @property
     def _divided_by(self) -> dict[str, object]:

@@ -47,6 +47,7 @@ from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
+from smp_strategy.lightning.optimizer_modes import switching_together
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
@@ -243,6 +244,8 @@ class SMPHooks(CheckpointHooks):
         hooks.install(trainer.callbacks)
         self.engine.gradients_are_seen = is_manual or hooks.see_gradients
         self._forgets_early = not hooks.see_old_gradients
+        pairs = zip(map(unwrap, self.optimizers), self._lightning_optimizers, strict=True)
+        self._stand_ins.enter_context(switching_together(self.engine, pairs))
         scaler = self.precision_plugin.scaler
         if is_manual:
             self._manual = ManualOptimization(self.engine, module, self.precision_plugin.train_step_context, scaler)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 from torch.utils import _pytree as pytree
 
-__all__ = ["step_by_values", "take_step", "twin_of", "twin_with"]
+__all__ = ["step_by_values", "take_step", "twin_of", "twin_with", "with_inner"]
 
 # How a step is computed, but not what: some of it is for accelerators only.
 _HOW = ("capturable", "foreach", "fused")
@@ -31,7 +31,7 @@ def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> 
 
 def twin_with(optimizer: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -> Optimizer:
     """An optimizer with the options that each parameter has in ``optimizer``, for its stand-in, and for no others."""
-    members = _with_inner(optimizer)
+    members = with_inner(optimizer)
     nothing = nn.Parameter(next(iter(stand_ins.values())).detach().new_empty(0))
     memo: dict[int, Any] = {}
     for member in members:
@@ -74,7 +74,7 @@ def _begin_state(twin: Optimizer) -> None:
             twin.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
 
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Itself and the optimizers in its attributes, and in theirs."""
     found = [optimizer]
     for member in found:  # which grows
@@ -90,7 +90,8 @@ def _groups(optimizer: Optimizer) -> Iterable[dict[str, Any]]:
 
 def _fill(twin: Optimizer, original: Optimizer, memo: dict[int, Any]) -> None:
     for name, value in vars(original).items():
-        if name != "step":  # schedulers put a method of the original there
+        # Schedulers put a method of the original on it, and so do others.
+        if not (callable(value) and callable(getattr(type(original), name, None))):
             vars(twin)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
     step = type(twin).step
     if getattr(step, "hooked", False):  # by what others have hung on the steps of all optimizers
