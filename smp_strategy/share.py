@@ -203,7 +203,7 @@ class Share:
         """Let ``views`` show weights, gradients and what ``optimizers`` keep, of which this rank has some."""
         parameters, mesh = list(self._module.parameters()), self._mesh
         views.begin(parameters, self.ownership, mesh, transport, sharded=self.sharded, parts=self.parts_in_sight)
-        if not self.divides_updates:
+        if self._updates_all:
             return
 
         def gather(optimizer: Optimizer) -> Any:
@@ -311,7 +311,7 @@ class Share:
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that need more than a rank has, also if what they train has been added or unfrozen since."""
-        if not self.divides_updates:
+        if self._updates_all:
             return
         new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
         if not new:
@@ -336,9 +336,9 @@ class Share:
         self._tried.update(new)
 
     @property
-    def divides_updates(self) -> bool:
-        """Whether this rank's optimizers see some of the parameters, or pieces or parts of them."""
-        return self._is_divided or self.sharded is not None or self._parts is not None
+    def _updates_all(self) -> bool:
+        """Whether optimizers see here what they would in one process."""
+        return not self._is_divided and self.sharded is None and self._parts is None
 
     @property
     def _is_divided(self) -> bool:

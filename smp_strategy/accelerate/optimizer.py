@@ -11,6 +11,7 @@ from smp_strategy.accelerate.syncs import refuse_step_without_sync
 from smp_strategy.meeting import meet
 from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.optim.modes import has_to_switch
+from smp_strategy.optim.step_hooks import hooks_around_step
 from smp_strategy.precision.gradient_scaler import GradientScaler
 
 __all__ = ["SMPOptimizer", "unwrapped"]
@@ -47,6 +48,8 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
             engine.reduce_gradients()
             if self.scaler is not None and not self.scaler.has_unscaled(self.optimizer):
                 self.scaler.unscale_(self.optimizer)
+        in_sight = engine.run_hook if engine.divides_updates else None
+        with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
             engine.begin_update(self.optimizer)
             returned = super().step(closure)
             engine.end_update(self.optimizer)
