@@ -287,10 +287,7 @@ class Engine(SavedState, Inspection):
         self._late.load(share.holdings)
         self.manual.begin(share.parameters, share.reduction, share.sharded)
         transport = layout.transport(self._timeout)
-        parameters = list(self._module.parameters())
-        self.views.begin(
-            parameters, share.ownership, self.mesh, transport, sharded=share.sharded, parts=share.parts_in_sight
-        )
+        share.show_in(self.views, transport, lambda: self._optimizers)
         if self._calls.halves is not None:
             self._calls.halves.keep(share.whole_parameters)
         self._calls.runtime = layout.runtime(share, transport, self._keep_shared)
@@ -475,8 +472,11 @@ class Engine(SavedState, Inspection):
         Returns:
             What ``hook`` returns, with real tensors on every rank.
         """
-        if self._calls.runtime is None or not self.is_spread or self.views.is_open:
+        if self._calls.runtime is None or self.views.is_open:
             return hook()
+        if not self.is_spread:
+            with self.views.states.shown():
+                return hook()
         self.share.settle()
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         self._calls.in_hook = True

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.foresight import Argument, Foresight, spec_of
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.optim.state_view import StateView
 from smp_strategy.ownership import Ownership
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.rng import derive_seed, seeded
@@ -264,7 +265,8 @@ class HookView:
         with in_plain_sight(), torch.no_grad():
             if not draws:
                 return func(*args, **kwargs)
-            with seeded(derive_seed(self._seed, self._num_draws), _drawn_on(leaves)):
+            device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+            with seeded(derive_seed(self._seed, self._num_draws), device):
                 return func(*args, **kwargs)
 
     def _for_each(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -406,10 +408,12 @@ class Views:
 
     Attributes:
         foresight: what all views know about results.
+        states: shows what optimizers keep.
     """
 
     def __init__(self) -> None:
         self.foresight = Foresight()
+        self.states = StateView()
         self._make: Callable[[int], HookView | WholeView] | None = None
         self._view: HookView | WholeView | None = None
 
@@ -444,10 +448,11 @@ class Views:
         assert self._make is not None
         view = self._view = self._make(seed)
         try:
-            if isinstance(view, WholeView):
-                with view.shown():
-                    return hook()
-            return runtime.run_alone(lambda _: view.run(hook), seed=seed)
+            with self.states.shown():  # around the view: they are cut to where parameters are by then
+                if isinstance(view, WholeView):
+                    with view.shown():
+                        return hook()
+                return runtime.run_alone(lambda _: view.run(hook), seed=seed)
         finally:
             self._view = None
 
@@ -456,7 +461,7 @@ class Views:
         """Inside of a hook: let the library and the optimizers work on parameters as they do outside of hooks."""
         view, self._view = self._view, None
         try:
-            with nullcontext() if view is None else view.hidden():
+            with nullcontext() if view is None else view.hidden(), self.states.hidden():
                 yield
         finally:
             self._view = view
@@ -492,8 +497,3 @@ def _changed(name: str, args: Any, kwargs: Any, homed: Sequence[Tensor]) -> Tens
         return None
     first = args[0] if args else homed[0]
     return first[0] if isinstance(first, (list, tuple)) else first
-
-
-def _drawn_on(leaves: Sequence[Any]) -> torch.device:
-    """Where a call with these arguments draws its numbers."""
-    return next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))

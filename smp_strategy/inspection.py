@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from smp_strategy.activations.traffic import Traffic
+from smp_strategy.config import SMPConfig
 from smp_strategy.errors import SMPError
 from smp_strategy.explain.explanation import Explanation
 from smp_strategy.hook_view import Views
@@ -26,6 +27,7 @@ __all__ = ["Inspection"]
 class Inspection:
     """The reports of an :class:`~smp_strategy.engine.Engine`, whose attributes these are."""
 
+    config: SMPConfig
     views: Views
     _calls: UnitCalls
     _module: nn.Module | None
@@ -61,6 +63,14 @@ class Inspection:
     def is_in_step(self) -> bool:
         """Whether the user's step runs just now, and no hook of the user in it."""
         return self._calls.are_in_step
+
+    @property
+    def divides_updates(self) -> bool:
+        """Whether a rank's optimizers see only some of the parameters, or pieces or parts of them."""
+        mesh = self.mesh
+        return (
+            mesh.pp * mesh.tp > 1 or mesh.shard_group is not None or (self.config.shard_optimizer_state and mesh.dp > 1)
+        )
 
     def explain(self) -> Explanation:
         """Why the units are where they are, and when each stage does what; known from the first step on."""

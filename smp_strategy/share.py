@@ -23,13 +23,19 @@ from smp_strategy.checkpoint.restore import restore
 from smp_strategy.checkpoint.whole import WholeState
 from smp_strategy.config import RestoreModule, SMPConfig
 from smp_strategy.delayed import DelayedModule
+from smp_strategy.errors import ConfigError
+from smp_strategy.hook_view import Views
+from smp_strategy.meeting import meet
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
+from smp_strategy.optim.dependence import Updater, problems_of_dependence
+from smp_strategy.optim.elementwise import problems_of_cuts
 from smp_strategy.optim.overflow import agreed, unscale_gradients
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.state_sharding import StateSharding
+from smp_strategy.optim.state_view import StateView
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
+from smp_strategy.pipeline.transport import Transport
 from smp_strategy.precision.accumulation import WideGradients
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
 from smp_strategy.precision.gradient_scaler import Found
@@ -192,6 +198,24 @@ class Share:
         self.settle()
         return nullcontext() if self.sharded is None else self.sharded.evaluating()
 
+    # Code of the user
+
+    def show_in(self, views: Views, transport: Transport | None, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        """Let ``views`` show weights, gradients and what ``optimizers`` keep, of which this rank has some."""
+        parameters, mesh = list(self._module.parameters()), self._mesh
+        views.begin(parameters, self.ownership, mesh, transport, sharded=self.sharded, parts=self.parts_in_sight)
+        if self._updates_all:
+            return
+
+        def gather(optimizer: Optimizer) -> Any:
+            meet("optimizer.state", mesh.stage_ranks)
+            return full.optimizer_state_on_all_ranks(self.holdings, optimizer)
+
+        def keep_share(optimizer: Optimizer) -> None:
+            full.keep_share(optimizer, self._state, self.sharded, self._parts)
+
+        views.states = StateView(optimizers, gather, keep_share)
+
     # The optimizer's step
 
     def unscale(self, optimizer: Optimizer, scale: float) -> Found:
@@ -289,19 +313,46 @@ class Share:
             full.keep_share(optimizer, self._state, self.sharded, self._parts)
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse those that need whole parameters, also if what they train has been added or unfrozen since."""
-        if self.sharded is None and self._parts is None:
+        """Refuse those that need more than a rank has, also if what they train has been added or unfrozen since."""
+        if self._updates_all:
             return
         new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
-        if new:
-            # Of all stages, so that all ranks refuse the same.
-            members = () if self.sharded is None else self.ownership.parameters_by_units().values()
-            spread = {parameter: name for group in members for name, parameter in group}
-            names = {parameter: name for name, parameter in self._module.named_parameters()}
-            cuts = {} if self._parts is None else self._parts.cuts
-            split = {parameter: (names[parameter], cut.dim) for parameter, cut in cuts.items()}
-            refuse_whole_tensor_optimizers(new, spread, degree=self._mesh.shape.dp_shard, split=split)
-            self._tried.update(new)
+        if not new:
+            return
+        # Of all stages, so that all ranks refuse the same.
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+
+        def updaters(parameter: nn.Parameter) -> list[Updater]:
+            stages = self.ownership.holders(parameter)
+            if parameter not in names:  # not of the module, so on every rank
+                return [Updater(stage, replica) for stage in stages for replica in range(self._mesh.dp)]
+            return [Updater(stage, self._state.owner(parameter, stage)) for stage in stages]
+
+        problems = problems_of_dependence(new, updaters, names, self._divided_by) if self._is_divided else []
+        members = () if self.sharded is None else self.ownership.parameters_by_units().values()
+        spread = {parameter: name for group in members for name, parameter in group}
+        cuts = {} if self._parts is None else self._parts.cuts
+        split = {parameter: (names[parameter], cut.dim) for parameter, cut in cuts.items()}
+        problems += problems_of_cuts(new, spread, degree=self._mesh.shape.dp_shard, split=split)
+        if problems:
+            raise ConfigError(problems)
+        self._tried.update(new)
+
+    @property
+    def _updates_all(self) -> bool:
+        """Whether optimizers see here what they would in one process."""
+        return not self._is_divided and self.sharded is None and self._parts is None
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether each rank updates some of the parameters."""
+        return self._mesh.pp > 1 or self._state.is_on
+
+    @property
+    def _divided_by(self) -> dict[str, object]:
+        """The options that let each rank update some of the parameters, with their values."""
+        options: dict[str, object] = {"pipeline_parallel_degree": self._mesh.pp} if self._mesh.pp > 1 else {}
+        return {**options, "shard_optimizer_state": True} if self._state.is_on else options
 
     def close(self) -> None:
         """End what runs in the background."""

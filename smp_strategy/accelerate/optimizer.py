@@ -10,6 +10,8 @@ from smp_strategy.accelerate.session import Session
 from smp_strategy.accelerate.syncs import refuse_step_without_sync
 from smp_strategy.meeting import meet
 from smp_strategy.optim.closures import evaluated_once
+from smp_strategy.optim.modes import has_to_switch
+from smp_strategy.optim.step_hooks import hooks_around_step
 from smp_strategy.precision.gradient_scaler import GradientScaler
 
 __all__ = ["SMPOptimizer", "unwrapped"]
@@ -46,6 +48,8 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
             engine.reduce_gradients()
             if self.scaler is not None and not self.scaler.has_unscaled(self.optimizer):
                 self.scaler.unscale_(self.optimizer)
+        in_sight = engine.run_hook if engine.divides_updates else None
+        with hooks_around_step(self.optimizer, in_sight), engine.views.put_aside():
             engine.begin_update(self.optimizer)
             returned = super().step(closure)
             engine.end_update(self.optimizer)
@@ -61,8 +65,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
 
     def _switch(self, mode: str, switch: Callable[[], None]) -> None:
         """Collective, if there is anything to change."""
-        wanted = {group.get("train_mode", mode != "train") for group in self.optimizer.param_groups}
-        if not callable(getattr(self.optimizer, mode, None)) or wanted == {mode == "train"}:
+        if not has_to_switch(self.optimizer, mode):
             return
         if not self.smp.has_engine:
             switch()
@@ -70,6 +73,17 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         meet(f"optimizer.{mode}")
         with self.smp.engine.changing_weights(self.optimizer):
             switch()
+
+    @property
+    def state(self) -> Any:
+        """What the optimizer keeps, as one process has it, until the next call of the library. Collective then."""
+        if not self.smp.has_engine:
+            return self.optimizer.state
+        return self.smp.engine.views.states.look_at(self.optimizer)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
         """All of the optimizer's state as one process has it, on global rank 0, and ``{}`` elsewhere. Collective."""

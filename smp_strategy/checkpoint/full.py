@@ -5,7 +5,7 @@ loading lets every rank take its share out of the whole. Names, shapes and param
 module, so that a file written under one layout is read under any other, or by plain PyTorch.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.gather import collect, merged
+from smp_strategy.checkpoint.gather import collect, merged, on_all_ranks
 from smp_strategy.checkpoint.holdings import Holdings
 from smp_strategy.checkpoint.loading import by_parameter, decoded
 from smp_strategy.checkpoint.state import encoded, gradient_state, module_state, optimizer_state
@@ -25,7 +25,15 @@ from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.stage_tensors import in_plain_sight
 from smp_strategy.tensor_parallel.parts import Parts
 
-__all__ = ["gradients", "keep_share", "numbered", "numbers_of", "optimizer_state_dict", "state_dict"]
+__all__ = [
+    "gradients",
+    "keep_share",
+    "numbered",
+    "numbers_of",
+    "optimizer_state_dict",
+    "optimizer_state_on_all_ranks",
+    "state_dict",
+]
 
 
 def state_dict(holdings: Holdings) -> dict[str, Any]:
@@ -43,15 +51,40 @@ def state_dict(holdings: Holdings) -> dict[str, Any]:
 def optimizer_state_dict(holdings: Holdings, optimizer: Optimizer) -> dict[str, Any]:
     """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     numbers = numbers_of(optimizer)
-    collected = collect(flattened(optimizer_state(holdings, optimizer, numbers)["state"]))
+    collected = _collected(holdings, optimizer)
     if holdings.mesh.rank != 0:
         return {}
-    found = by_parameter(collected, "", {number: parameter for parameter, number in numbers.items()})
-    state = {
-        int(numbers[parameter]): decoded({key: collected[name] for key, name in names.items()})
-        for parameter, names in found.items()
-    }
+    state = {int(numbers[parameter]): kept for parameter, kept in _by_parameter(collected, numbers).items()}
     return {**optimizer.state_dict(), "state": dict(sorted(state.items()))}
+
+
+def optimizer_state_on_all_ranks(holdings: Holdings, optimizer: Optimizer) -> defaultdict[Any, Any]:
+    """The whole ``optimizer.state`` on every rank, in memory of its own; collective over all ranks."""
+    numbers = numbers_of(optimizer)
+    collected = on_all_ranks(_collected(holdings, optimizer))
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    found = _by_parameter(collected, numbers)
+    for parameter in [each for each in numbers if each in found]:
+        device = parameter.device
+        # Numbers of steps stay on the host.
+        state[parameter] = pytree.tree_map(
+            lambda leaf, to=device: leaf.to(to) if isinstance(leaf, Tensor) and leaf.ndim else leaf, found[parameter]
+        )
+    state.update((key, kept) for key, kept in optimizer.state.items() if key not in holdings.names)
+    return state
+
+
+def _collected(holdings: Holdings, optimizer: Optimizer) -> dict[str, Any]:
+    return collect(flattened(optimizer_state(holdings, optimizer, numbers_of(optimizer))["state"]))
+
+
+def _by_parameter(
+    collected: Mapping[str, Any], numbers: Mapping[nn.Parameter, str]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    found = by_parameter(collected, "", {number: parameter for parameter, number in numbers.items()})
+    return {
+        parameter: decoded({key: collected[name] for key, name in names.items()}) for parameter, names in found.items()
+    }
 
 
 def gradients(holdings: Holdings) -> dict[str, Tensor]:
@@ -84,7 +117,7 @@ def keep_share(
         parts: of which parameters it has a part.
     """
     for parameter in numbers_of(optimizer):
-        if parameter not in optimizer.state:
+        if parameter not in optimizer.state or not sharding.knows(parameter):
             continue
         if not sharding.is_mine(parameter):
             del optimizer.state[parameter]

@@ -14,7 +14,7 @@ from torch import Tensor
 from smp_strategy.storage.held import Held, Opaque
 from smp_strategy.waiting import collectives
 
-__all__ = ["collect", "merged"]
+__all__ = ["collect", "merged", "on_all_ranks"]
 
 _PART = "a part of a state"
 
@@ -59,6 +59,25 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
                 elif block is not None:
                     collectives.send(_on_host(block), 0, _PART)
     return {} if result is None else result.entries()
+
+
+def on_all_ranks(collected: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`collect` has returned on global rank 0, on every rank. Collective over all ranks."""
+    offers: list[Any] = [{name: _offer(_held(value)) for name, value in collected.items()}]
+    dist.broadcast_object_list(offers, 0)
+    found: dict[str, Any] = {}
+    for name, offer in offers[0].items():
+        if offer.dtype is None:
+            found[name] = offer.value
+            continue
+        values = collected.get(name)
+        found[name] = torch.empty(offer.shape, dtype=offer.dtype, device="cpu") if values is None else values
+        dist.broadcast(found[name], 0)
+    return found
+
+
+def _held(value: Any) -> Any:
+    return Held.whole(value) if isinstance(value, Tensor) else value
 
 
 class _Result:

@@ -19,6 +19,7 @@ from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.lightning.steps import Context
 from smp_strategy.manual import ManualSteps
+from smp_strategy.optim.step_hooks import hooks_around_step
 from smp_strategy.precision.gradient_scaler import GradientScaler
 from smp_strategy.step_results import loss_that_commits
 
@@ -155,7 +156,9 @@ class ManualOptimization:
                     "`step` of a bare optimizer (`use_pl_optimizer=False`) while losses are scaled for float16: its "
                     "gradients would be too large. Call `step` of what `self.optimizers()` returns."
                 )
-            with self._engine.views.put_aside():
+            is_one_stage = self._engine.divides_updates and self._engine.mesh.pp == 1
+            around = hooks_around_step(optimizer, self._engine.run_hook if is_one_stage else None)
+            with around, self._engine.views.put_aside():
                 self._engine.begin_update(optimizer)
                 result = method(*args, **kwargs)
                 self._engine.end_update(optimizer)

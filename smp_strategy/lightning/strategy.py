@@ -47,6 +47,7 @@ from smp_strategy.lightning.hooks import UserHooks, copies_of
 from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
+from smp_strategy.lightning.optimizer_modes import switching_together
 from smp_strategy.lightning.refusals import refuse_unsupported
 from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
@@ -56,6 +57,7 @@ from smp_strategy.lightning.stop_signal import StopSignal
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.closures import evaluated_once
+from smp_strategy.optim.step_hooks import has_step_hooks, hooks_around_step
 from smp_strategy.precision.gradient_scaler import GradientScaler
 from smp_strategy.timeline.timeline import Timeline
 
@@ -246,8 +248,11 @@ class SMPHooks(CheckpointHooks):
         hooks = UserHooks(self.engine, module, self.tree)
         self._stand_ins.callback(hooks.remove)
         hooks.install(trainer.callbacks)
-        self.engine.gradients_are_seen = is_manual or hooks.see_gradients
+        are_seen_in_step = any(has_step_hooks(unwrap(each)) for each in self.optimizers)
+        self.engine.gradients_are_seen = is_manual or hooks.see_gradients or are_seen_in_step
         self._forgets_early = not hooks.see_old_gradients
+        pairs = zip(map(unwrap, self.optimizers), self._lightning_optimizers, strict=True)
+        self._stand_ins.enter_context(switching_together(self.engine, pairs))
         scaler = self.precision_plugin.scaler
         if is_manual:
             self._manual = ManualOptimization(self.engine, module, self.precision_plugin.train_step_context, scaler)
@@ -399,7 +404,10 @@ class SMPHooks(CheckpointHooks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
-        with self._in_step(), self.engine.views.put_aside():
+        in_sight = self.engine.run_hook if self.engine.divides_updates else None
+        if self._manual is not None and self.engine.mesh.pp > 1:  # inside of a step, which is no place for a view
+            in_sight = None
+        with hooks_around_step(unwrap(optimizer), in_sight), self._in_step(), self.engine.views.put_aside():
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)

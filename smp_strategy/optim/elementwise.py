@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.errors import ConfigError
-from smp_strategy.optim.twin import take_step, twin_of
+from smp_strategy.optim.dependence import can_be_dealt_out
+from smp_strategy.optim.twin import step_by_values, take_step, twin_of
 
-__all__ = ["difference_in_parts", "difference_in_pieces", "refuse_whole_tensor_optimizers"]
+__all__ = ["difference_in_parts", "difference_in_pieces", "problems_of_cuts"]
 
 NUM_STEPS = 3
 UNITS_IN_THE_LAST_PLACE = 8
@@ -41,15 +41,15 @@ _MOST_PER_DIM = {1: 4096, 2: 160, 3: 24, 4: 10}
 _LEAST_MOST_PER_DIM = 5
 
 
-def refuse_whole_tensor_optimizers(
+def problems_of_cuts(
     optimizers: Iterable[Optimizer],
     sharded: Mapping[nn.Parameter, str],
     *,
     degree: int,
     split: Mapping[nn.Parameter, tuple[str, int]] = MappingProxyType({}),
     device: torch.device | None = None,
-) -> None:
-    """Raise one error for all optimizers that pieces or parts of parameters cannot be given to.
+) -> list[str]:
+    """A sentence for each optimizer that pieces or parts of parameters cannot be given to, and one for the remedy.
 
     Only the metadata of parameters count, so that all ranks come to the same result, wherever values are.
 
@@ -59,9 +59,6 @@ def refuse_whole_tensor_optimizers(
         degree: over how many ranks they are sharded.
         split: parameters that are cut along one dim, likewise, with their names and that dim.
         device: where to try; by default on the CPU.
-
-    Raises:
-        ConfigError: with a sentence for each of them, and one for the remedy.
     """
     problems = []
     for optimizer in optimizers:
@@ -75,8 +72,8 @@ def refuse_whole_tensor_optimizers(
             if in_pieces:
                 problems.append(
                     f"`sharded_data_parallel_degree` ({degree}) cuts parameters into pieces, and {name}{which} cannot "
-                    f"update pieces of {_listed(in_pieces)}. Use `shard_optimizer_state=True` instead, which gives "
-                    "each rank whole parameters, or an optimizer that treats every element by itself."
+                    f"update pieces of {_listed(in_pieces)}. {_instead_of_pieces(optimizer)}, or use an optimizer that "
+                    "treats every element by itself."
                 )
             if in_parts:
                 problems.append(
@@ -84,8 +81,13 @@ def refuse_whole_tensor_optimizers(
                     f"{_listed(in_parts)}. Use an optimizer that treats every element by itself, or keep these layers "
                     "whole (`set_tensor_parallelism(module, False)`)."
                 )
-    if problems:
-        raise ConfigError(problems)
+    return problems
+
+
+def _instead_of_pieces(optimizer: Optimizer) -> str:
+    if can_be_dealt_out(optimizer):
+        return "Use `shard_optimizer_state=True` instead, which gives each rank whole parameters"
+    return "Leave the degree out and let replicas each have the whole model and update all of it"
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
@@ -227,9 +229,7 @@ def _trained(
     """The values after the steps, what is kept by then, and how far from zero each element has been, added up."""
     stand_in = nn.Parameter(begin.detach().clone())
     twin = twin_of(optimizer, parameter, stand_in)
-    for group in twin.param_groups:
-        if isinstance(rate := group.get("lr"), (int, float, Tensor)):
-            group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0
+    step_by_values(twin)
     reach = stand_in.detach().abs()
     for gradient in gradients:
         stand_in.grad = gradient.clone()

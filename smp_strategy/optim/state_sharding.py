@@ -55,6 +55,7 @@ class StateSharding:
         self._ownership = ownership
         self._mesh = mesh
         self._held: set[Tensor] = set(ownership.local_parameters(mesh.stage))
+        self._known = {each for stage in range(mesh.pp) for each in ownership.local_parameters(stage)}
         self._owners: dict[int, dict[Tensor, int]] = {}
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
@@ -74,6 +75,10 @@ class StateSharding:
                 sizes = [each.numel() * each.element_size() for each in members]
                 owners.update(zip(members, balanced(sizes, self._mesh.dp), strict=True))
         return self._owners[stage][parameter]
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether it is one of the module's; an optimizer may have others, which every rank updates."""
+        return parameter in self._known
 
     def is_mine(self, parameter: Tensor) -> bool:
         """Whether this rank updates ``parameter``."""

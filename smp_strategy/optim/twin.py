@@ -9,7 +9,7 @@ gradient where others were, and there is no state.
 import copy
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 from torch.utils import _pytree as pytree
 
-__all__ = ["take_step", "twin_of"]
+__all__ = ["step_by_values", "take_step", "twin_of", "twin_with", "with_inner"]
 
 # How a step is computed, but not what: some of it is for accelerators only.
 _HOW = ("capturable", "foreach", "fused")
@@ -26,16 +26,21 @@ _HOW = ("capturable", "foreach", "fused")
 
 def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> Optimizer:
     """An optimizer with the options that ``parameter`` has in ``optimizer``, for ``stand_in`` alone."""
-    members = _with_inner(optimizer)
-    nothing = nn.Parameter(stand_in.detach().new_empty(0))
+    return twin_with(optimizer, {parameter: stand_in})
+
+
+def twin_with(optimizer: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -> Optimizer:
+    """An optimizer with the options that each parameter has in ``optimizer``, for its stand-in, and for no others."""
+    members = with_inner(optimizer)
+    nothing = nn.Parameter(next(iter(stand_ins.values())).detach().new_empty(0))
     memo: dict[int, Any] = {}
     for member in members:
         memo[id(member)] = object.__new__(type(member))
         memo[id(vars(member).get("state"))] = defaultdict(dict)
         for group in _groups(member):
             memo.update(zip(map(id, group["params"]), itertools.repeat(nothing)))
-            memo[id(group["params"])] = [stand_in] if any(each is parameter for each in group["params"]) else []
-    memo[id(parameter)] = stand_in
+            memo[id(group["params"])] = [stand_ins[each] for each in group["params"] if each in stand_ins]
+    memo.update((id(parameter), stand_in) for parameter, stand_in in stand_ins.items())
     memo.pop(id(None), None)
     for member in members:
         _fill(memo[id(member)], member, memo)
@@ -46,10 +51,17 @@ def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> 
     return twin
 
 
-def take_step(twin: Optimizer) -> None:
+def step_by_values(twin: Optimizer) -> None:
+    """Let steps be as large as values, whatever the learning rates are: warm-ups begin at zero."""
+    for group in twin.param_groups:
+        if isinstance(rate := group.get("lr"), (int, float, Tensor)):
+            group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0
+
+
+def take_step(twin: Optimizer, closure: Callable[[], Tensor] | None = None) -> None:
     """Nothing of it is left but in the twin; random numbers go on as before."""
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-        twin.step()
+        twin.step() if closure is None else twin.step(closure)  # type: ignore[arg-type]
 
 
 def _begin_state(twin: Optimizer) -> None:
@@ -62,7 +74,7 @@ def _begin_state(twin: Optimizer) -> None:
             twin.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
 
 
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Itself and the optimizers in its attributes, and in theirs."""
     found = [optimizer]
     for member in found:  # which grows
@@ -78,7 +90,8 @@ def _groups(optimizer: Optimizer) -> Iterable[dict[str, Any]]:
 
 def _fill(twin: Optimizer, original: Optimizer, memo: dict[int, Any]) -> None:
     for name, value in vars(original).items():
-        if name != "step":  # schedulers put a method of the original there
+        # Schedulers put a method of the original on it, and so do others.
+        if not (callable(value) and callable(getattr(type(original), name, None))):
             vars(twin)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
     step = type(twin).step
     if getattr(step, "hooked", False):  # by what others have hung on the steps of all optimizers

@@ -8,8 +8,7 @@ from torch import nn, optim
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
-from smp_strategy.errors import ConfigError
-from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
+from smp_strategy.optim.elementwise import problems_of_cuts
 from smp_strategy.optim.state_pieces import kept_per_element
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS
@@ -34,11 +33,9 @@ def run(pp: int, asks: bool) -> Any:
 
 def answers(model: nn.Module, trained: optim.Optimizer, other: optim.Optimizer) -> Any:
     names = {parameter: name for name, parameter in model.named_parameters()}
-    refuse_whole_tensor_optimizers([trained], names, degree=2)
-    try:
-        refuse_whole_tensor_optimizers([trained, other], names, degree=2)
-    except ConfigError as error:
-        return str(error), [kept_per_element(trained, parameter) for parameter in names]
+    assert not problems_of_cuts([trained], names, degree=2)
+    [problem] = problems_of_cuts([trained, other], names, degree=2)
+    return problem, [kept_per_element(trained, parameter) for parameter in names]
 
 
 @pytest.mark.parametrize("pp", [1, 2])

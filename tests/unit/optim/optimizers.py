@@ -101,6 +101,78 @@ class GoesByGroup(optim.Optimizer):
                 p.sub_(group["lr"] * group["distance"] * p.grad)
 
 
+class GlobalNorm(optim.Optimizer):
+    """One step size, from the norms of all gradients and all values."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        slope, size = (sum(each.square().sum() for each in them) for them in ([p.grad for p in given], given))
+        for p in given:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"] * float((size / slope).sqrt()))
+
+
+class ClipsAll(optim.Adam):
+    """Clips by the norm of all gradients in its step."""
+
+    def step(self, closure: Any = None) -> None:
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1000.0)
+        super().step()
+
+
+class ClipsEach(optim.Adam):
+    """Clips each gradient by its own norm in its step."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.nn.utils.clip_grad_norm_([p], 1.0)
+        super().step()
+
+
+class Perturbs(optim.Optimizer):
+    """Evaluates the loss where the gradient of all parameters leads to (SAM; Foret et al. 2021)."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None, "it needs a closure"
+        given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in given]).norm()
+        before = [p.clone() for p in given]
+        for p in given:
+            p.add_(p.grad, alpha=float(0.05 / norm))
+        with torch.enable_grad():
+            closure()
+        for p, old in zip(given, before, strict=True):
+            p.copy_(old).sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+class CentersGroups(OneByOne):
+    """Scales the second param group by what the gradients of the first are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first, *rest = self.param_groups
+        scale = sum(float(p.grad.abs().mean()) for p in first["params"] if p.grad is not None)
+        for group in rest:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=scale * group["lr"])
+
+
+class Langevin(OneByOne):
+    """Adds noise to each element."""
+
+    def update(self, p: Tensor, lr: float) -> None:
+        p.sub_(lr * p.grad + torch.randn_like(p))
+
+
 class Lookahead(optim.Optimizer):
     """Wraps another one, with which it shares its groups (Zhang et al. 2019)."""
 

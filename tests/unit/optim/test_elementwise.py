@@ -12,9 +12,10 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.optim.elementwise import difference_in_pieces, refuse_whole_tensor_optimizers
+from smp_strategy.optim.elementwise import difference_in_pieces, problems_of_cuts
 from tests.unit.optim.optimizers import (
     DecaysMatrices,
+    GlobalNorm,
     GoesByGroup,
     Lamb,
     LateShampoo,
@@ -57,9 +58,9 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
 def refuse(optimizers: Iterable[optim.Optimizer], *sharded: nn.Parameter, degree: int = 2) -> None:
-    refuse_whole_tensor_optimizers(
-        optimizers, {parameter: f"p{number}" for number, parameter in enumerate(sharded)}, degree=degree
-    )
+    named = {parameter: f"p{number}" for number, parameter in enumerate(sharded)}
+    if problems := problems_of_cuts(optimizers, named, degree=degree):
+        raise ConfigError(problems)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -120,10 +121,19 @@ def test_an_error_names_all_optimizers_the_option_the_reason_and_the_remedy():
     assert first == (
         "`sharded_data_parallel_degree` (4) cuts parameters into pieces, and Muon cannot update pieces of `p0` and 1 "
         "other parameter: it needs whole tensors (ValueError: Param gradient must be a 2D matrix). Use "
-        "`shard_optimizer_state=True` instead, which gives each rank whole parameters, or an optimizer that treats "
-        "every element by itself."
+        "`shard_optimizer_state=True` instead, which gives each rank whole parameters, or use an optimizer that "
+        "treats every element by itself."
     )
     assert "and Lamb cannot update pieces of `p2`: its steps look at more than one element at a time" in second
+
+
+@pytest.mark.parametrize("make", [GoesByGroup, GlobalNorm, optim.LBFGS])
+def test_whole_parameters_are_not_recommended_to_an_optimizer_that_relates_them(make):
+    matrices = [nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
+    with pytest.raises(ConfigError) as caught:
+        refuse([make(matrices)], *matrices)
+    assert "shard_optimizer_state" not in str(caught.value)
+    assert "Leave the degree out and let replicas each have the whole model and update all of it" in str(caught.value)
 
 
 def test_options_of_each_group_count():
