@@ -140,7 +140,7 @@ def _votes(tree: Any, path: Path, known: int | None, depth: int = 0) -> Iterator
         inside = [vote for key, item in _items(tree) for vote in _votes(item, (*path, key), known, below)]
         arrays = [vote for vote in inside if vote.is_array]
         is_ragged = is_list(tree) and len({vote.length for vote in arrays or inside}) > 1 and are_alike(tree)
-        # Dicts with such tensors are samples. Of tensors, or lists of them, one may be for all and one for none of them.
+        # Dicts with such tensors are samples. Of tensors, or lists of them, one may be for all and one for none.
         is_sure = not (arrays and any(is_array(item) or is_list(item) for item in tree))
         if is_ragged and (known == len(tree) or (known is None and is_sure)):
             yield _Vote(path, len(tree), bool(arrays), depth)
