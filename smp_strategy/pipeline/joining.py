@@ -13,12 +13,13 @@ not be counts, there is a :class:`NotJoined` in their place, which says so to wh
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
@@ -99,6 +100,11 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
         return _merge_arrays(outputs, sizes, path)
     if isinstance(first, Mapping):
         return rebuild_mapping(first, dict(_merge_items(outputs, sizes, path)))
+    if isinstance(first, PackedSequence):
+        sequences = [sequence for output in outputs for sequence in unpack_sequence(output)]
+        lengths = [len(sequence) for sequence in sequences]
+        is_sorted = first.sorted_indices is None and lengths == sorted(lengths, reverse=True)
+        return pack_sequence(sequences, enforce_sorted=is_sorted)
     if isinstance(first, (list, tuple)):
         return _merge_sequences(outputs, sizes, path)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
@@ -151,20 +157,23 @@ def _merge_items(outputs: Sequence[Mapping[Any, Any]], sizes: Sequence[int], pat
 def _merge_arrays(outputs: Sequence[Any], sizes: Sequence[int], path: Path) -> Any:
     first = outputs[0]
     of_tensors = isinstance(first, Tensor)
-    is_inexact = first.is_floating_point() or first.is_complex() if of_tensors else first.dtype.kind in "fc"
-    is_whole = not is_inexact and (first.dtype != torch.bool if of_tensors else first.dtype.kind in "iu")
+    if of_tensors and first.is_nested:
+        return torch.nested.as_nested_tensor([part for output in outputs for part in output], layout=first.layout)
     if all(output.ndim > 0 and len(output) == size for output, size in zip(outputs, sizes, strict=True)):
         if any(output.shape[1:] != first.shape[1:] for output in outputs):
             return NotJoined(_named(path, first), _shapes(outputs))
         return torch.cat(list(outputs)) if of_tensors else np.concatenate(outputs)
-    stack: Callable[..., Any] = torch.stack if of_tensors else np.stack
-    if all(output.ndim == 0 for output in outputs) and is_inexact:
-        return stack([output * (size / sum(sizes)) for output, size in zip(outputs, sizes, strict=True)]).sum()
-    if all(output.ndim == 0 for output in outputs) and is_whole:
-        total = stack(list(outputs)).sum()
-        return total.to(first.dtype) if of_tensors else total.astype(first.dtype)
+    is_whole = not (first.is_floating_point() or first.is_complex() if of_tensors else first.dtype.kind in "fc")
+    is_bool = first.dtype == (torch.bool if of_tensors else np.bool_)
+    if all(output.ndim == 0 for output in outputs) and not is_bool:
+        if is_whole:
+            total = sum(outputs[1:], start=first)
+            return total.to(first.dtype) if of_tensors else total.astype(first.dtype)
+        weighted = [output * (size / sum(sizes)) for output, size in zip(outputs, sizes, strict=True)]
+        return torch.stack(weighted).sum() if of_tensors else sum(weighted)
     same = all(output.shape == first.shape and bool((output == first).all()) for output in outputs)
-    if same and not (is_whole and bool((first != 0).any())):
+    # Equal numbers may be counts of each microbatch, unless they are zero.
+    if same and (not is_whole or is_bool or not bool(first.any())):
         return first
     return NotJoined(_named(path, first), _why_not(outputs))
 

@@ -10,7 +10,8 @@ sample, for these are cut between their entries, and others are containers like 
 2. A list or tuple of that length, with entries of one kind, has one entry per sample: strings, numbers, objects, dicts,
    tensors of different sizes.
 3. But if each of its entries has all samples itself (two views of every image, the fields of a sample), it is a
-   container. Dicts beside tensors are an exception: the boxes of an image may be as many as there are images.
+   container. Two exceptions: dicts beside tensors, since the boxes of an image may be as many as there are images, and
+   tensors beside dicts of each sample, since images may be as many as their channels.
 """
 
 import collections
@@ -101,9 +102,19 @@ def find_samples(batch: Any, known: int | None = None) -> Samples:
         return Samples(None)
     lists: set[Path] = set()
     _note_lists(batch, (), number, number == known, votes, lists)
-    arrays = (vote.path for vote in votes if vote.length == number and vote.is_array)
-    witness = next((path for path in arrays if not _is_inside(path, lists)), next(iter(lists), None))
+    witness = next((path for path in _arrays_of(batch, (), number) if not _is_inside(path, lists)), None)
+    if witness is None:
+        witness = min(lists, default=None, key=len)
     return Samples(None) if witness is None else Samples(number, frozenset(lists), witness)
+
+
+def _arrays_of(tree: Any, path: Path, number: int) -> Iterator[Path]:
+    if is_array(tree):
+        if length_of(tree) == number:
+            yield path
+    else:
+        for key, item in _items(tree):
+            yield from _arrays_of(item, (*path, key), number)
 
 
 def samples_in(microbatch: Any, samples: Samples) -> int | None:
@@ -135,17 +146,19 @@ def _votes(tree: Any, path: Path, known: int | None, depth: int = 0) -> Iterator
             yield _Vote(path, length, True, depth)
     elif is_list(tree) and _is_flat(tree):
         yield _Vote(path, len(tree), False, depth)
-    else:
-        below = depth + is_list(tree)
-        inside = [vote for key, item in _items(tree) for vote in _votes(item, (*path, key), known, below)]
+    elif is_list(tree):
+        inside = [vote for place, item in enumerate(tree) for vote in _votes(item, (*path, place), known, depth + 1)]
         arrays = [vote for vote in inside if vote.is_array]
-        is_ragged = is_list(tree) and len({vote.length for vote in arrays or inside}) > 1 and are_alike(tree)
+        is_ragged = len({vote.length for vote in arrays or inside}) > 1 and are_alike(tree)
         # Dicts with such tensors are samples. Of tensors, or lists of them, one may be for all and one for none.
         is_sure = not (arrays and any(is_array(item) or is_list(item) for item in tree))
         if is_ragged and (known == len(tree) or (known is None and is_sure)):
             yield _Vote(path, len(tree), bool(arrays), depth)
         else:
             yield from inside
+    else:
+        for key, item in _items(tree):
+            yield from _votes(item, (*path, key), known, depth)
 
 
 def _number(batch: Any, votes: list[_Vote], known: int | None) -> int | None:
@@ -170,32 +183,45 @@ def _could_be_in_lists(batch: Any, votes: list[_Vote], known: int) -> bool:
 def _note_lists(tree: Any, path: Path, number: int, is_known: bool, votes: list[_Vote], found: set[Path]) -> None:
     """Add the paths of lists and tuples in ``tree`` that have one entry per sample to ``found``."""
     if _is_per_entry(tree, number):
-        entries = [item for item in tree if item is not None]
         is_beside = any(vote.is_array and vote.length == number and not _is_inside(vote.path, {path}) for vote in votes)
-        if is_beside and all(isinstance(item, Mapping) for item in entries):
-            is_container = False
-        elif is_beside:
-            is_container = bool(entries) and all(_lengths_in(item) == {number} for item in entries)
-        else:
-            # Tensors for all samples, and some that broadcast.
-            lengths = {frozenset(_lengths_in(item)) for item in entries}
-            are_arrays = any(map(is_array, entries)) and not is_known
-            is_container = are_arrays or (
-                frozenset({number}) in lengths and lengths <= {frozenset({number}), frozenset({1})}
-            )
-        if not is_container:
+        if not _is_container(tree, number, is_known=is_known, is_beside=is_beside):
             found.add(path)
             return
-    for key, item in _items(tree):
-        _note_lists(item, (*path, key), number, is_known, votes, found)
+    items = {(*path, key): item for key, item in _items(tree)}
+    for place, item in items.items():
+        _note_lists(item, place, number, is_known, votes, found)
+    if any(place in found and isinstance(next(iter(item)), Mapping) for place, item in items.items()):
+        # Beside targets of each image: images, also if they are as many as their channels.
+        found.update(place for place, item in items.items() if _is_per_entry(item, number) and is_array(item[0]))
+
+
+def _is_container(items: Any, number: int, *, is_known: bool, is_beside: bool) -> bool:
+    """Whether each of as many ``items`` as there are samples has all samples itself.
+
+    Args:
+        items: a list.
+        number: of samples.
+        is_known: the data loader says so.
+        is_beside: something else in the batch has as many.
+    """
+    entries = [item for item in items if item is not None]
+    if is_beside and all(isinstance(item, Mapping) for item in entries):
+        return False
+    # Samples in a list are tuples; a tuple of tuples, or a list of lists, is what was made of fields of samples.
+    are_samples = isinstance(items, list) and any(isinstance(item, tuple) for item in entries)
+    if entries and not are_samples and all(_is_per_entry(item, number) for item in entries):
+        return True
+    lengths = {frozenset(vote.length for vote in _votes(item, (), None)) for item in entries}
+    own, broadcast = frozenset({number}), frozenset({1})
+    if is_beside:
+        return lengths == {own}
+    if any(map(is_array, entries)) and not is_known:
+        return True
+    return own in lengths and lengths <= {own, broadcast}
 
 
 def _is_per_entry(tree: Any, number: int) -> bool:
     return is_list(tree) and len(tree) == number and are_alike(tree)
-
-
-def _lengths_in(item: Any) -> set[int]:
-    return {vote.length for vote in _votes(item, (), None)}
 
 
 def are_alike(items: Iterable[Any]) -> bool:
