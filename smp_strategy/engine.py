@@ -40,7 +40,6 @@ from smp_strategy.layout import First, Layout
 from smp_strategy.manual import ManualSteps
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.partitioner.partition import Partition
-from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.turns import Job, Step, StepRun
 from smp_strategy.placement import placed_modules
@@ -76,6 +75,7 @@ class Engine(SavedState, Inspection):
         manual: what the code of a :meth:`manual_step` can ask for.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
+        known_samples: how many samples the data loader has put into the batch of the next step, if that is known.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
             rank may have only those that it applies. To be said before the first step.
     """
@@ -105,6 +105,7 @@ class Engine(SavedState, Inspection):
         self._share: Share | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
+        self.known_samples: Callable[[], int | None] = lambda: None
         self.gradients_are_seen = False
         self._late = Late()
         self._seed = self._num_steps = self._num_evaluations = 0
@@ -243,7 +244,7 @@ class Engine(SavedState, Inspection):
     # The first step
 
     def _prepare(
-        self, kind: str, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None = None
+        self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: Callable[[Any], Tensor | None] | None = None
     ) -> None:
         """Before every step: spread the module if it is whole, and look at each new kind of step."""
         assert self._module is not None
@@ -253,21 +254,22 @@ class Engine(SavedState, Inspection):
             refuse_trained(self._without_masters, self.config)
             if is_new:
                 self.layout.refuse_rescaled()
+                self.layout.warn_of_fewer(len(microbatches))
         if self._calls.halves is not None:
             self._calls.halves.refresh()
         if self._calls.runtime is None:
-            self._spread(First(kind, step, microbatch, loss_of))
+            self._spread(First(kind, step, microbatches, loss_of))
         needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
         if was_surveyed and is_new and needs_look:
             self.share.settle()
-            self.layout.look(First(kind, step, microbatch), self._optimizers)
+            self.layout.look(First(kind, step, microbatches), self._optimizers)
 
     def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
         """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns. Collective.
 
         Before the first step this is the look that decides about the partition, if there is one.
         """
-        first = First("train", self._in_precision(step), self._cut(batch, "look")[0][0], loss_of)
+        first = First("train", self._in_precision(step), self._cut(batch, "look")[0], loss_of)
         if self._calls.runtime is None:
             self._prepare(*first)
         else:
@@ -319,7 +321,7 @@ class Engine(SavedState, Inspection):
         """
         microbatches, sizes = self._cut(batch, "train")
         step = self._in_precision(step)
-        self._prepare("train", step, microbatches[0], loss_of)
+        self._prepare("train", step, microbatches, loss_of)
         job = self._training_job(step, sizes, loss_of)
         job = replace(job, weights=[1.0] * len(sizes)) if sums else job
         weights, scaled = job.weights, [weight * factor for weight in job.weights]
@@ -333,9 +335,7 @@ class Engine(SavedState, Inspection):
     def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
         """The microbatches of what this rank has read, or, where ranks read samples of their own, of all of that."""
         self.layout.begin(f"a step ({kind})")
-        if not (is_joint or self.config.prescaled_batch):
-            batch = self.layout.joined(batch)
-        return split(batch, self.config.num_microbatches(self.mesh.pp))
+        return self.layout.cut(batch, self.known_samples(), is_joint=is_joint)
 
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
@@ -356,7 +356,7 @@ class Engine(SavedState, Inspection):
         """
         microbatches, sizes = self._cut(batch, kind, is_joint=is_joint)
         step = self._in_precision(step)
-        self._prepare(kind, step, microbatches[0])
+        self._prepare(kind, step, microbatches)
         self._num_evaluations += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
         with self.share.evaluating():
@@ -372,7 +372,7 @@ class Engine(SavedState, Inspection):
         """
         microbatches, sizes = self._cut(batch, "manual")
         step = self._in_precision(step)
-        self._prepare("manual", step, microbatches[0])
+        self._prepare("manual", step, microbatches)
         run = self.manual.run(self._training_job(step, sizes), microbatches)
         return EvalStep(put_together(run.outputs), sizes)
 
@@ -385,7 +385,7 @@ class Engine(SavedState, Inspection):
         """
         microbatches, sizes = self._cut(batch, "manual")
         step = self._in_precision(step)
-        self._prepare("manual", step, microbatches[0])
+        self._prepare("manual", step, microbatches)
         return self.manual.forward(self._training_job(step, sizes), microbatches, sizes)
 
     def _in_precision(self, step: Step) -> Step:

@@ -7,8 +7,10 @@ for each part, which know of each other in split layers only.
 """
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, final
 
@@ -32,6 +34,7 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.pipeline.collectives import replicas_of
+from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -61,7 +64,7 @@ class First(NamedTuple):
     """Steps of one kind probably take the same path."""
     step: Step
     """The user's code for one microbatch."""
-    microbatch: Any
+    microbatches: Sequence[Any]
     """What it gets."""
     loss_of: Callable[[Any], Tensor | None] | None = None
     """Picks the loss out of what ``step`` returns."""
@@ -134,9 +137,27 @@ class Layout:
         if self._group is not None:
             self._group.begin(what)
 
-    def joined(self, batch: Any) -> Any:
-        """The samples of all ranks that split layers between them; see :func:`join`. Collective over these."""
-        return batch if self._group is None else join(batch, self._group)
+    def cut(self, batch: Any, known: int | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
+        """Microbatches and their sizes, of the samples of all ranks that split layers between them. Collective.
+
+        Args:
+            batch: what this rank has read.
+            known: how many samples the data loader has put into it.
+            is_joint: these ranks have all read this batch; else see :func:`join`.
+        """
+        if not (is_joint or self._config.prescaled_batch or self._group is None):
+            batch, known = join(batch, self._group, known)
+        return split(batch, self._config.num_microbatches(self._mesh.pp), known)
+
+    def warn_of_fewer(self, num_run: int) -> None:
+        """Tell that the batches of a run have fewer samples than microbatches are asked for; ``num_run`` are run."""
+        wanted = self._config.microbatches
+        if wanted is not None and num_run < wanted:
+            warnings.warn(
+                f"`microbatches` is {wanted}, but the batch has too few samples for that: {num_run} will be run. Use "
+                f"batches of at least {wanted} samples, or set `microbatches={num_run}`.",
+                stacklevel=2,
+            )
 
     def surroundings(self, optimizers: Sequence[Optimizer]) -> Surroundings:
         """What dry runs run on."""
@@ -158,12 +179,16 @@ class Layout:
             self._split_layers(first, optimizers, self._group)
         if self.partition is not None:
             return
+        # What is planned, and told, is what will run: batches may have fewer samples than microbatches are asked for.
+        config, num_run = self._config, len(first.microbatches)
+        if first.kind in ("train", "manual") and num_run < config.num_microbatches(self._mesh.pp):
+            config = replace(config, microbatches=num_run)
         with heads_explained(self._config.tensor_parallel or {}):
             self.partition, found, self.costs = decide(
-                self._config,
+                config,
                 self.surroundings(optimizers),
                 self._mesh.shape,
-                first=(first.step, first.microbatch, first.loss_of),
+                first=(first.step, first.microbatches[0], first.loss_of),
                 given=self._given,
                 chosen=self._recomputed.units,
                 num_parameters=self._num_parameters,
@@ -175,7 +200,7 @@ class Layout:
         self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
         if found.trace is not None and found.trace.loss is not None:
             self._timetables.learn(first.kind, found.trace)
-        layout = render_layout(self._mesh.shape, self.partition, self._config, self.split_report)
+        layout = render_layout(self._mesh.shape, self.partition, config, self.split_report)
         notes = self.costs.render()
         self._report(f"{notes}\n{layout}" if notes else layout)
 
@@ -189,7 +214,7 @@ class Layout:
             self._calls.intercept(self._units)
             try:
                 with self._delayed.pretending():
-                    run_for_real(first.step, first.microbatch, first.loss_of, self.surroundings(optimizers))
+                    run_for_real(first.step, first.microbatches[0], first.loss_of, self.surroundings(optimizers))
             finally:
                 self._calls.give_back()
 
@@ -237,7 +262,7 @@ class Layout:
         surroundings = self.surroundings(optimizers)
 
         def run_step() -> tuple[Tensor, ...]:
-            return look_for_exposed(kind.step, kind.microbatch, surroundings, has_values=has_values).used_by_glue
+            return look_for_exposed(kind.step, kind.microbatches[0], surroundings, has_values=has_values).used_by_glue
 
         cuts = {} if self._split is None else self._split.cuts
         used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}

@@ -19,7 +19,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol, final, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -72,9 +72,41 @@ class _FollowingLoader(DataLoader[Any]):
         return _empty, (self.smp_stock,), kept  # no module has the class
 
     def __iter__(self) -> Any:
-        found = Pass(self, super().__iter__)
+        found = Pass(self, self.smp_iterate)
         self.smp_pass = weakref.ref(found)
         return found
+
+    def smp_iterate(self) -> Iterator[Any]:
+        """A pass of the usual kind, whose batches come with their numbers of samples."""
+        collate, puts_together = self.collate_fn, self.batch_size is not None or self.batch_sampler is not None
+        if not puts_together:
+            return super().__iter__()
+        self.collate_fn = _Counting(collate)
+        try:
+            return super().__iter__()
+        finally:
+            self.collate_fn = collate
+
+
+class _Counted(NamedTuple):
+    batch: Any
+    num_samples: int
+
+
+@final
+class _Counting:
+    """Puts samples together, and says how many there were; it goes to workers.
+
+    Args:
+        collate: puts them together.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate(samples)
+        return _Counted(batch, len(samples)) if isinstance(samples, (list, tuple)) else batch
 
 
 @runtime_checkable
@@ -101,6 +133,7 @@ class Pass:
         self._is_new = True
         self._place: Mapping[str, Any] | None = None  # to go on from with the next batch
         self._ready: deque[Any] = deque()
+        self.num_samples: tuple[int | None, ...] = ()  # in the last two batches; `None`: not known
         self._begin()
 
     def _begin(self) -> None:
@@ -126,7 +159,7 @@ class Pass:
             else:
                 self._begin()
         if self._ready:
-            return self._ready.popleft()
+            return self._given(self._ready.popleft())
         if self._is_new:
             # Lightning does not ask for more batches than there are, so ranks that have fewer would stop asking.
             self._is_new = False
@@ -136,12 +169,24 @@ class Pass:
             found = next(self._inner, _END)
         self._left = self._reading.state()
         self._reading.compare("none left" if found is _END else "one more")
-        self._reading.arrived(found)
         if found is _END:
+            self._reading.arrived(found, None)
             self._is_over = True
             raise StopIteration
         self._num_given += 1
-        return found
+        return self._given(found)
+
+    def _given(self, found: Any) -> Any:
+        """A batch, of which is noted how many samples it has."""
+        batch, number = found if isinstance(found, _Counted) else (found, None)
+        self.num_samples = (*self.num_samples[-1:], number)
+        self._reading.arrived(batch, number)
+        return batch
+
+    @property
+    def num_samples_before(self) -> int | None:
+        """Samples in the batch before the last one, where a reader is one batch ahead; at the end, in the last."""
+        return self.num_samples[-1 if self._is_over else 0] if self.num_samples else None
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]

@@ -49,8 +49,8 @@ class Reading(Protocol):
     def compare(self, what: Any) -> None:
         """Compare a number of batches, or whether there is one more, with ranks whose samples belong together."""
 
-    def arrived(self, batch: Any) -> None:
-        """A batch is there, or the object that says that there are no more."""
+    def arrived(self, batch: Any, num_samples: int | None) -> None:
+        """A batch is there, put together of as many samples; or the object that says that there are no more."""
 
 
 class Readers:
@@ -167,7 +167,7 @@ class _Alone:
     def compare(self, what: Any) -> None:
         """Nothing to do."""
 
-    def arrived(self, batch: Any) -> None:
+    def arrived(self, batch: Any, num_samples: int | None) -> None:
         """Nothing to do."""
 
 

@@ -208,7 +208,7 @@ class Share:
             return
 
         def gather(optimizer: Optimizer) -> Any:
-            meet("optimizer.state", mesh.stage_ranks)
+            meet("optimizer.state")
             return full.optimizer_state_on_all_ranks(self.holdings, optimizer)
 
         def keep_share(optimizer: Optimizer) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.pipeline.microbatch import rebuilt
+from smp_strategy.pipeline.samples import Path, Samples, visited
 from smp_strategy.trace.tree import flatten
 from smp_strategy.waiting import collectives
 
@@ -25,6 +25,7 @@ class Inputs:
 
     Args:
         call: arguments of the model.
+        samples: of it.
         mesh: where the ranks stand.
         reads_alone: whether each of the ranks that split layers reads samples of its own.
 
@@ -36,18 +37,19 @@ class Inputs:
         UnsupportedError: they could not be told what their gradients are.
     """
 
-    def __init__(self, call: Any, mesh: ProcessMesh, *, reads_alone: bool) -> None:
+    def __init__(self, call: Any, samples: Samples, mesh: ProcessMesh, *, reads_alone: bool) -> None:
         self._mesh = mesh
-        self._wholes: dict[int, Tensor] = {}
+        self._lists = samples.lists
+        self._wholes: dict[Path, Tensor] = {}
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
         self.tensors: list[Tensor] = []
         self.call = call
         wanted = {id(leaf) for leaf in flatten(call)[0] if _needs_gradient(leaf)} if torch.is_grad_enabled() else set()
         if not wanted:
             return
-        self.call = _visited(call, self._without_history)
+        self.call = visited(call, self._lists, self._without_history)
         if reads_alone or wanted != {id(tensor) for tensor in self.tensors}:
-            where = "with `prescaled_batch=False`" if reads_alone else "inside of a list of the samples' dicts"
+            where = "with `prescaled_batch=False`" if reads_alone else "inside of a list with one item per sample"
             raise UnsupportedError(
                 f"The model is called with a tensor that needs a gradient {where}, which could not get one. Give it "
                 "as a tensor of all samples, without that option, or `detach()` it if no gradient is wanted."
@@ -56,12 +58,12 @@ class Inputs:
     def __bool__(self) -> bool:
         return bool(self.tensors)
 
-    def _without_history(self, position: int, leaf: Any) -> Any:
+    def _without_history(self, path: Path, leaf: Any) -> Any:
         if not _needs_gradient(leaf):
             return leaf
         whole: Tensor = leaf.detach()
         # Samples that share memory could not be told apart.
-        self._wholes[position] = whole = whole.contiguous() if 0 in whole.stride() else whole
+        self._wholes[path] = whole = whole.contiguous() if 0 in whole.stride() else whole
         self.tensors.append(leaf)
         return whole
 
@@ -70,8 +72,8 @@ class Inputs:
         if not self or not torch.is_grad_enabled():
             return microbatch
 
-        def visit(position: int, leaf: Any) -> Any:
-            whole = self._wholes.get(position)
+        def visit(path: Path, leaf: Any) -> Any:
+            whole = self._wholes.get(path)
             if whole is None:
                 return leaf
             start = leaf.detach().requires_grad_()
@@ -79,7 +81,7 @@ class Inputs:
                 self._parts.append((whole, leaf, start))
             return start.clone()  # code of the model may change it in place
 
-        return _visited(microbatch, visit)
+        return visited(microbatch, self._lists, visit)
 
     def gradients(self) -> list[Tensor]:
         """Of :attr:`tensors`, after a backward. Collective over the stages."""
@@ -97,17 +99,6 @@ class Inputs:
 
 def _needs_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-def _visited(call: Any, visit: Any) -> Any:
-    position = -1
-
-    def numbered(leaf: Any) -> Any:
-        nonlocal position
-        position += 1
-        return visit(position, leaf)
-
-    return rebuilt(call, numbered)
 
 
 def _rows(total: Tensor, whole: Tensor, part: Tensor) -> Tensor:

@@ -13,25 +13,25 @@ all other models.
 from collections.abc import Mapping
 from typing import Any
 
-from smp_strategy.pipeline.microbatch import num_samples
+from smp_strategy.pipeline.samples import Samples, samples_in
 
-__all__ = ["with_share_of_items"]
+__all__ = ["NAME", "with_share_of_items"]
 
 NAME = "num_items_in_batch"
 
 
-def with_share_of_items(kwargs: Mapping[str, Any], microbatch: Any, batch: Any) -> Mapping[str, Any]:
+def with_share_of_items(kwargs: Mapping[str, Any], microbatch: Any, samples: Samples) -> Mapping[str, Any]:
     """``kwargs`` of a call for ``microbatch``, with its share of the number of items, if they name one.
 
     Args:
         kwargs: keyword arguments of the model.
         microbatch: what it is called with, cut out of what one or more ranks have read.
-        batch: what this rank has read.
+        samples: of the call, with what this rank has read.
     """
     items = kwargs.get(NAME)
     if items is None:
         return kwargs
-    mine, whole = num_samples(microbatch, strict=False), num_samples(batch, strict=False)
-    if mine is None or whole is None or mine == whole:
+    mine, whole = samples_in(microbatch, samples), samples.number
+    if not mine or not whole or mine == whole:
         return kwargs
     return {**kwargs, NAME: items * (mine / whole)}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from smp_strategy.accelerate.guesses import Guesses
 from smp_strategy.accelerate.inputs import Inputs
-from smp_strategy.accelerate.items import with_share_of_items
+from smp_strategy.accelerate.items import NAME, with_share_of_items
 from smp_strategy.accelerate.methods import Methods
 from smp_strategy.accelerate.outputs import (
     Packed,
@@ -37,7 +37,8 @@ from smp_strategy.accelerate.outputs import (
 from smp_strategy.accelerate.own_samples import OwnSamples
 from smp_strategy.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.microbatch import merge
+from smp_strategy.pipeline.joining import merge
+from smp_strategy.pipeline.samples import Samples, find_samples
 from smp_strategy.stand_ins import StandIns
 
 __all__ = ["CallOptions", "ModelCalls"]
@@ -48,6 +49,15 @@ _OUTSIDE = (
     "Set `loss_in_model=False` in SMPPlugin: then backward runs when the script calls it, for any function of what the "
     "model returns."
 )
+
+
+class Call(NamedTuple):
+    """What the model is called with. Containers, so that two arguments are not taken for two samples."""
+
+    args: dict[int, Any]
+    """By position."""
+    kwargs: dict[str, Any]
+    """By name."""
 
 
 class CallOptions(NamedTuple):
@@ -129,12 +139,12 @@ class ModelCalls:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside:
             return self._inner(*args, **kwargs)
-        call = (args, kwargs)
+        call = Call(dict(enumerate(args)), kwargs)
         self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
         way = self._way_of(call)
-        inputs = Inputs(call, self._engine.mesh, reads_alone=self._own_samples is not None)
+        inputs = Inputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
         look = self._look(inputs, way)
         if look.has_loss and self.model.training and self._options.loss_in_model is not False:
             return self._train(inputs)
@@ -151,7 +161,7 @@ class ModelCalls:
     def _evaluate(self, call: Any) -> Any:
         if self._called is not self._inner and self._own_samples is None:
             # It may return anything, of all samples: an accuracy, say.
-            return self._run_whole(self._called, *call[0], **call[1])
+            return self._run_whole(self._called, *call.args.values(), **call.kwargs)
         number = self._kinds.setdefault(self._way_of(call), len(self._kinds))
         with self._inside() as around:
             step = self._step(around, call)
@@ -201,14 +211,17 @@ class ModelCalls:
 
     def _own(self, result: Any, call: Any, sizes: Sequence[int]) -> Any:
         own = self._own_samples
-        return result if own is None else own.of(result, call, sum(sizes))
+        return result if own is None else own.of(result, self._samples_of(call).number, sum(sizes))
+
+    def _samples_of(self, call: Any) -> Samples:
+        return find_samples(call, self._engine.known_samples())
 
     def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method that calls the model many times, as one step with one microbatch."""
         if self._is_inside:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
-        number = self._kinds.setdefault((name, *self._way_of((args, kwargs))), len(self._kinds))
+        number = self._kinds.setdefault((name, *self._way_of(Call(dict(enumerate(args)), kwargs))), len(self._kinds))
         try:
             with self._inside() as around:
                 result = self._engine.eval_step(
@@ -250,7 +263,7 @@ class ModelCalls:
 
     def _way_of(self, call: Any) -> Any:
         """What calls have in common that take the same path, and return the same kind of result."""
-        args, kwargs = call
+        args, kwargs = call.args.values(), call.kwargs
         named = ((name, _described(value)) for name, value in sorted(kwargs.items()))
         is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
         return self._name, self.model.training, is_trained, tuple(map(_described, args)), tuple(named)
@@ -264,9 +277,9 @@ class ModelCalls:
 
         def step(microbatch: Any) -> Packed:
             args, kwargs = microbatch if inputs is None else inputs.begin(microbatch)
-            if not adds_up:
-                kwargs = with_share_of_items(kwargs, microbatch, call)
-            return pack(around(lambda: called(*args, **kwargs)), only_loss=only_loss)
+            if not adds_up and NAME in kwargs:
+                kwargs = with_share_of_items(kwargs, microbatch, self._samples_of(call))
+            return pack(around(lambda: called(*args.values(), **kwargs)), only_loss=only_loss)
 
         return step
 

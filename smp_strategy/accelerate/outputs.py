@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.accelerate.inputs import Inputs
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.forward_step import ForwardStep
-from smp_strategy.pipeline.microbatch import merge
+from smp_strategy.pipeline.joining import merge
 from smp_strategy.step_results import loss_that_commits
 from smp_strategy.trace.tree import flatten
 

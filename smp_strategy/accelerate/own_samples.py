@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.pipeline.microbatch import num_samples
 from smp_strategy.trace.tree import flatten
 from smp_strategy.waiting import collectives
 
@@ -32,15 +31,14 @@ class OwnSamples:
     def __init__(self, mesh: ProcessMesh) -> None:
         self._mesh = mesh
 
-    def of(self, result: Any, call: Any, total: int) -> Any:
+    def of(self, result: Any, own: int | None, total: int) -> Any:
         """What this rank has asked for of ``result``. Collective over the ranks that split layers.
 
         Args:
             result: of the samples of all ranks.
-            call: arguments of the model, with this rank's samples.
+            own: how many samples of this rank are among them.
             total: samples of all ranks.
         """
-        own = num_samples(call, strict=False)
         if own is None:
             return result
         start = self._mesh.tp_rank * own

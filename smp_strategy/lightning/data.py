@@ -17,12 +17,16 @@ so those that run out of batches before others do, say so.
 
 import copy
 import os
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from smp_strategy.lightning.factory import Tree
@@ -33,6 +37,7 @@ from smp_strategy.readers import Readers
 
 __all__ = ["DataStream", "following"]
 
+_MOST_AHEAD = 64
 _ADVICE = (
     "A dataset that picks its samples by rank must use the data-parallel rank "
     "(`trainer.strategy.distributed_sampler_kwargs`) instead of `trainer.global_rank`"
@@ -63,6 +68,8 @@ class DataStream(Readers):
             partners=None if is_joint else lambda: mesh.tp_group,
         )
         self._state = global_state()
+        # Of the latest batches of all loaders, of which Lightning uses several at once, and fetches some ahead.
+        self._arrived: deque[tuple[weakref.ref[Tensor], int]] = deque(maxlen=_MOST_AHEAD)
 
     def begin(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
@@ -92,8 +99,20 @@ class DataStream(Readers):
             if not nobody_else_drew:
                 set_global_state(others)
 
-    def arrived(self, batch: Any) -> None:
-        """Nothing yet: batches are compared where Lightning moves them, whatever they come from."""
+    def arrived(self, batch: Any, num_samples: int | None) -> None:
+        """Note of how many samples ``batch`` is; it is compared where Lightning moves it, whatever it comes from."""
+        tensor = _tensor_in(batch)
+        if tensor is not None and num_samples is not None:
+            self._arrived.append((weakref.ref(tensor), num_samples))
+
+    def num_samples_of(self, batch: Any) -> int | None:
+        """Of how many samples a loader has put ``batch`` together, if it is a loader's and has a tensor."""
+        tensor = _tensor_in(batch)
+        return next((number for found, number in self._arrived if tensor is not None and found() is tensor), None)
+
+
+def _tensor_in(batch: Any) -> Tensor | None:
+    return next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
 
 
 def following(loader: DataLoader[Any], stream: DataStream, tree: Tree, *, dp_rank: int) -> DataLoader[Any]:

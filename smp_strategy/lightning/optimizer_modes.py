@@ -46,7 +46,7 @@ def _together(engine: Engine, optimizer: Optimizer, mode: str, method: Callable[
     def switch() -> Any:
         if not has_to_switch(optimizer, mode) or not engine.divides_updates:
             return method()
-        meet(f"optimizer.{mode}", engine.mesh.stage_ranks)
+        meet(f"optimizer.{mode}")
         with engine.changing_weights(optimizer):
             return method()
 

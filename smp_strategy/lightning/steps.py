@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.lightning.logs import LogRecorder
-from smp_strategy.pipeline.microbatch import merge
+from smp_strategy.pipeline.joining import given, merge, refuse_not_joined
 from smp_strategy.step_results import loss_that_commits
 
 if TYPE_CHECKING:
@@ -92,12 +92,15 @@ def run_eval_step(
     step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.eval_step(step, args[0], kind=name, is_joint=is_joint)
-    return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+    merged = merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+    return refuse_not_joined(merged) if name == "predict_step" else merged  # predictions are there to be used
 
 
 def _microbatch_step(
     step: Callable[..., Any], recorder: LogRecorder, rest: Sequence[Any], context: Context
 ) -> Callable[[Any], Any]:
+    rest = [given(value) for value in rest]
+
     def run(microbatch: Any) -> Any:
         with recorder.notes() as notes, context():
             output = step(microbatch, *rest)

@@ -77,6 +77,12 @@ def check_tensor(name: str, spec: TensorSpec, tensor: Tensor) -> None:
         )
 
 
+class _Place:
+    """Stands for a leaf. A packed sequence, which is a named tuple, asks where its parts are."""
+
+    device = torch.device("cpu")
+
+
 def encode(name: str, prediction: Prediction) -> Tensor:
     """The message that describes the result of the call ``name``.
 
@@ -85,7 +91,7 @@ def encode(name: str, prediction: Prediction) -> Tensor:
     """
     outputs = tuple(_sendable(output) for output in prediction.outputs)
     # Containers can be pickled, pytree's description of them only with a warning.
-    skeleton = pytree.tree_unflatten(range(len(outputs)), prediction.structure)
+    skeleton = pytree.tree_unflatten([_Place()] * len(outputs), prediction.structure)
     try:
         message = pickle.dumps((skeleton, outputs, prediction.changed, prediction.aliases))
     except Exception as error:

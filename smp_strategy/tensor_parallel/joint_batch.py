@@ -7,9 +7,9 @@ activations. What is large, the stream between the blocks of a transformer, is t
 each rank keeps some of them only (:mod:`smp_strategy.tensor_parallel.sequence`).
 
 What is brought together is what a batch is cut into microbatches by: dim 0 of tensors, and lists with one item per
-sample. Ranks may have different numbers of samples. Anything else is not per sample: it must be the same on all ranks,
-which go on as if there were one. That is compared, as are the other sizes of tensors, by all ranks alike, so that all
-of them raise the same error.
+sample (:mod:`smp_strategy.pipeline.samples`). Ranks may have different numbers of samples. Anything else is not per
+sample: it must be the same on all ranks, which go on as if there were one. That is compared, as are the other sizes of
+tensors, by all ranks alike, so that all of them raise the same error.
 """
 
 import pickle
@@ -17,11 +17,13 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.microbatch import num_samples, rebuilt
+from smp_strategy.pipeline.microbatch import shown_path
+from smp_strategy.pipeline.samples import Path, Samples, find_samples, is_array, length_of, visited
 from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["join"]
@@ -34,8 +36,8 @@ class _Leaf(NamedTuple):
     """What must be the same on all ranks, as they are told if it is not."""
     content: int = 0
     """A number that depends on the values, where these must be the same."""
-    items: list[Any] | None = None
-    """Of a list with one item per sample."""
+    items: Any = None
+    """A list with one item per sample, or an array."""
 
 
 class _Described(NamedTuple):
@@ -47,67 +49,68 @@ class _Described(NamedTuple):
     """Why it cannot be joined with others."""
 
 
-def join(batch: Any, group: TensorGroup) -> Any:
-    """The samples of all ranks of ``group``, in their order. Collective.
+def join(batch: Any, group: TensorGroup, known: int | None = None) -> tuple[Any, int | None]:
+    """The samples of all ranks of ``group``, in their order, and how many they are. Collective.
 
     Args:
         batch: what this rank has read.
         group: the ranks.
+        known: how many samples the data loader has put into ``batch``.
 
     Raises:
         UnsupportedError: batches do not go together; on all ranks.
     """
-    ranks: list[_Described] = group.objects(_described(batch))
+    samples = find_samples(batch, known)
+    ranks: list[_Described] = group.objects(_described(batch, samples))
     _check(ranks)
     lengths = [rank.samples or 0 for rank in ranks]
     position = iter(range(len(ranks[0].leaves)))
 
-    def visit(leaf: Any) -> Any:
+    def visit(path: Path, leaf: Any) -> Any:
         number = next(position)
-        if isinstance(leaf, Tensor):
-            return group.gather(leaf, 0, lengths) if leaf.ndim else leaf
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == samples.number:
+            return group.gather(leaf, 0, lengths)
         if ranks[group.rank].leaves[number].items is None:
             return leaf
-        return [item for rank in ranks for item in rank.leaves[number].items or ()]
+        items = [rank.leaves[number].items for rank in ranks]
+        if isinstance(leaf, np.ndarray):
+            return np.concatenate(items)
+        return type(leaf)(item for part in items for item in part)
 
-    return rebuilt(batch, visit)
+    return visited(batch, samples.lists, visit), None if samples.number is None else sum(lengths)
 
 
-def _described(batch: Any) -> _Described:
-    leaves: list[Any] = []
-
-    def visit(leaf: Any) -> Any:
-        leaves.append(leaf)
-        return leaf
-
-    rebuilt(batch, visit)
-    dims = dict.fromkeys(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim)
-    if len(dims) > 1:
-        return _Described(
-            None,
-            [],
-            f"its tensors have different numbers of samples (dim 0: {', '.join(map(str, dims))}). Keep tensors that "
-            "are not per sample in the module (as buffers).",
-        )
-    samples = num_samples(batch)
+def _described(batch: Any, samples: Samples) -> _Described:
+    leaves: list[_Leaf] = []
     try:
-        return _Described(samples, [_leaf(leaf, samples) for leaf in leaves])
+        visited(batch, samples.lists, lambda path, leaf: leaves.append(_leaf(path, leaf, samples)))
     except UnsupportedError as error:
         return _Described(None, [], str(error))
+    return _Described(samples.number, leaves)
 
 
-def _leaf(leaf: Any, samples: int | None) -> _Leaf:
+def _leaf(path: Path, leaf: Any, samples: Samples) -> _Leaf:
+    if is_array(leaf) and length_of(leaf) not in (None, 1, samples.number):
+        raise UnsupportedError(
+            f"it has {samples.number} samples ({shown_path(samples.witness)}), but {shown_path(path)} has "
+            f"{length_of(leaf)}, a different number of samples. Keep what is not per sample in the module (as a "
+            "buffer)."
+        )
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided or leaf.requires_grad:
             what = "requires a gradient" if leaf.requires_grad else f"has the layout {leaf.layout}"
             raise UnsupportedError(f"it holds a tensor that {what}. Make it in the step, from an ordinary tensor.")
-        if leaf.ndim:
+        if leaf.ndim and length_of(leaf) == samples.number:
             return _Leaf(f"a tensor of {leaf.dtype} with {_shape(leaf)}")
-        return _Leaf(f"a number as a tensor of {leaf.dtype}", zlib.crc32(repr(leaf.item()).encode()))
-    if isinstance(leaf, list) and len(leaf) == samples:
+        return _Leaf(f"a number as a tensor of {leaf.dtype}", zlib.crc32(repr(leaf.tolist()).encode()))
+    if isinstance(leaf, np.ndarray) and leaf.ndim and len(leaf) == samples.number:
+        return _Leaf(f"an array of {leaf.dtype} with {_shape(leaf)}", items=leaf)
+    if path in samples.lists:
         return _Leaf("a list with one item per sample", items=leaf)
-    if hasattr(leaf, "smp_slice"):
-        raise UnsupportedError(f"it holds an object that cuts itself ({type(leaf).__name__}), which cannot be joined.")
+    if hasattr(leaf, "smp_slice") or (is_array(leaf) and not isinstance(leaf, np.ndarray)):
+        raise UnsupportedError(
+            f"it holds a {type(leaf).__name__} under {shown_path(path)}, which can be cut, but not be joined."
+        )
     try:
         return _Leaf(f"a value of type {type(leaf).__name__}", zlib.crc32(pickle.dumps(leaf)))
     except Exception as error:
@@ -116,8 +119,8 @@ def _leaf(leaf: Any, samples: int | None) -> _Leaf:
         ) from error
 
 
-def _shape(tensor: Tensor) -> str:
-    return f"samples of shape {list(tensor.shape[1:])}"
+def _shape(array: Any) -> str:
+    return f"samples of shape {list(array.shape[1:])}"
 
 
 def _check(ranks: Sequence[_Described]) -> None:

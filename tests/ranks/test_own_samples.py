@@ -7,6 +7,7 @@ import dataclasses
 from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -114,6 +115,18 @@ JOINED: dict[str, tuple[Any, Any, Any]] = {
         {"x": ones(1), "boxes": [{"at": ones(1, 2)}]},
         {"x": ones(2), "boxes": [{"at": ones(4, 2)}, {"at": ones(1, 2)}]},
     ),
+    "tuples of texts": ((ones(1), ("a",)), (ones(2), ("b", "c")), (ones(3), ("a", "b", "c"))),
+    "masks": (
+        {"x": ones(2), "masks": [ones(2, 2), ones(3, 2)]},
+        {"x": ones(1), "masks": [ones(4, 2)]},
+        {"x": ones(3), "masks": [ones(2, 2), ones(3, 2), ones(4, 2)]},
+    ),
+    "arrays": (
+        {"x": ones(2), "y": np.arange(2)},
+        {"x": ones(1), "y": np.arange(1)},
+        {"x": ones(3), "y": np.array([0, 1, 0])},
+    ),
+    "what broadcasts": ((ones(2, 3), ones(1, 3)), (ones(3, 3), ones(1, 3)), (ones(5, 3), ones(1, 3))),
     "dataclass": (Sample(ones(1), ["a"]), Sample(ones(1), ["b"]), Sample(ones(2), ["a", "b"])),
     "mapping": (UserDict(x=ones(2)), UserDict(x=ones(1)), UserDict(x=ones(3))),
     "beside samples": (
@@ -135,7 +148,7 @@ APART: dict[str, tuple[Any, Any, str]] = {
     "not per sample": (
         (ones(2), ones(3)),
         (ones(2), ones(3)),
-        r"different numbers of samples \(dim 0: 2, 3\).*buffers",
+        r"2 samples \(`batch\[0\]`\), but `batch\[1\]` has 3, a different number of samples.*buffer",
     ),
     "gradients": (ones(2, requires_grad=True), ones(2), "rank 0 cannot: it holds a tensor that requires a gradient"),
     "samples on one": ({"x": ones(1)}, {"x": torch.tensor(1.0)}, "different things"),
@@ -145,7 +158,7 @@ APART: dict[str, tuple[Any, Any, str]] = {
 def run_join(of_ranks: tuple[Any, Any]) -> Any:
     batch = of_ranks[dist.get_rank()]
     try:
-        return join(batch, TensorGroup(dist.group.WORLD))
+        return join(batch, TensorGroup(dist.group.WORLD))[0]
     except UnsupportedError as error:
         return str(error)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.microbatch import merge, sizes_of, split
+from smp_strategy.pipeline.joining import merge
+from smp_strategy.pipeline.microbatch import sizes_of, split
 
 
 class Pair(NamedTuple):
@@ -201,7 +202,9 @@ def test_an_object_that_cuts_itself_can_be_the_whole_batch():
 
 
 def test_tensors_that_disagree_on_the_number_of_samples_are_refused():
-    with pytest.raises(UnsupportedError, match=r"different numbers of samples .*\[4\] and \[10\].*`microbatches=1`"):
+    with pytest.raises(
+        UnsupportedError, match=r"4 samples \(`batch\['x'\]`\), but `batch\['weights'\]` .*\[10\].*`microbatches=1`"
+    ):
         split({"x": torch.zeros(4), "weights": torch.zeros(10)}, 2)
 
 
@@ -218,41 +221,6 @@ def test_a_batch_without_samples_is_one_microbatch(batch):
     assert len(parts) == 1
     assert parts[0] is batch
     assert sizes == (1,)
-
-
-def test_scalars_are_averaged_by_samples():
-    merged = merge([torch.tensor(1.0), torch.tensor(4.0)], (2, 1))
-    assert merged.item() == pytest.approx(2.0)
-
-
-def test_a_mean_over_the_batch_is_the_merge_of_the_means():
-    x = torch.randn(7, 3)
-    parts, sizes = split(x, 3)
-    torch.testing.assert_close(merge([part.mean() for part in parts], sizes), x.mean())
-
-
-@pytest.mark.parametrize(
-    ("outputs", "sizes", "expected"),
-    [
-        ([None, None], (1, 1), None),
-        (["a", "a"], (1, 1), "a"),
-        (["a", "b"], (1, 1), ["a", "b"]),
-        ([1, 1.0], (1, 1), [1, 1.0]),
-        ([["a"], ["b", "c"]], (1, 2), ["a", "b", "c"]),
-        ([("a", 1), ("a", 2)], (1, 1), ("a", [1, 2])),
-        ([{"a": 1}, {"b": 1}], (1, 1), [{"a": 1}, {"b": 1}]),
-    ],
-)
-def test_other_results_are_merged_item_by_item_or_listed(outputs, sizes, expected):
-    assert merge(outputs, sizes) == expected
-
-
-def test_tensors_of_other_shapes_must_be_equal_or_are_listed():
-    same = merge([torch.ones(5), torch.ones(5)], (2, 1))
-    assert torch.equal(same, torch.ones(5))
-    different = merge([torch.ones(5), torch.zeros(5)], (2, 1))
-    assert isinstance(different, list)
-    assert len(different) == 2
 
 
 def test_an_empty_batch_is_one_empty_microbatch():
