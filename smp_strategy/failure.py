@@ -1,36 +1,67 @@
 """Show the first failure, on every rank.
 
 When one rank fails, the others fail a moment later with "connection closed by peer", and those secondary errors are
-what people read first. So the rank that fails leaves its traceback in the store through which the ranks met, before
-its connections close; a rank whose connection breaks looks there and says what really happened.
+what people read first. So the rank that fails leaves what it has to say in the store through which the ranks met,
+before its connections close, and whoever has started a rank that was killed does it in its place. A rank whose
+connection breaks looks there and says what really happened.
+
+Where the process is gone that serves the store, any call of that store prints a screen of C++ frames. So a connection
+of our own, which prints nothing, tells first whether it is there.
 
 The functions that take a ``store`` do nothing but that; :func:`blame` decides whose fault an exception is.
 """
 
+import os
+import socket
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, Final, NoReturn
 
 import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["blame", "first_failure", "publish", "raise_lost"]
+__all__ = ["blame", "first_failure", "is_library", "publish", "publish_own", "raise_lost"]
 
 _COUNT = "smp_strategy/failures"
 _FIRST = "smp_strategy/first_failure"
 # A rank that fails publishes before its sockets close; this covers the time in which both are under way.
 _PATIENCE_SECONDS = 2.0
+# For the process that serves the store to take a connection.
+_CONNECT_SECONDS: Final = 1.0
 _BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "recvbytes", "sendbytes")
+# Whose frames tell a user little.
+_LIBRARIES: Final = frozenset(
+    ("torch", "smp_strategy", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "hydra")
+) | {"contextlib", "runpy", "threading", "concurrent"}
 
 
-def publish(store: dist.Store, rank: int, text: str) -> None:
-    """Leave ``text`` (a traceback) for the other ranks, unless a rank has failed before this one."""
+def publish(store: dist.Store, rank: int, text: str) -> bool:
+    """Leave ``text``, of what ``rank`` has failed, for the other ranks, unless a rank has failed before this one.
+
+    Returns:
+        Whether no other rank has failed before, as far as can be known.
+    """
     # The store may live in a process that has ended already; then nobody is left to read it.
     with suppress(Exception):
         if store.add(_COUNT, 1) == 1:
-            store.set(_FIRST, f"rank {rank} failed first:\n{text}")
+            store.set(_FIRST, f"rank {rank} failed first: {text}")
+        return store.get(_FIRST).decode().startswith(f"rank {rank} ")
+    return True
+
+
+def publish_own(error: BaseException) -> bool:
+    """Leave ``error``, of which this rank has failed, for the others.
+
+    Returns:
+        Whether it is the first that is known: no other rank has failed before, and it is not told of another.
+    """
+    if isinstance(error, PeerFailedError):
+        return False
+    store = _store_in_reach()
+    return store is None or publish(store, dist.get_rank(), _summary(error))
 
 
 def first_failure(store: dist.Store) -> str | None:
@@ -45,21 +76,25 @@ def blame(error: Exception) -> Exception:
     """Publish ``error``, or find the error of another rank behind it.
 
     Returns:
-        ``error`` itself where it arose on this rank; a :class:`PeerFailedError` with the other rank's traceback in
-        front where it is only the broken connection that this rank noticed.
+        ``error`` itself where it arose on this rank; a :class:`PeerFailedError` that says what happened to another rank
+        where it is only the broken connection that this rank noticed.
     """
     if isinstance(error, PeerFailedError) or not dist.is_initialized():
         return error
-    store = dist.distributed_c10d._get_default_store()
     if not _is_broken_connection(error):
-        publish(store, dist.get_rank(), "".join(traceback.format_exception(error)))
+        publish_own(error)
         return error
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while (culprit := first_failure(store)) is None:
+    while (store := _store_in_reach()) is not None:
+        if (culprit := first_failure(store)) is not None:
+            return PeerFailedError(culprit)
         if time.monotonic() > deadline:
             return error
         time.sleep(0.05)
-    return PeerFailedError(f"{culprit}\nrank {dist.get_rank()} lost its connection because of that: {error}")
+    server = "The launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "Rank 0"
+    return PeerFailedError(
+        f"{server} is gone: it was killed, or has ended. Rank {dist.get_rank()} ends because of that."
+    )
 
 
 def raise_lost(error: RuntimeError, rank: int, doing: str) -> NoReturn:
@@ -79,8 +114,42 @@ def raise_lost(error: RuntimeError, rank: int, doing: str) -> NoReturn:
         raise cause from error
     raise PeerFailedError(
         f"While {doing} rank {rank}, the connection failed: {error}\n"
-        f"Rank {rank} stopped or is stuck; its own output says why."
+        f"Rank {rank} is stuck, or has ended without a word, as a process does that is killed: by the system when "
+        "memory runs out, for example. Its own output, or that of its launcher, may say more."
     ) from error
+
+
+def is_library(names: Mapping[str, Any]) -> bool:
+    """Whether code with these globals belongs to a library of which the user has called a function or a class."""
+    return str(names.get("__name__", "")).split(".")[0] in _LIBRARIES
+
+
+def _summary(error: BaseException) -> str:
+    """What ``error`` says, and where in the user's code it arose."""
+    said = "".join(traceback.format_exception_only(error)).strip()
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame, line) for frame, line in frames if not is_library(frame.f_globals)] or frames
+    if not own:
+        return said
+    frame, line = own[-1]
+    return f"{said} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+
+
+def _store_in_reach() -> dist.Store | None:
+    """The store of the ranks; ``None``: there is none any more, or never was."""
+    if not dist.is_initialized():
+        return None
+    default = inner = dist.distributed_c10d._get_default_store()
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, dist.TCPStore):
+        try:
+            socket.create_connection((inner.host, inner.port), timeout=_CONNECT_SECONDS).close()
+        except TimeoutError:  # it may be busy
+            return default
+        except OSError:
+            return None
+    return default
 
 
 def _is_broken_connection(error: Exception) -> bool:

@@ -76,10 +76,12 @@ class Coroutine:
             raise _CancelledError
 
     def cancel(self) -> None:
-        """End a paused program at the point where it waits."""
+        """End a paused program at the point where it waits, or where it is about to wait if Ctrl-C came in its turn."""
         if self._thread is not None:
             self._cancelled = True
-            self._turn()
+            self._thread.settle()
+            if not self.finished:
+                self._turn()
 
     def _turn(self) -> None:
         """Let the program run until it pauses or ends."""

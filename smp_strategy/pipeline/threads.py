@@ -38,6 +38,7 @@ class ProgramThread:
                 "files that a process may open. Allow more (`ulimit -n`), or use fewer microbatches."
             ) from error
         self._tasks: list[Task] = []
+        self._is_at_work = False
         weakref.finalize(self, self._scheduler.close)
         # A program that is never resumed must not keep the process from ending.
         threading.Thread(target=_work, args=(self._program, self._tasks), name="microbatch", daemon=True).start()
@@ -50,7 +51,15 @@ class ProgramThread:
     def resume(self) -> None:
         """Called by the scheduler: let the task go on until it hands back or ends."""
         self._scheduler.send(b"\0")
+        self._is_at_work = True
         self._scheduler.recv(1)
+        self._is_at_work = False
+
+    def settle(self) -> None:
+        """Called by the scheduler, which Ctrl-C may have interrupted: wait until the task has handed back or ended."""
+        if self._is_at_work:
+            self._scheduler.recv(1)
+            self._is_at_work = False
 
     def hand_back(self) -> None:
         """Called by the task: sleep until the scheduler resumes it."""
@@ -60,7 +69,7 @@ class ProgramThread:
 
 def _work(program: socket.socket, tasks: list[Task]) -> None:
     # An interrupted scheduler may be gone when the task ends.
-    with program, suppress(BrokenPipeError):
+    with program, suppress(ConnectionError):
         while program.recv(1):  # which is empty once the other end is closed
             tasks.pop()()
             program.send(b"\0")
