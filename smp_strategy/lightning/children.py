@@ -52,6 +52,11 @@ class Children:
             # Nobody reads what is written: whoever looks sees that it is there.
             self._farewell, writing = os.pipe()
             atexit.register(os.write, writing, b"\0")
+            if (
+                signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+                and threading.current_thread() is threading.main_thread()
+            ):
+                signal.signal(signal.SIGTERM, self._end_all)
         variables = {**environment, _VARIABLE: f"{os.getpid()}:{self._farewell}"}
         self._ranks.append(rank)
         self._processes.append(subprocess.Popen(command, env=variables, cwd=folder, pass_fds=[self._farewell]))
@@ -72,6 +77,19 @@ class Children:
                 # SIGTERM is not enough for a process that waits inside a collective.
                 process.kill()
                 process.wait()
+
+    def _end_all(self, number: int, frame: object) -> None:
+        """Handle SIGTERM as long as Lightning does not: it ends this process, and so the others as well."""
+        # Lightning's handler calls this one, too.
+        if signal.getsignal(number) != self._end_all:
+            return
+        for process in self._processes:
+            process.send_signal(number)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_POLL_SECONDS)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def _watch(self) -> None:
         while not any(_has_failed(process) for process in self._processes):

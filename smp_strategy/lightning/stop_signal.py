@@ -33,11 +33,12 @@ class StopSignal:
     """See the module docstring.
 
     Args:
-        trainer: Lightning's Trainer, which fits.
-        stop: makes the exception that ends training.
+        trainer: Lightning's Trainer.
+        stop: makes the exception that ends training; ``None`` outside ``fit``, where a signal is noted and no more, as
+            by Lightning in one process.
     """
 
-    def __init__(self, trainer: Any, stop: Callable[[], BaseException]) -> None:
+    def __init__(self, trainer: Any, stop: Callable[[], BaseException] | None) -> None:
         self._trainer = trainer
         self._stop = stop
         self._has_come = False
@@ -60,6 +61,8 @@ class StopSignal:
         if launcher is not None and not self._has_come:
             launcher.kill(signum)  # the ranks that this one has started
         self._has_come = True
+        if self._stop is None:
+            self._trainer._signal_connector.received_sigterm = True
 
     def check(self) -> None:
         """Before each step, on all ranks: end training if a rank had the signal before the last one."""
@@ -83,7 +86,7 @@ class StopSignal:
         work, flag = self._pending
         work.wait()
         self._pending = None
-        if flag.item():
+        if flag.item() and self._stop is not None:
             self._trainer._signal_connector.received_sigterm = True
             raise self._stop()
 
