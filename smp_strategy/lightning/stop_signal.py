@@ -6,7 +6,8 @@ pipeline could not overlap. Besides, a rank that gets the signal stops by itself
 
 So ranks compare in the background whether one of them has got the signal, and look at the answer one step later, when
 it is there: all stop before the same step, whichever rank has got the signal. When training ends they wait for the
-answer, as nobody would look at it later.
+answer, as nobody would look at it later. Evaluation stops as well, unless replicas share it, which may have different
+numbers of batches: then it goes on to its end, and so does prediction, as in one process.
 
 Lightning then ends the script with exit code 0. That is fine for somebody at a terminal. A scheduler takes it for a
 run that is done, and does not start it again: where there is no terminal, or SLURM has started the script, the exit
@@ -34,11 +35,10 @@ class StopSignal:
 
     Args:
         trainer: Lightning's Trainer.
-        stop: makes the exception that ends training; ``None`` outside ``fit``, where a signal is noted and no more, as
-            by Lightning in one process.
+        stop: makes the exception that ends the run.
     """
 
-    def __init__(self, trainer: Any, stop: Callable[[], BaseException] | None) -> None:
+    def __init__(self, trainer: Any, stop: Callable[[], BaseException]) -> None:
         self._trainer = trainer
         self._stop = stop
         self._has_come = False
@@ -61,8 +61,6 @@ class StopSignal:
         if launcher is not None and not self._has_come:
             launcher.kill(signum)  # the ranks that this one has started
         self._has_come = True
-        if self._stop is None:
-            self._trainer._signal_connector.received_sigterm = True
 
     def check(self) -> None:
         """Before each step, on all ranks: end training if a rank had the signal before the last one."""
@@ -86,7 +84,7 @@ class StopSignal:
         work, flag = self._pending
         work.wait()
         self._pending = None
-        if flag.item() and self._stop is not None:
+        if flag.item():
             self._trainer._signal_connector.received_sigterm = True
             raise self._stop()
 
@@ -98,7 +96,7 @@ def end_as_stopped(exception: BaseException, tree: Tree) -> None:
     if not is_at_terminal(os.environ, (sys.stdin, sys.stdout, sys.stderr)):
         exception.code = STOPPED
     tree.pytorch("utilities.rank_zero").rank_zero_info(
-        f"SIGTERM has ended training; the exit code is {exception.code or 0}."
+        f"SIGTERM has ended this run; the exit code is {exception.code or 0}."
     )
 
 

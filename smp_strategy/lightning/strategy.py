@@ -237,10 +237,9 @@ class SMPHooks(CheckpointHooks):
         # Not every Lightning 2.6 lets ranks compare; each stops by itself where it does not.
         compares = hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
         if compares and dist.get_world_size() > 1:
-            stop = self.tree.pytorch("utilities.exceptions").SIGTERMException if fitting else None
-            signal = StopSignal(trainer, stop)
+            signal = StopSignal(trainer, self.tree.pytorch("utilities.exceptions").SIGTERMException)
             self._stand_ins.enter_context(signal.installed())
-            self._stop_signal = signal if fitting else None
+            self._stop_signal = None if trainer.state.fn == states.TrainerFn.PREDICTING else signal
 
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
         """Replace what has to know of other ranks in this run, on the instances."""

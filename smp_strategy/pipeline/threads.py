@@ -38,7 +38,6 @@ class ProgramThread:
                 "files that a process may open. Allow more (`ulimit -n`), or use fewer microbatches."
             ) from error
         self._tasks: list[Task] = []
-        self._is_at_work = False
         weakref.finalize(self, self._scheduler.close)
         # A program that is never resumed must not keep the process from ending.
         threading.Thread(target=_work, args=(self._program, self._tasks), name="microbatch", daemon=True).start()
@@ -51,15 +50,17 @@ class ProgramThread:
     def resume(self) -> None:
         """Called by the scheduler: let the task go on until it hands back or ends."""
         self._scheduler.send(b"\0")
-        self._is_at_work = True
         self._scheduler.recv(1)
-        self._is_at_work = False
 
-    def settle(self) -> None:
-        """Called by the scheduler, which Ctrl-C may have interrupted: wait until the task has handed back or ended."""
-        if self._is_at_work:
+    def finish(self, has_ended: Callable[[], bool]) -> None:
+        """Called by the scheduler: let the task go on until it has ended; it does not hand back any more.
+
+        Ctrl-C may have interrupted the scheduler anywhere in the task's turn. Nobody knows whose turn it is then, and
+        the thread is of no use for another task.
+        """
+        self._scheduler.send(b"\0")
+        while not has_ended():
             self._scheduler.recv(1)
-            self._is_at_work = False
 
     def hand_back(self) -> None:
         """Called by the task: sleep until the scheduler resumes it."""
@@ -71,7 +72,8 @@ def _work(program: socket.socket, tasks: list[Task]) -> None:
     # An interrupted scheduler may be gone when the task ends.
     with program, suppress(ConnectionError):
         while program.recv(1):  # which is empty once the other end is closed
-            tasks.pop()()
+            if tasks:  # else: see `finish`
+                tasks.pop()()
             program.send(b"\0")
 
 
