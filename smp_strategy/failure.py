@@ -32,6 +32,8 @@ _PATIENCE_SECONDS = 2.0
 # For the process that serves the store to take a connection.
 _CONNECT_SECONDS: Final = 1.0
 _BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "recvbytes", "sendbytes")
+# A message may be long: that of an error in a process of a data loader has a traceback of its own.
+_NUM_LINES: Final = 3
 # Whose frames tell a user little.
 _LIBRARIES: Final = frozenset(
     ("torch", "smp_strategy", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "hydra")
@@ -125,8 +127,9 @@ def is_library(names: Mapping[str, Any]) -> bool:
 
 
 def _summary(error: BaseException) -> str:
-    """What ``error`` says, and where in the user's code it arose."""
-    said = "".join(traceback.format_exception_only(error)).strip()
+    """What ``error`` says, or the beginning and the end of that, and where in the user's code it arose."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    said = "\n".join(lines) if len(lines) <= _NUM_LINES else f"{lines[0]} ... {lines[-1]}"
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if not is_library(frame.f_globals)] or frames
     if not own:

@@ -159,19 +159,7 @@ def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, layout, tmp_pat
     assert output.count("raise ValueError") == 1
     if rank == 1:
         assert "PeerFailedError: rank 1 failed first:" in output
-    assert told_after_the_report(output) <= 25
-
-
-def told_after_the_report(output: str) -> int:
-    """Lines of what is printed when training has begun."""
-    return len(output.splitlines()) - max(
-        (
-            number
-            for number, line in enumerate(output.splitlines())
-            if re.match(r"stage \d|states|on per|and opt", line)
-        ),
-        default=0,
-    )
+    assert len(output.splitlines()) <= 60
 
 
 SIGNALLED = """
@@ -190,7 +178,8 @@ GONE = "Rank 0 is gone: it was killed, or has ended|which has started this one, 
 KILLED = r"rank {} failed first: its process \(\d+\) was killed by {} \(signal {}\)"
 
 
-# Which rank, by what, and what is left of the others; three ranks: some have no connection to the one that is gone.
+# With three ranks, one of them has no connection to the one that is gone.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("rank", "fault", "layout", "devices", "said", "code"),
     [
@@ -208,7 +197,7 @@ def test_a_signal_ends_all_ranks_and_is_named_in_few_lines(rank, fault, layout, 
     assert done == code, output
     assert re.search(said, output), output
     assert "Traceback" not in output
-    assert told_after_the_report(output) <= 20, output
+    assert len(output.splitlines()) <= 60, output
     assert seconds < 150
 
 

@@ -72,6 +72,25 @@ def test_an_error_is_told_with_the_line_of_the_user_where_it_arose(rank):
         assert told == words
 
 
+def long_mistake():
+    raise ValueError("the first\n" + "between\n" * 10 + "the last")
+
+
+def published_long():
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="first") as caught:
+            long_mistake()
+        publish_own(caught.value)
+    dist.barrier()
+    return str(blame(RuntimeError("Connection reset by peer")))
+
+
+def test_of_a_long_message_the_others_are_told_the_beginning_and_the_end():
+    line = long_mistake.__code__.co_firstlineno + 1
+    words = f"rank 1 failed first: ValueError: the first ... the last ({__file__}, line {line}, in long_mistake)"
+    assert run_ranks(published_long, 2) == [words] * 2
+
+
 def without_rank_zero():
     """Rank 0, which serves the store, ends without a word."""
     rank = dist.get_rank()
