@@ -25,7 +25,6 @@ from smp_strategy.errors import PeerFailedError, SMPError
 
 __all__ = ["blame", "first_failure", "is_library", "publish", "publish_own", "raise_lost"]
 
-_COUNT = "smp_strategy/failures"
 _FIRST = "smp_strategy/first_failure"
 # A rank that fails publishes before its sockets close; this covers the time in which both are under way.
 _PATIENCE_SECONDS = 2.0
@@ -48,9 +47,8 @@ def publish(store: dist.Store, rank: int, text: str) -> bool:
     """
     # The store may live in a process that has ended already; then nobody is left to read it.
     with suppress(Exception):
-        if store.add(_COUNT, 1) == 1:
-            store.set(_FIRST, f"rank {rank} failed first: {text}")
-        return store.get(_FIRST).decode().startswith(f"rank {rank} ")
+        first = store.compare_set(_FIRST, "", f"rank {rank} failed first: {text}")
+        return first.decode().startswith(f"rank {rank} ")
     return True
 
 

@@ -11,7 +11,6 @@ What a rank does by itself meanwhile (write a file, read one) may fail there alo
 
 import json
 import time
-import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,15 +90,16 @@ def alike(doing: str, replica: Sequence[int] = ()) -> Iterator[None]:
         if error is not None:  # it is why this rank is not where the others are
             raise error from None
         raise
-    mine = None if error is None else (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    # Where it arose is told by that rank, which raises it.
+    mine = None if error is None else f"{type(error).__name__}: {error}"
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     if error is not None:
         raise error
     failed = {rank: report for rank, report in enumerate(found) if report is not None}
     if failed:
-        rank, (summary, story) = next(iter(failed.items()))
-        raise PeerFailedError(f"Rank {rank} failed while {doing}: {summary}\nThere:\n{story}")
+        rank, summary = next(iter(failed.items()))
+        raise PeerFailedError(f"Rank {rank} failed while {doing}: {summary}")
 
 
 def _wait(store: dist.Store, key: str, call: str, watch: Watch, timeout: timedelta) -> None:

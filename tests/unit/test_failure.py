@@ -23,7 +23,7 @@ def test_the_first_failure_stays():
 
 def test_who_fails_after_the_store_is_gone_is_the_first_as_far_as_it_knows():
     class Gone:
-        def add(self, key, number):
+        def compare_set(self, key, expected, desired):
             raise dist.DistNetworkError("Broken pipe")
 
     assert publish(Gone(), 1, "the cause")
