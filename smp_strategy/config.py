@@ -47,7 +47,7 @@ __all__ = [
 ENV_PREFIX = "SMP_"
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 # Environment variables with our prefix that are not options.
-NOT_OPTIONS = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME"})
+NOT_OPTIONS = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"})
 # Options of one front door only, which reads them itself.
 DOOR_OPTIONS = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
 

@@ -1,35 +1,48 @@
 """Show the first failure, on every rank.
 
 When one rank fails, the others fail a moment later with "connection closed by peer", and those secondary errors are
-what people read first. So the rank that fails leaves its traceback in the store through which the ranks met, before
-its connections close; a rank whose connection breaks looks there and says what really happened.
+what people read first. So the rank that fails leaves what it has to say in the store through which the ranks met,
+before its connections close, and whoever has started a rank that was killed does it in its place. A rank whose
+connection breaks looks there and says what really happened.
+
+Where the process is gone that serves the store, any call of that store prints a screen of C++ frames. So a connection
+of our own, which prints nothing, tells first whether it is there.
+
+The store may also live in a rank that is stopped, and a call of it would never return. So it is called by a thread of
+its own, which is given up after some seconds (:class:`StoreCall`).
 
 The functions that take a ``store`` do nothing but that; :func:`blame` decides whose fault an exception is.
-
-The store may live in a rank that is stopped, and a call of it would never return. So it is called by a thread of its
-own, which is given up after some seconds (:class:`StoreCall`).
 """
 
+import os
+import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Generic, NoReturn, TypeVar, final
+from typing import Any, Final, Generic, NoReturn, TypeVar, final
 
 import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["StoreCall", "blame", "first_failure", "forget", "publish", "raise_lost"]
+__all__ = ["StoreCall", "blame", "first_failure", "is_library", "publish", "publish_own", "raise_lost"]
 
-_COUNT = "smp_strategy/failures"
 _FIRST = "smp_strategy/first_failure"
 # A rank that fails publishes before its sockets close; this covers the time in which both are under way.
 _PATIENCE_SECONDS = 2.0
+# For the process that serves the store to take a connection.
+_CONNECT_SECONDS: Final = 1.0
 # How long a store may take to answer.
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS: Final = 5.0
 _BROKEN_CONNECTION = ("gloo", "nccl", "connection", "socket", "broken pipe", "pair closure", "recvbytes", "sendbytes")
+# A message may be long: that of an error in a process of a data loader has a traceback of its own.
+_NUM_LINES: Final = 3
+# Whose frames tell a user little.
+_LIBRARIES: Final = frozenset(
+    ("torch", "smp_strategy", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "hydra")
+) | {"contextlib", "runpy", "threading", "concurrent"}
 
 
 T = TypeVar("T")
@@ -73,12 +86,32 @@ class StoreCall(Generic[T]):
             self._error = error
 
 
-def publish(store: dist.Store, rank: int, text: str) -> None:
-    """Leave ``text`` (a traceback) for the other ranks, unless a rank has failed before this one."""
+def publish(store: dist.Store, rank: int, text: str) -> bool:
+    """Leave ``text``, of what ``rank`` has failed, for the other ranks, unless a rank has failed before this one.
+
+    Returns:
+        Whether no other rank has failed before, as far as can be known.
+    """
     # The store may live in a process that has ended already; then nobody is left to read it.
     with suppress(Exception):
-        if store.add(_COUNT, 1) == 1:
-            store.set(_FIRST, f"rank {rank} failed first:\n{text}")
+        first = store.compare_set(_FIRST, "", f"rank {rank} failed first: {text}")
+        return first.decode().startswith(f"rank {rank} ")
+    return True
+
+
+def publish_own(error: BaseException) -> bool:
+    """Leave ``error``, of which this rank has failed, for the others.
+
+    Returns:
+        Whether it is the first that is known: no other rank has failed before, and it is not told of another.
+    """
+    if isinstance(error, PeerFailedError):
+        return False
+    store = _store_in_reach()
+    if store is None:
+        return True
+    call = StoreCall(lambda: publish(store, dist.get_rank(), _summary(error)))
+    return not call.within(_ANSWER_SECONDS) or call.get()
 
 
 def first_failure(store: dist.Store) -> str | None:
@@ -93,39 +126,37 @@ def forget(store: dist.Store) -> None:
     """All ranks go on together: what has failed before is over."""
     with suppress(Exception):
         store.delete_key(_FIRST)
-        store.delete_key(_COUNT)
 
 
 def blame(error: Exception) -> Exception:
     """Publish ``error``, or find the error of another rank behind it.
 
     Returns:
-        ``error`` itself where it arose on this rank; a :class:`PeerFailedError` with the other rank's traceback in
-        front where it is only the broken connection that this rank noticed.
+        ``error`` itself where it arose on this rank; a :class:`PeerFailedError` that says what happened to another rank
+        where it is only the broken connection that this rank noticed.
     """
     if isinstance(error, PeerFailedError) or not dist.is_initialized():
         return error
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     if not _is_broken_connection(error):
-        text = "".join(traceback.format_exception(error))
-        StoreCall(lambda: publish(store, rank, text)).within(_ANSWER_SECONDS)
+        publish_own(error)
         return error
-    search = StoreCall(lambda: _search(store))
-    if not search.within(_ANSWER_SECONDS) or (culprit := search.get()) is None:
-        return error
-    return PeerFailedError(f"{culprit}\nrank {rank} lost its connection because of that: {error}")
+    search = StoreCall(_search)
+    return (search.get() or error) if search.within(_ANSWER_SECONDS) else error
 
 
-def _search(store: dist.Store) -> str | None:
+def _search() -> PeerFailedError | None:
     """The first failure, which may be about to be published."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    with suppress(Exception):  # a store that is gone is asked once: torch writes pages about each further call
-        while not store.check([_FIRST]):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.05)
-        return store.get(_FIRST).decode()
-    return None
+    while (store := _store_in_reach()) is not None:
+        if (culprit := first_failure(store)) is not None:
+            return PeerFailedError(culprit)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.05)
+    server = "The launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "Rank 0"
+    return PeerFailedError(
+        f"{server} is gone: it was killed, or has ended. Rank {dist.get_rank()} ends because of that."
+    )
 
 
 def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> NoReturn:
@@ -148,8 +179,44 @@ def raise_lost(error: RuntimeError, ranks: int | Sequence[int], doing: str) -> N
     who = f"{'ranks' if several else 'rank'} {', '.join(map(str, ranks))}"
     raise PeerFailedError(
         f"While {doing} {who}, the connection failed: {error}\n"
-        f"{'One of them' if several else who.capitalize()} stopped or is stuck; its own output says why."
+        f"{'One of them' if several else who.capitalize()} is stuck, or has ended without a word, as a process does "
+        "that is killed: by the system when memory runs out, for example. Its own output, or that of its launcher, may "
+        "say more."
     ) from error
+
+
+def is_library(names: Mapping[str, Any]) -> bool:
+    """Whether code with these globals belongs to a library of which the user has called a function or a class."""
+    return str(names.get("__name__", "")).split(".")[0] in _LIBRARIES
+
+
+def _summary(error: BaseException) -> str:
+    """What ``error`` says, or the beginning and the end of that, and where in the user's code it arose."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    said = "\n".join(lines) if len(lines) <= _NUM_LINES else f"{lines[0]} ... {lines[-1]}"
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame, line) for frame, line in frames if not is_library(frame.f_globals)] or frames
+    if not own:
+        return said
+    frame, line = own[-1]
+    return f"{said} ({frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name})"
+
+
+def _store_in_reach() -> dist.Store | None:
+    """The store of the ranks; ``None``: there is none any more, or never was."""
+    if not dist.is_initialized():
+        return None
+    default = inner = dist.distributed_c10d._get_default_store()
+    while isinstance(inner, dist.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, dist.TCPStore):
+        try:
+            socket.create_connection((inner.host, inner.port), timeout=_CONNECT_SECONDS).close()
+        except TimeoutError:  # it may be busy
+            return default
+        except OSError:
+            return None
+    return default
 
 
 def _is_broken_connection(error: Exception) -> bool:

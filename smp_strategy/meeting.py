@@ -7,7 +7,6 @@ call all ranks tell each other its name, and one that comes alone is told so (:m
 What a rank does by itself meanwhile (write a file, read one) may fail there alone; :func:`alike` lets all fail then.
 """
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,16 +49,17 @@ def alike(doing: str) -> Iterator[None]:
         raise
     except Exception as caught:
         error = caught
-    mine = None if error is None else (f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    mine = None if error is None else f"{type(error).__name__}: {error}"
     try:
         found = collectives.gather_objects(mine, f"the end of {doing}")
     except SMPError:
         if error is not None:  # it is why this rank is not where the others are
             raise error from None
         raise
+    # Where it arose is told by that rank, which raises it.
     if error is not None:
         raise error
     failed = {rank: report for rank, report in enumerate(found) if report is not None}
     if failed:
-        rank, (summary, story) = next(iter(failed.items()))
-        raise PeerFailedError(f"Rank {rank} failed while {doing}: {summary}\nThere:\n{story}")
+        rank, summary = next(iter(failed.items()))
+        raise PeerFailedError(f"Rank {rank} failed while {doing}: {summary}")

@@ -68,10 +68,15 @@ def check_degree(
     if units is not None and pp > max(len(units), 1):  # one stage runs the outermost module even if that is all
         problems.append(
             f"`pipeline_parallel_degree` is {pp}, but the model can be cut into {len(units)} units only "
-            f"({', '.join(units) or 'none'}). Choose a degree that is not larger."
+            f"({_some(units)}). Choose a degree that is not larger."
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = [*names[:4], "...", names[-1]] if len(names) > 8 else names
+    return ", ".join(shown) or "none"
 
 
 def _divisors(number: int) -> str:

@@ -5,6 +5,7 @@ for, and a pipeline beside it is asked for by its degree. So it is in SageMaker'
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,30 @@ from smp_strategy.mesh_shape import MeshShape, check_degree
 from smp_strategy.nodes import find_node_size
 from smp_strategy.sizes import show_count
 
-__all__ = ["choose_shape"]
+__all__ = ["check_degrees", "choose_shape"]
+
+
+def check_degrees(config: SMPConfig, world_size: int, module: nn.Module | None) -> None:
+    """Refuse degrees that do not fit the ranks, or the units of ``module`` where it is there already.
+
+    Where ``pipeline_parallel_degree`` is left to the library, some number of stages fits.
+
+    Raises:
+        ConfigError: the degrees do not fit, or other options do not fit the degrees.
+    """
+    degree = config.pipeline_parallel_degree
+    names: list[str] | None = None
+    if degree is not None:
+        config.check(degree)
+    if degree is not None and module is not None:
+        names = [unit.name for unit in choose_placed_units(config, module, degree)]
+    check_degree(
+        degree or 1,
+        world_size,
+        names,
+        dp_shard=config.sharded_data_parallel_degree,
+        tp=config.tensor_parallel_degree,
+    )
 
 
 def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], None]) -> MeshShape:
@@ -48,9 +72,7 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
             f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
             f"Set it to about {4 * degree}."
         )
-    config.check(degree)
-    names = [unit.name for unit in choose_placed_units(config, module, degree)]
-    check_degree(degree, world_size, names, dp_shard=dp_shard, tp=tp)
+    check_degrees(replace(config, pipeline_parallel_degree=degree), world_size, module)
     return MeshShape.of_world(
         world_size,
         pp=degree,

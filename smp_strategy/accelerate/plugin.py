@@ -24,6 +24,7 @@ from smp_strategy.accelerate.refusals import problems_of_accelerator, problems_o
 from smp_strategy.accelerate.session import Session
 from smp_strategy.config import DOOR_OPTIONS, ENV_PREFIX, SMPConfig
 from smp_strategy.errors import ConfigError
+from smp_strategy.last_words import keep_short
 from smp_strategy.option_types import parse
 
 __all__ = ["SMPPlugin"]
@@ -116,6 +117,7 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
 
     def _validate_accelerator(self, accelerator: Any) -> None:
         """Called by ``Accelerator.__init__``: from here on the Accelerator is one of ours. Collective."""
+        keep_short()
         problems = problems_of_accelerator(accelerator, self.config)
         if problems:
             raise ConfigError(problems)

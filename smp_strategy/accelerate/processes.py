@@ -1,21 +1,17 @@
-"""The processes: how they reach each other, and that they hear of each other's failures.
+"""The processes: how they reach each other.
 
 The process group is Accelerate's own, unless it cannot carry what ranks tell each other.
 """
 
 import os
-import sys
-import traceback
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
-from smp_strategy.errors import ConfigError, PeerFailedError
-from smp_strategy.failure import publish
+from smp_strategy.errors import ConfigError
 
-__all__ = ["ensure_group", "tell_of_failures"]
+__all__ = ["ensure_group"]
 
 
 def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
@@ -56,19 +52,3 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
         world_size=world_size,
         timeout=timeout,
     )
-
-
-def tell_of_failures() -> None:
-    """Let other ranks know why this one ends, if it ends with an error; see :mod:`smp_strategy.failure`."""
-    before = sys.excepthook
-    if getattr(before, "_smp_tells", False):
-        return
-
-    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if dist.is_initialized() and not isinstance(error, PeerFailedError):
-            store = dist.distributed_c10d._get_default_store()
-            publish(store, dist.get_rank(), "".join(traceback.format_exception(kind, error, trace)))
-        before(kind, error, trace)
-
-    tell._smp_tells = True  # type: ignore[attr-defined]
-    sys.excepthook = tell

@@ -16,7 +16,6 @@ from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.model import CallOptions, ModelCalls
 from smp_strategy.accelerate.optimizer import SMPOptimizer, unwrapped
 from smp_strategy.accelerate.places import Place
-from smp_strategy.accelerate.processes import tell_of_failures
 from smp_strategy.accelerate.refusals import prepared_elsewhere, refuse_compiled, refuse_foreign, second_model
 from smp_strategy.accelerate.scheduler import SMPScheduler
 from smp_strategy.accelerate.session import Session
@@ -37,7 +36,6 @@ class TrainingHooks(Host):
     def begin(self, session: Session, plugin: Any) -> None:
         """Nothing is prepared yet."""
         super().begin(session, plugin)
-        tell_of_failures()
         call_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
         self._smp_calls: ModelCalls | None = None

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from smp_strategy._autoload import STARTED_IN
+
 __all__ = ["child_command", "running_hydra_job"]
 
 # What rank 0's own command says about directories, sweeps and launchers must not reach the other ranks.
@@ -32,20 +34,20 @@ def running_hydra_job() -> Any | None:
 
 
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
-    """The command for a rank of this machine and the folder to run it in (``None``: this one)."""
+    """The command for a rank of this machine and the folder to run it in: that of rank 0 (``None``: this one)."""
     import __main__
 
     job = running_hydra_job()
+    # The script may have gone elsewhere meanwhile, and will do so again.
+    folder = STARTED_IN if job is None else job.runtime.cwd
     if __main__.__spec__ is not None:
         script = ["-m", __main__.__spec__.name.removesuffix(".__main__")]
-    elif job is None:
-        script = [os.path.abspath(sys.argv[0])]
     else:
-        script = [os.path.join(job.runtime.cwd, sys.argv[0])]
+        script = [os.path.join(folder or os.getcwd(), sys.argv[0])]
     if job is None:
-        return [sys.executable, *script, *sys.argv[1:]], None
+        return [sys.executable, *script, *sys.argv[1:]], folder
     arguments = _hydra_arguments(job, config_flags(sys.argv[1:]), local_rank)
-    return [sys.executable, *script, *arguments], job.runtime.cwd
+    return [sys.executable, *script, *arguments], folder
 
 
 def config_flags(arguments: Sequence[str]) -> list[str]:

@@ -1,29 +1,26 @@
 """Start the other ranks of this machine, and end all of them together.
 
-Lightning's launcher runs the script again for each further rank. Ours differs in three points:
+Lightning's launcher runs the script again for each further rank. Ours differs in these points:
 
 1. In a Hydra sweep the ranks run the job that rank 0 runs (see :mod:`smp_strategy.lightning.command`), and the next
    job starts from a clean slate: number of ranks and everything else may differ from job to job.
-2. An exception leaves on every rank with the traceback of the rank that failed first (:mod:`smp_strategy.failure`).
-3. When one rank fails the others get a few seconds to say so, and are then ended, whichever rank it was.
+2. What cannot be trained by so many ranks is refused before any is started.
+3. An exception leaves on every rank with what the rank that failed first has said (:mod:`smp_strategy.failure`).
+4. When one rank fails the others get a few seconds to say so, and are then ended, whichever rank it was
+   (:mod:`smp_strategy.lightning.children`).
 """
 
-import logging
 import os
-import signal
-import subprocess
-import threading
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from types import new_class
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import blame
+from smp_strategy.last_words import keep_short, shorten
+from smp_strategy.lightning.children import GRACE_SECONDS, Children, end_with_launcher
 from smp_strategy.lightning.command import child_command, running_hydra_job
 from smp_strategy.lightning.factory import Tree
 
@@ -34,10 +31,6 @@ else:
 
 __all__ = ["SMPLauncherHooks", "make_launcher", "start_new_job"]
 
-_logger = logging.getLogger(__name__)
-
-_GRACE_SECONDS: Final = 5.0
-_POLL_SECONDS: Final = 0.25
 _VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -47,7 +40,7 @@ class _Job:
 
     folder: str
     variables: dict[str, str | None]
-    children: "_Children"
+    children: Children
 
 
 # The environment, the children and the default process group belong to the process, so their record does too.
@@ -90,26 +83,31 @@ class SMPLauncherHooks(Host):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._children = _Children(self.procs)
+        self._children = Children(self.procs)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks if nobody else has, then call ``function`` on this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
+            if trainer is not None:
+                trainer.strategy.refuse_before_start(trainer)
             self._call_children_scripts()
             self._children.watch()
+        end_with_launcher()
         self.tree.fabric("utilities.distributed")._set_num_threads_if_needed(num_processes=self.num_processes)
+        keep_short()
         try:
             if trainer is not None:
                 trainer.strategy.recover_checkpoints(trainer)
             return function(*args, **kwargs)
         except Exception as error:
             culprit = blame(error)
-            if isinstance(culprit, PeerFailedError):
+            shorten(culprit)
+            if culprit is not error:
                 raise culprit from None  # what this rank noticed of it would only stand in front
             raise
 
-    def end_children(self, patience: float = _GRACE_SECONDS) -> None:
+    def end_children(self, patience: float = GRACE_SECONDS) -> None:
         """Give the ranks that this process started ``patience`` seconds to end by themselves, then end them."""
         self._children.end(patience)
 
@@ -126,53 +124,8 @@ class SMPLauncherHooks(Host):
         )
         for local_rank in range(1, self.num_processes):
             command, folder = child_command(local_rank)
-            self.procs.append(subprocess.Popen(command, env={**os.environ, "LOCAL_RANK": str(local_rank)}, cwd=folder))
+            rank = environment.node_rank() * self.num_processes + local_rank
+            self._children.start(rank, command, {**os.environ, "LOCAL_RANK": str(local_rank)}, folder)
         if (hydra := running_hydra_job()) is not None:
             job = _Job(folder=hydra.runtime.output_dir, variables=before, children=self._children)
             _jobs_of_this_process.append(job)
-
-
-class _Children:
-    """The ranks that this process has started.
-
-    A rank that fails usually breaks a connection, and the error that this raises here ends this process with the right
-    message. A thread watches for the case that this process waits for something else.
-
-    Args:
-        processes: filled by the launcher.
-    """
-
-    def __init__(self, processes: list["subprocess.Popen[bytes]"]) -> None:
-        self._processes = processes
-        self._expected_to_end = threading.Event()
-
-    def watch(self) -> None:
-        """Start the thread; it does not keep this process alive."""
-        threading.Thread(target=self._watch, daemon=True, name="smp-child-watcher").start()
-
-    def end(self, patience: float = _GRACE_SECONDS) -> None:
-        """Wait ``patience`` seconds for all of them together, then kill those that still run."""
-        self._expected_to_end.set()
-        deadline = time.monotonic() + patience
-        for process in self._processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(deadline - time.monotonic(), 0))
-        for process in self._processes:
-            if process.poll() is None:
-                # SIGTERM is not enough for a process that waits inside a collective.
-                process.kill()
-                process.wait()
-
-    def _watch(self) -> None:
-        while not any(process.poll() for process in self._processes):
-            if all(process.returncode == 0 for process in self._processes):
-                return
-            if self._expected_to_end.wait(_POLL_SECONDS):
-                return
-        codes = {rank: process.returncode for rank, process in enumerate(self._processes, 1) if process.returncode}
-        if self._expected_to_end.wait(_GRACE_SECONDS):
-            return
-        failed = ", ".join(f"rank {rank} (exit code {code})" for rank, code in codes.items())
-        _logger.error("%s failed and rank 0 still waits for it; ending all ranks.", failed)
-        self.end(patience=0)
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -11,9 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from smp_strategy.errors import ConfigError
+from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.scaling import problems_of_scaling
 
-__all__ = ["refuse_unsupported"]
+__all__ = ["grows_later", "refuse_unsupported"]
 
 PRECISIONS: Final = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
 
@@ -34,6 +35,14 @@ def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer
     problems += _of_spread_weights(trainer) if spreads else []
     if problems:
         raise ConfigError(problems)
+
+
+def grows_later(trainer: Any, module: Any, tree: Tree) -> bool:
+    """Whether code of the user may give ``module`` parts after ``fit`` is called: ``configure_model``, ``setup``."""
+    hooks = [getattr(type(module), "configure_model", None)]
+    hooks += [getattr(type(each), "setup", None) for each in (module, *trainer.callbacks)]
+    ours = ("smp_strategy", tree.root.split(".")[0])
+    return any(str(getattr(hook, "__module__", ours[0])).split(".")[0] not in ours for hook in hooks)
 
 
 def _of_trainer(trainer: Any) -> list[str]:

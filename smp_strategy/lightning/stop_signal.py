@@ -6,19 +6,28 @@ pipeline could not overlap. Besides, a rank that gets the signal stops by itself
 
 So ranks compare in the background whether one of them has got the signal, and look at the answer one step later, when
 it is there: all stop before the same step, whichever rank has got the signal. When training ends they wait for the
-answer, as nobody would look at it later.
+answer, as nobody would look at it later. Evaluation stops as well, unless replicas share it, which may have different
+numbers of batches: then it goes on to its end, and so does prediction, as in one process.
+
+Lightning then ends the script with exit code 0. That is fine for somebody at a terminal. A scheduler takes it for a
+run that is done, and does not start it again: where there is no terminal, or SLURM has started the script, the exit
+code is 143, as that of any process that SIGTERM ends.
 """
 
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, TextIO, final
 
 import torch
 import torch.distributed as dist
 
+from smp_strategy.lightning.children import STOPPED
+from smp_strategy.lightning.factory import Tree
 from smp_strategy.waiting import collectives
 
-__all__ = ["StopSignal"]
+__all__ = ["StopSignal", "end_as_stopped", "is_at_terminal"]
 
 
 @final
@@ -26,8 +35,8 @@ class StopSignal:
     """See the module docstring.
 
     Args:
-        trainer: Lightning's Trainer, which fits.
-        stop: makes the exception that ends training.
+        trainer: Lightning's Trainer.
+        stop: makes the exception that ends the run.
     """
 
     def __init__(self, trainer: Any, stop: Callable[[], BaseException]) -> None:
@@ -78,3 +87,26 @@ class StopSignal:
         if flag.item():
             self._trainer._signal_connector.received_sigterm = True
             raise self._stop()
+
+
+def end_as_stopped(exception: BaseException, tree: Tree) -> None:
+    """Let the process end with the exit code of a signal if that is what has ended training."""
+    if not isinstance(exception, tree.pytorch("utilities.exceptions").SIGTERMException) or exception.code is not None:
+        return
+    if not is_at_terminal(os.environ, (sys.stdin, sys.stdout, sys.stderr)):
+        exception.code = STOPPED
+    tree.pytorch("utilities.rank_zero").rank_zero_info(
+        f"SIGTERM has ended this run; the exit code is {exception.code or 0}."
+    )
+
+
+def is_at_terminal(environ: Mapping[str, str], streams: Sequence[TextIO | None]) -> bool:
+    """Whether somebody has started this process by hand, as far as can be told.
+
+    Args:
+        environ: the environment variables.
+        streams: standard input, output and error; ``None`` where there is none.
+    """
+    return "SLURM_JOB_ID" not in environ and any(
+        stream is not None and not stream.closed and stream.isatty() for stream in streams
+    )

@@ -18,7 +18,6 @@ model is partitioned inside the first step, on real shapes; until then it is who
 """
 
 import gc
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,7 +34,7 @@ from smp_strategy.config import SMPConfig
 from smp_strategy.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError
 from smp_strategy.explain.explanation import Explanation
-from smp_strategy.failure import publish
+from smp_strategy.failure import publish_own
 from smp_strategy.host_memory import keep_freed_memory
 from smp_strategy.leaving import call_at_exit
 from smp_strategy.left_spread import leave_spread, restore_left
@@ -48,17 +47,18 @@ from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.optimizer_modes import switching_together
-from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.lightning.refusals import grows_later, refuse_unsupported
 from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
 from smp_strategy.lightning.signature import with_options
 from smp_strategy.lightning.steps import accumulation_window, run_eval_step, run_manual_step, run_training_step
-from smp_strategy.lightning.stop_signal import StopSignal
+from smp_strategy.lightning.stop_signal import StopSignal, end_as_stopped
 from smp_strategy.memory.report import MemoryReport
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.optim.step_hooks import has_step_hooks, hooks_around_step
 from smp_strategy.precision.gradient_scaler import GradientScaler
+from smp_strategy.shape import check_degrees
 from smp_strategy.timeline.timeline import Timeline
 
 __all__ = ["SMPHooks"]
@@ -181,6 +181,13 @@ class SMPHooks(CheckpointHooks):
     def _configure_launcher(self) -> None:
         self._launcher = make_launcher(self.tree, self.cluster_environment, self.num_processes, self.num_nodes)
 
+    def refuse_before_start(self, trainer: Any) -> None:
+        """Refuse what this run could not train, as far as that can be told when no other rank is started yet."""
+        module = self.lightning_module
+        assert module is not None
+        has_units = not grows_later(trainer, module, self.tree)
+        check_degrees(self.config, self.num_nodes * self.num_processes, module if has_units else None)
+
     def setup_environment(self) -> None:
         """Join the other ranks."""
         super().setup_environment()
@@ -238,9 +245,10 @@ class SMPHooks(CheckpointHooks):
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
         # Not every Lightning 2.6 lets ranks compare; each stops by itself where it does not.
         compares = hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
-        if fitting and compares and dist.get_world_size() > 1:
-            self._stop_signal = StopSignal(trainer, self.tree.pytorch("utilities.exceptions").SIGTERMException)
-            self._stand_ins.enter_context(self._stop_signal.installed())
+        if compares and dist.get_world_size() > 1:
+            signal = StopSignal(trainer, self.tree.pytorch("utilities.exceptions").SIGTERMException)
+            self._stand_ins.enter_context(signal.installed())
+            self._stop_signal = None if trainer.state.fn == states.TrainerFn.PREDICTING else signal
 
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
         """Replace what has to know of other ranks in this run, on the instances."""
@@ -466,9 +474,8 @@ class SMPHooks(CheckpointHooks):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one ends, and see to it that they end."""
         self._has_failed = True
-        if dist.is_initialized() and not isinstance(exception, PeerFailedError):
-            store = dist.distributed_c10d._get_default_store()
-            publish(store, self.global_rank, "".join(traceback.format_exception(exception)))
+        end_as_stopped(exception, self.tree)
+        publish_own(exception)
         if self._launcher is not None:
             # Ranks that only wait for this one cannot notice while it lives, and have nothing of their own to say.
             patience = 5.0 if isinstance(exception, PeerFailedError) else 1.0

@@ -71,15 +71,17 @@ class Coroutine:
     def pause(self) -> None:
         """Hand the baton back; call it from inside the program."""
         assert self._thread is not None
-        self._thread.hand_back()
+        if not self._cancelled:
+            self._thread.hand_back()
         if self._cancelled:
             raise _CancelledError
 
     def cancel(self) -> None:
-        """End a paused program at the point where it waits."""
+        """End a program at the point where it waits, or will do so next if Ctrl-C has interrupted its turn."""
         if self._thread is not None:
             self._cancelled = True
-            self._turn()
+            self._thread.finish(lambda: self.finished)
+            self._thread = None
 
     def _turn(self) -> None:
         """Let the program run until it pauses or ends."""
@@ -95,8 +97,9 @@ class Coroutine:
 
     def _run(self, modes: "_ThreadModes") -> None:
         try:
-            with modes.apply():
-                self.result = self._body()
+            if not self._cancelled:
+                with modes.apply():
+                    self.result = self._body()
         except _CancelledError:
             pass
         except BaseException as error:

@@ -52,6 +52,16 @@ class ProgramThread:
         self._scheduler.send(b"\0")
         self._scheduler.recv(1)
 
+    def finish(self, has_ended: Callable[[], bool]) -> None:
+        """Called by the scheduler: let the task go on until it has ended; it does not hand back any more.
+
+        Ctrl-C may have interrupted the scheduler anywhere in the task's turn. Nobody knows whose turn it is then, and
+        the thread is of no use for another task.
+        """
+        self._scheduler.send(b"\0")
+        while not has_ended():
+            self._scheduler.recv(1)
+
     def hand_back(self) -> None:
         """Called by the task: sleep until the scheduler resumes it."""
         self._program.send(b"\0")
@@ -60,9 +70,10 @@ class ProgramThread:
 
 def _work(program: socket.socket, tasks: list[Task]) -> None:
     # An interrupted scheduler may be gone when the task ends.
-    with program, suppress(BrokenPipeError):
+    with program, suppress(ConnectionError):
         while program.recv(1):  # which is empty once the other end is closed
-            tasks.pop()()
+            if tasks:  # else: see `finish`
+                tasks.pop()()
             program.send(b"\0")
 
 

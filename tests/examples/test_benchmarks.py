@@ -29,6 +29,7 @@ SCRIPTS = {
         {"world1_overhead", "dp_vs_ddp", "state_vs_zero", "state_share", "state_share_zero"},
     ),
     "delayed.py": (["GPT2LMHeadModel", "LlamaForCausalLM"], {"models", "filled", "refused", "differs"}),
+    "faults.py": (["kill-1", "--door", "lightning", "--layout", "pp2"], {"runs", "right", "lines", "seconds"}),
     "gpu/activations.py": (TINY, {"gone", "slower", "overlap", "targets"}),
     "gpu/correctness.py": (TINY, {"cases", "exact", "within", "worst"}),
     "gpu/half_precision.py": (TINY, {"fp16_over_bf16", "fp16_over_fp32", "skipped"}),

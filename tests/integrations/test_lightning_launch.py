@@ -40,8 +40,10 @@ def run(folder: Path, body: str, *arguments: str, launcher: tuple[str, ...] = ()
         [sys.executable, *launcher, str(script), *arguments],
         cwd=folder,
         env={**inherited, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **environment},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        start_new_session=True,
         text=True,
         timeout=280,
         check=False,
@@ -152,8 +154,51 @@ def test_a_failure_on_one_rank_ends_all_with_its_traceback(rank, layout, tmp_pat
     first_error = re.search(r"^.*Error: .*$", output, re.MULTILINE)
     assert first_error is not None, output
     assert "ValueError: a mistake of the user" in first_error[0]
+    # Told once: one traceback, and a line of another rank.
+    assert output.count("Traceback (most recent call last)") == 1
+    assert output.count("raise ValueError") == 1
     if rank == 1:
         assert "PeerFailedError: rank 1 failed first:" in output
+    assert len(output.splitlines()) <= 60
+
+
+SIGNALLED = """
+    import os, signal
+    from smp_strategy import SMPStrategy
+    from toy_training import train
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and os.environ.get("LOCAL_RANK", "0") == "{rank}":
+            {fault}
+        return self.loss(batch)
+
+    train("out", strategy=SMPStrategy({layout}), devices={devices}, overrides=dict(training_step=training_step))
+"""
+GONE = "Rank 0 is gone: it was killed, or has ended|which has started this one, is gone"
+KILLED = r"rank {} failed first: its process \(\d+\) was killed by {} \(signal {}\)"
+
+
+# With three ranks, one of them has no connection to the one that is gone.
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("rank", "fault", "layout", "devices", "said", "code"),
+    [
+        (2, "os.kill(os.getpid(), signal.SIGKILL)", "microbatches=2", 3, KILLED.format(2, "SIGKILL", 9), 1),
+        (1, "os.kill(os.getpid(), 11)", "sharded_data_parallel_degree=2", 2, KILLED.format(1, "SIGSEGV", 11), 1),
+        (1, "os._exit(7)", "tensor_parallel_degree=2", 2, r"rank 1 failed first: its process .* exit code 7", 1),
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", "microbatches=2", 3, GONE, -9),
+        (1, "os.kill(os.getpid(), signal.SIGTERM)", "microbatches=2", 2, "SIGTERM has ended this run", 143),
+        (0, "os.killpg(0, signal.SIGINT)", "microbatches=2", 2, "Detected KeyboardInterrupt", 1),
+    ],
+)
+def test_a_signal_ends_all_ranks_and_is_named_in_few_lines(rank, fault, layout, devices, said, code, tmp_path):
+    body = SIGNALLED.format(rank=rank, fault=fault, layout=layout, devices=devices)
+    done, output, seconds = run(tmp_path, body)
+    assert done == code, output
+    assert re.search(said, output), output
+    assert "Traceback" not in output
+    assert len(output.splitlines()) <= 60, output
+    assert seconds < 150
 
 
 HYDRA = """

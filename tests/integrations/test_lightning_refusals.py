@@ -1,5 +1,6 @@
 """What cannot work is refused before training, all of it at once."""
 
+import os
 from contextlib import nullcontext
 from importlib import import_module
 
@@ -9,7 +10,9 @@ from lightning_toy import NEWER, OLDER, on_ranks, toy_loader, toy_module, toy_tr
 
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.lightning import make_strategy
-from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.lightning.children import Children
+from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.refusals import grows_later, refuse_unsupported
 
 
 def refused(folder, options, overrides):
@@ -94,3 +97,88 @@ def test_a_trainer_of_the_other_tree_names_the_right_import(tmp_path):
 def test_the_pipeline_is_not_there_before_setup():
     with pytest.raises(SMPError, match="on_fit_start"):
         _ = make_strategy(NEWER)().engine
+
+
+def refused_before_start(folder, smp, devices, **overrides):
+    """What is said before any process is started; ``None`` if one would be."""
+
+    class StartedError(Exception):
+        pass
+
+    def started(children, rank, command, environment, folder):
+        raise StartedError(rank)
+
+    Children.start = started
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(variable)
+    trainer = toy_trainer(folder, smp=smp, devices=devices, num_nodes=overrides.pop("num_nodes", 1))
+    try:
+        trainer.fit(toy_module(**overrides), toy_loader())
+    except ConfigError as error:
+        return str(error)
+    except StartedError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("smp", "devices", "said"),
+    [
+        (
+            {"pipeline_parallel_degree": 64},
+            64,
+            "`pipeline_parallel_degree` is 64, but the model can be cut into",
+        ),
+        ({"pipeline_parallel_degree": 2}, 3, "`pipeline_parallel_degree` must divide the number of ranks (3)"),
+        ({"tensor_parallel_degree": 2}, 3, "`tensor_parallel_degree` must divide the number of ranks (3)"),
+        (
+            {"sharded_data_parallel_degree": 4},
+            6,
+            "`sharded_data_parallel_degree` must divide the number of replicas (6",
+        ),
+        ({"pipeline_parallel_degree": 2, "sharded_data_parallel_degree": 4}, 4, "Degrees that fit: 1, 2."),
+        ({"pipeline_parallel_degree": 2, "unit_classes": ("Nothing",)}, 2, "no module of such a class"),
+        ({"pipeline_parallel_degree": 2}, 2, None),
+        ({}, 5, None),  # the library chooses a degree
+    ],
+)
+def test_degrees_are_checked_before_a_process_is_started(smp, devices, said, tmp_path):
+    (told,) = on_ranks(refused_before_start, 1, tmp_path, smp, devices)
+    assert told is None if said is None else said in told
+
+
+def later(self, *args):
+    pass
+
+
+@pytest.mark.parametrize("hook", ["configure_model", "setup"])
+def test_units_are_counted_later_where_the_module_may_grow(hook, tmp_path):
+    def refused(**overrides):
+        return on_ranks(refused_before_start, 1, tmp_path, {"pipeline_parallel_degree": 64}, 64, **overrides)
+
+    assert refused(**{hook: later}) == [None]
+    assert refused(on_fit_start=later) != [None]
+
+
+def test_devices_of_all_machines_count(tmp_path):
+    smp = {"pipeline_parallel_degree": 4}
+    assert on_ranks(refused_before_start, 1, tmp_path, smp, 2) != [None]
+    assert on_ranks(refused_before_start, 1, tmp_path, smp, 2, num_nodes=2) == [None]
+
+
+def test_a_callback_of_the_user_may_let_the_module_grow(tmp_path):
+    tree, module = Tree(NEWER), toy_module()
+
+    class Grows(tree.pytorch("callbacks").Callback):
+        def setup(self, trainer, pl_module, stage):
+            pass
+
+    class Looks(tree.pytorch("callbacks").Callback):
+        def on_fit_start(self, trainer, pl_module):
+            pass
+
+    def grows(*callbacks):
+        return grows_later(toy_trainer(tmp_path, callbacks=list(callbacks), enable_checkpointing=True), module, tree)
+
+    assert not grows()
+    assert not grows(Looks())
+    assert grows(Looks(), Grows())

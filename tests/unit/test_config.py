@@ -338,7 +338,7 @@ def test_a_variable_that_is_no_option_is_refused(monkeypatch):
         SMPConfig.from_options()
 
 
-@pytest.mark.parametrize("variable", ["SMP_AUTOLOAD", "SMP_START_TIME"])
+@pytest.mark.parametrize("variable", ["SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"])
 def test_variables_of_other_parts_are_left_alone(monkeypatch, variable):
     monkeypatch.setenv(variable, "0")
     assert SMPConfig.from_options() == SMPConfig()

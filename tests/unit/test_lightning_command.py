@@ -22,13 +22,15 @@ def hydra_config(**overrides):
 
 def test_a_plain_script_is_run_again_with_its_arguments(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
+    monkeypatch.setattr(command, "STARTED_IN", "/started/here")
+    monkeypatch.chdir("/")  # where the script may have gone meanwhile
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(command, "running_hydra_job", lambda: None)
     arguments, folder = command.child_command(1)
     assert arguments[0] == sys.executable
-    assert arguments[1].endswith("/train.py")
+    assert arguments[1] == "/started/here/train.py"
     assert arguments[2:] == ["--lr", "1"]
-    assert folder is None
+    assert folder == "/started/here"
 
 
 def test_a_rank_of_a_sweep_runs_one_job_in_the_folder_of_rank_zero(monkeypatch):

@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import resource
+import signal
 import threading
 import time
 import weakref
@@ -102,6 +103,33 @@ def test_a_cancelled_program_ends_where_it_waits(threads: Threads) -> None:
     made.cancel()
     assert made.finished
     assert heard == ["finally"]
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+def test_ctrl_c_in_the_turn_of_a_program_ends_it_where_it_waits_next(pauses: bool, threads: Threads) -> None:
+    ended = threading.Event()
+
+    def program() -> None:
+        try:
+            # The scheduler waits for this thread, and is interrupted.
+            os.kill(os.getpid(), signal.SIGINT)
+            while not interrupted.is_set():
+                time.sleep(0.001)
+            if pauses:
+                task.pause()
+        finally:
+            ended.set()
+
+    interrupted = threading.Event()
+    task = coroutine(program, threads)
+    with pytest.raises(KeyboardInterrupt):
+        task.resume()
+    interrupted.set()
+    task.cancel()
+    assert ended.is_set()
+    assert task.finished
+    # Nothing is left behind for the next one; an error in a thread would be one of the test.
+    assert coroutine(lambda: None, threads).resume()
 
 
 def test_a_program_that_never_began_has_nothing_to_cancel(threads: Threads) -> None:

@@ -1,0 +1,109 @@
+"""What is left of tracebacks, and who prints one."""
+
+import subprocess
+import sys
+import textwrap
+import traceback
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smp_strategy.last_words import chosen, shorten
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_the_users_frames_and_the_innermost_are_shown_in_their_order_and_not_too_many(are_library):
+    kept = chosen(are_library)
+    assert kept == sorted(set(kept))
+    assert len(kept) <= 8
+    own = [number for number, is_library in enumerate(are_library) if not is_library]
+    innermost = list(range(len(are_library)))[-2:]
+    assert set(kept) <= {*own, *innermost}
+    assert set(innermost) <= set(kept)
+    assert kept[:1] == sorted({*own, *innermost})[:1]
+    if len({*own, *innermost}) <= 8:
+        assert set(kept) == {*own, *innermost}
+
+
+def wrong_shapes():
+    torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 3)))(torch.ones(1, 5))
+
+
+def deep(depth):
+    if depth:
+        deep(depth - 1)
+    else:
+        wrong_shapes()
+
+
+def shown(call, *arguments):
+    """The functions in the shortened traceback of what ``call`` raises, and all that is printed."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (whatever it is)
+        call(*arguments)
+    shorten(caught.value)
+    shorten(caught.value)  # a second time changes nothing
+    functions = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    return functions, "".join(traceback.format_exception(caught.value))
+
+
+def test_frames_of_libraries_are_left_out_but_for_the_innermost():
+    functions, text = shown(wrong_shapes)
+    # Of torch, the last two of many; `shown` itself calls.
+    assert functions[:2] == ["shown", "wrong_shapes"]
+    assert len(functions) == 4
+    assert functions[-1] == "forward"
+    assert text.count("SMP_FULL_TRACEBACK=1 shows all") == 1
+
+
+def test_of_many_frames_the_outermost_and_the_innermost_are_shown():
+    functions, _ = shown(deep, 30)
+    assert functions == ["shown", "deep", "deep", "deep", "deep", "wrong_shapes", *functions[-2:]]
+
+
+def chained():
+    try:
+        wrong_shapes()
+    except RuntimeError as error:
+        raise KeyError("behind it") from error
+
+
+def test_errors_behind_an_error_are_shortened_as_well():
+    _, text = shown(chained)
+    assert text.count("Traceback (most recent call last)") == 2
+    assert text.count('File "') == 4 + 2
+
+
+def test_nothing_is_left_out_if_all_is_asked_for(monkeypatch):
+    monkeypatch.setenv("SMP_FULL_TRACEBACK", "1")
+    functions, text = shown(wrong_shapes)
+    assert len(functions) > 4
+    assert "left out" not in text
+
+
+def printed(body, **environment):
+    script = "from smp_strategy.last_words import keep_short\nkeep_short()\n" + textwrap.dedent(body)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_what_another_rank_has_failed_of_is_one_line():
+    body = """
+        from smp_strategy import PeerFailedError
+        try:
+            1 / 0
+        except ZeroDivisionError as error:
+            raise PeerFailedError("rank 1 failed first: its own words") from error
+    """
+    assert printed(body) == "smp_strategy.errors.PeerFailedError: rank 1 failed first: its own words\n"
+    assert "ZeroDivisionError" in printed(body, SMP_FULL_TRACEBACK="1")
+    # With very many ranks on a machine the first ones are enough.
+    assert printed(body, LOCAL_RANK="7") == printed(body)
+    assert printed(body, LOCAL_RANK="8") == ""
+
+
+def test_an_error_of_ones_own_keeps_its_traceback():
+    assert printed("def mine():\n    1 / 0\nmine()").count("ZeroDivisionError") == 1
+    assert "in mine" in printed("def mine():\n    1 / 0\nmine()")
