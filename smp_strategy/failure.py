@@ -122,12 +122,6 @@ def first_failure(store: dist.Store) -> str | None:
     return None
 
 
-def forget(store: dist.Store) -> None:
-    """All ranks go on together: what has failed before is over."""
-    with suppress(Exception):
-        store.delete_key(_FIRST)
-
-
 def blame(error: Exception) -> Exception:
     """Publish ``error``, or find the error of another rank behind it.
 

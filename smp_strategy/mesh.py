@@ -1,9 +1,9 @@
 """This rank's place in the process mesh, and the process groups through it.
 
 :mod:`smp_strategy.mesh_shape` says which rank stands where. The groups along one axis are those of torch's DeviceMesh,
-which DTensors can use. The others are made by ``new_subgroups_by_enumeration``, in which all ranks take part: torch
-names a group that only its members make after the number of groups that each of them has, and they wait for ever where
-those numbers differ.
+which DTensors can use; a single axis has one of its own, beside the default group, which DeviceMesh would take. The
+others are made by ``new_subgroups_by_enumeration``, in which all ranks take part: torch names a group that only its
+members make after the number of groups that each of them has, and they wait for ever where those numbers differ.
 
 An axis with one rank gets a group when somebody asks for it: each group of gloo has a thread that wakes up a hundred
 times per second, on a core that computes.
@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.mesh_shape import MeshShape
+from smp_strategy.waiting.watch import watch_of
 
 __all__ = ["ProcessMesh"]
 
@@ -61,6 +62,8 @@ class ProcessMesh:
         self.shape = shape
         self.rank = dist.get_rank()
         self._timeout = timeout
+        if timeout is not None:
+            watch_of().timeout = timeout
         axes = tuple(axis for axis in shape.axes if shape.degrees[axis] > 1) or ("pp",)
         self.device_mesh = DeviceMesh(
             device_type,
@@ -72,6 +75,9 @@ class ProcessMesh:
         self.tp_rank = here["tp"]
         self.dp_rank = self.replicate_rank * shape.dp_shard + self.shard_rank
         self._along: dict[str, dist.ProcessGroup] = {axis: self.device_mesh.get_group(axis) for axis in axes}
+        if len(axes) == 1 and shape.world_size > 1:
+            # DeviceMesh takes the default group. What ranks tell each other there must never meet what travels here.
+            self._along = {axes[0]: self._mine([list(range(shape.world_size))])}
         self.shard_group, self.tp_group = self._along.get("dp_shard"), self._along.get("tp")
         if timeout is not None:
             # DeviceMesh gives its groups the backend's default, not that of the default group.

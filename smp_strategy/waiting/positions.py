@@ -119,7 +119,9 @@ def _is_met(condition: Condition, asking: Position, positions: Mapping[int, Posi
     _, channel, number = condition
     if (channel, number) in other.sent:
         return True
-    count, latest = other.begun.get(channel, (0, ()))
+    if channel not in other.begun:
+        return False
+    count, latest = other.begun[channel]
     if count < number:
         return False
     # It may have begun something else there.

@@ -39,3 +39,25 @@ def test_files_and_functions_can_be_held_in_the_head(path):
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_there_is_no_global_state(path):
     assert not [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Global)]
+
+
+COLLECTIVES = {
+    *("all_gather", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce"),
+    *("reduce_scatter", "scatter", "send", "recv_object_list", "send_object_list", "all_gather_into_tensor"),
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_ranks_wait_for_each_other_in_the_way_that_is_watched(path):
+    if path.parent.name == "waiting":
+        return
+    bare = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COLLECTIVES):
+            continue
+        of_torch = ast.unparse(node.func.value) in ("dist", "torch.distributed", "distributed")
+        # One that is begun by `collectives.begin` is waited for there.
+        if of_torch and not any(keyword.arg == "async_op" for keyword in node.keywords):
+            bare.append(ast.unparse(node))
+    assert not bare

@@ -29,6 +29,10 @@ def test_two_ranks_that_wait_for_each_other_are_stuck_unless_a_message_is_under_
     assert not is_deadlock(0, {0: message((1, 7))})
 
 
+def test_the_first_message_has_the_tag_0():
+    assert is_deadlock(0, {0: message((1, 0)), 1: message((0, 0))})
+
+
 def test_one_of_several_messages_is_enough():
     assert not is_deadlock(0, {0: message((1, 7), (2, 7)), 1: message((0, 8))})
     assert is_deadlock(0, {0: message((1, 7), (2, 7)), 1: message((0, 8)), 2: message((1, 9))})
