@@ -62,6 +62,11 @@ class Inspection:
         """Whether the user's step runs just now, and no hook of the user in it."""
         return self._calls.are_in_step
 
+    def stage_of(self, part: nn.Module) -> int | None:
+        """The stage that runs ``part``; ``None`` where every stage does, or nothing is decided yet."""
+        unit = None if self.partition is None else self._calls.unit_around(part)
+        return None if unit is None or self.partition is None else self.partition.stage_of[unit]
+
     def explain(self) -> Explanation:
         """Why the units are where they are, and when each stage does what; known from the first step on."""
         if self.partition is None:

@@ -29,6 +29,7 @@ STEPS = [
     *(steps.gathered_with_gradients, steps.autograd_function, steps.neighbours, steps.own_put_back),
     *(steps.into_plain_tensors, steps.into_one_tensor, steps.on_several_stages, steps.means, steps.objects),
     *(steps.from_and_to_one, steps.exchanged, steps.functional_ones, steps.after_a_look, steps.inside_of_units),
+    steps.norms_inside_of_units,
 ]
 
 
