@@ -333,6 +333,7 @@ class Runtime:
     def close(self) -> None:
         """End the threads."""
         self._offload_of_pause.close()
+        self._collectives.close()
         self._threads.close()
         if self._stage.transport is not None:
             self._stage.transport.close()
