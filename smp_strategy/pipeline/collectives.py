@@ -278,7 +278,7 @@ class Collectives:
         result = program.operation(entry.name, self._runs[id(entry.function)], (), given)
         return _Done() if is_pending else result
 
-    def _run(self, entry: _Entry, **given: Any) -> Any:
+    def _run(self, entry: _Entry, /, **given: Any) -> Any:
         """The operation of the program."""
         result = self._carry_out(entry, given)
         return result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
