@@ -23,7 +23,6 @@ def calls():
     ops = (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
     yield "all_gather", {"tensor_list": [tensor(3) * 0, tensor(3) * 0], "tensor": tensor(3)}
     yield "all_gather_into_tensor", {"output_tensor": torch.zeros(4, 2), "input_tensor": tensor(2, 2)}
-    yield "all_gather_into_tensor", {"output_tensor": torch.zeros(2, 2, 2), "input_tensor": tensor(2, 2)}
     yield "all_gather_object", {"object_list": [None, None], "obj": {"a": 1}}
     yield from (("all_reduce", {"tensor": tensor(3), "op": op}) for op in ops)
     yield "reduce", {"tensor": tensor(3), "dst": 0}
