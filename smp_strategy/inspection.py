@@ -72,6 +72,11 @@ class Inspection:
             mesh.pp * mesh.tp > 1 or mesh.shard_group is not None or (self.config.shard_optimizer_state and mesh.dp > 1)
         )
 
+    def stage_of(self, part: nn.Module) -> int | None:
+        """The stage that runs ``part``; ``None`` where every stage does, or nothing is decided yet."""
+        unit = None if self.partition is None else self._calls.unit_around(part)
+        return None if unit is None or self.partition is None else self.partition.stage_of[unit]
+
     def explain(self) -> Explanation:
         """Why the units are where they are, and when each stage does what; known from the first step on."""
         if self.partition is None:

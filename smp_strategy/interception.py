@@ -66,8 +66,8 @@ class UnitCalls:
 
     @property
     def are_in_step(self) -> bool:
-        """Whether the user's step runs just now, and no hook of the user in it."""
-        return self.runtime is not None and self.runtime.is_in_step and not self.in_hook
+        """Whether the user's step or a unit runs just now, and no hook of the user in it."""
+        return self._is_in_step and not self.in_hook
 
     def refuse_inside_of_step(self, what: str) -> None:
         """Raise if the user's step runs just now, and no hook of the user in it.
@@ -77,6 +77,10 @@ class UnitCalls:
         """
         if self.are_in_step:
             raise SMPError(f"{what} is asked for inside of a step. Ask after it: in a hook, or in a callback.")
+
+    def unit_around(self, part: nn.Module) -> str | None:
+        """Name of the unit that ``part`` is a part of, if it is of one."""
+        return next((name for name, unit in self._units.items() if _holds(unit, part)), None)
 
     def intercept(self, units: Sequence[Unit]) -> None:
         """Let calls of ``units`` come here."""
@@ -165,3 +169,7 @@ class UnitCalls:
 
     def _in_its_precision(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self.halves is None else self.halves.around(unit, function)
+
+
+def _holds(unit: nn.Module, part: nn.Module) -> bool:
+    return any(each is part for each in unit.modules())

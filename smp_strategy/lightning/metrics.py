@@ -5,6 +5,8 @@ a pipeline are known by shape only. So while a run lasts, ``forward`` and ``upda
 same on every rank of a replica; the sums stay equal there, and ``compute`` adds them up over the replicas alone.
 
 The values travel to all stages: a metric of the logits costs as many bytes as the logits have.
+
+A metric inside of a unit is updated where the unit runs. Outside of steps, ``compute`` gives all stages its sums first.
 """
 
 import functools
@@ -12,10 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from smp_strategy.engine import Engine
+from smp_strategy.mesh import ProcessMesh
 
 __all__ = ["MetricUpdates", "metrics_of"]
 
@@ -38,6 +43,7 @@ class MetricUpdates:
         for metric in self._metrics:
             self._replace(metric, "forward", self._with_values(metric.forward, _unknown))
             self._replace(metric, "update", self._with_values(metric.update, lambda: None))
+            self._replace(metric, "compute", self._with_sums(metric))
             if metric.process_group is None:
                 self._replace(metric, "process_group", self._engine.mesh.dp_group)
 
@@ -62,6 +68,32 @@ class MetricUpdates:
             return self._engine.call_with_values(method, args, kwargs, unknown=unknown)
 
         return run
+
+    def _with_sums(self, metric: Metric) -> Callable[[], Any]:
+        compute = metric.compute
+
+        @functools.wraps(compute)
+        def run() -> Any:
+            stage = None if self._engine.is_in_step else self._engine.stage_of(metric)
+            if stage is not None:
+                _share_sums(metric, stage, self._engine.mesh)
+            return compute()
+
+        return run
+
+
+def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:
+    """Give all stages what ``metric`` has on ``stage``. Collective over the stages."""
+    told: list[Any] = [None]
+    if mesh.stage == stage:
+        sums = pytree.tree_map_only(Tensor, Tensor.cpu, {name: getattr(metric, name) for name in metric._defaults})
+        told = [(sums, metric._update_count)]
+    dist.broadcast_object_list(told, mesh.stage_ranks[stage], group=mesh.pp_group)
+    if mesh.stage != stage:
+        sums, metric._update_count = told[0]
+        for name, value in sums.items():
+            setattr(metric, name, pytree.tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), value))
+        metric._computed = None
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:

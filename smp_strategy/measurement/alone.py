@@ -8,7 +8,7 @@ reach are put back.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -65,7 +65,13 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
     module = call.callee.module
     assert module is not None
     alone = Collectives(Replicas(size=num_replicas), meets=False)
-    with _untouched(module), seeded(0, device), torch.inference_mode(False), alone.open():
+    with (
+        closing(alone),
+        _untouched(module),
+        seeded(0, device),
+        torch.inference_mode(False),
+        alone.open(),
+    ):
         dtypes = call.callee.dtype_of_weights()
         weights = {name: _copy(tensor, device, dtypes.get(name)) for name, tensor in tensors_of(module).items()}
         saved = _saved_bytes(call, weights, device) if memory else 0

@@ -8,8 +8,9 @@ Where nobody else is there to be met, in a dry run or with a single replica, it 
 (:mod:`smp_strategy.pipeline.alike`).
 
 These functions are known by many names (``from torch.distributed import all_gather``), so what they do is exchanged in
-the functions themselves, for the time of a step. Who asks decides: calls of this package, whose groups may have the
-ranks of the default one, do what they always do. Those of its doors are the user's.
+the functions themselves, as long as there is a runtime; outside of its steps they do what they did. Who asks decides:
+calls of this package, whose groups may have the ranks of the default one, do what they always do. Those of its doors
+are the user's.
 """
 
 import functools
@@ -86,9 +87,9 @@ class _Entry(NamedTuple):
     """A function of torch whose work can be exchanged."""
 
     name: str
-    function: FunctionType
+    function: Any
     """The innermost one, without decorators, which all of its names lead to."""
-    original: Callable[..., Any]
+    original: FunctionType
     """Does what it did."""
     signature: inspect.Signature
     is_functional: bool = False
@@ -97,6 +98,7 @@ class _Entry(NamedTuple):
 def _entry(owner: Any, name: str, *, is_functional: bool = False) -> _Entry:
     function = inspect.unwrap(getattr(owner, name))
     assert isinstance(function, FunctionType)
+    assert function.__kwdefaults__ is None
     original = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
     signature = inspect.signature(function)
     return _Entry(name, function, original, signature, is_functional)
@@ -116,8 +118,38 @@ def _entries() -> Iterator[_Entry]:
 _ENTRIES = tuple(_entries())
 
 
-def _elsewhere(*args: Any, smp_instead: Callable[..., Any], **kwargs: Any) -> Any:
-    return smp_instead(*args, **kwargs)
+@final
+class _Exchange:
+    """What the functions know while their work is exchanged: who has a use for that, and whose step is open."""
+
+    def __init__(self) -> None:
+        self.users: list[Collectives] = []
+        self.opened: list[Collectives] = []
+
+
+def _elsewhere(*args: Any, smp_entry: _Entry, smp_exchange: _Exchange, **kwargs: Any) -> Any:
+    """Its code is what the functions do instead."""
+    if not smp_exchange.opened:
+        return smp_entry.original(*args, **kwargs)
+    return smp_exchange.opened[-1].answer(smp_entry, args, kwargs)
+
+
+def _exchange() -> _Exchange:
+    """The one that is under way, or a new one."""
+    under_way = _ENTRIES[0].function.__kwdefaults__
+    if under_way is not None:
+        return under_way["smp_exchange"]
+    exchange = _Exchange()
+    for entry in _ENTRIES:
+        entry.function.__kwdefaults__ = {"smp_entry": entry, "smp_exchange": exchange}
+        entry.function.__code__ = _elsewhere.__code__
+    return exchange
+
+
+def _give_back() -> None:
+    for entry in _ENTRIES:
+        entry.function.__code__ = entry.original.__code__
+        entry.function.__kwdefaults__ = None
 
 
 @final
@@ -158,24 +190,27 @@ class Collectives:
         self._is_aside = False
         # In this step.
         self._has_met = self._improvises = False
-        self._instead: list[tuple[Any, dict[str, Any]]] = [
-            (entry.function, {"smp_instead": self._answer_of(entry)}) for entry in _ENTRIES
-        ]
+        # Known calls are remembered by what is called: it must stay the same.
+        self._runs = {id(entry.function): functools.partial(self._run, entry) for entry in _ENTRIES}
+        self._exchange = _exchange()
+        self._exchange.users.append(self)
+
+    def close(self) -> None:
+        """There will be no more steps."""
+        if self in self._exchange.users:
+            self._exchange.users.remove(self)
+            if not self._exchange.users:
+                _give_back()
 
     @contextmanager
     def open(self) -> Iterator[None]:
         """In here, code of a step runs."""
         self._has_met = self._improvises = False
-        before = [(function.__code__, function.__kwdefaults__) for function, _ in self._instead]
-        for function, instead in self._instead:
-            function.__kwdefaults__ = instead
-            function.__code__ = _elsewhere.__code__
+        self._exchange.opened.append(self)
         try:
             yield
         finally:
-            for (function, _), (code, defaults) in zip(self._instead, before, strict=True):
-                function.__code__ = code
-                function.__kwdefaults__ = defaults
+            self._exchange.opened.remove(self)
 
     @contextmanager
     def aside(self, is_aside: bool = True) -> Iterator[None]:
@@ -204,40 +239,27 @@ class Collectives:
             "microbatches run one after the other."
         )
 
-    def _answer_of(self, entry: _Entry) -> Callable[..., Any]:
-        answer = self._answer_where if entry.name in ("get_rank", "get_world_size") else self._answer
+    def answer(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call in a step returns."""
+        if self._is_aside or _asks_package():
+            return entry.original(*args, **kwargs)
         if entry.name in _MAKERS:
-            answer = self._refuse_new
-        # Known calls are remembered by what is called: it must stay the same.
-        run = functools.partial(self._run, entry)
-        return functools.partial(answer, entry, run)
-
-    def _answer_where(self, entry: _Entry, run: Any, group: dist.ProcessGroup | None = None) -> int:
-        if self._is_aside or not self._is_default(group) or _asks_package():
-            return int(entry.original(group))
-        return self._replicas.rank if entry.name == "get_rank" else self._replicas.size
-
-    def _refuse_new(self, entry: _Entry, run: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._is_aside or _asks_package():
-            return entry.original(*args, **kwargs)
-        raise UnsupportedError(
-            f"`{entry.name}` is called in a step, where ranks are numbers of replicas. Make process groups before: in "
-            "`setup` or `on_fit_start`, or before the model is prepared."
-        )
-
-    def _answer(self, entry: _Entry, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_aside or _asks_package():
-            return entry.original(*args, **kwargs)
+            raise UnsupportedError(
+                f"`{entry.name}` is called in a step, where ranks are numbers of replicas. Make process groups before: "
+                "in `setup` or `on_fit_start`, or before the model is prepared."
+            )
+        given = dict(entry.signature.bind(*args, **kwargs).arguments)
+        if entry.name in ("get_rank", "get_world_size"):
+            is_default = self._is_default(given.get("group"))
+            return self._replicas.place[entry.name == "get_world_size"] if is_default else entry.original(**given)
         program = self._active()
-        if program is not None and not program.is_in_unit and not program.is_predicting:
-            placed = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, PlacedTensor)]
-            if placed:
-                return self._in_program(entry, run, program, args, kwargs)
-        return self._carry_out(entry, self._bound(entry, args, kwargs))
+        is_glue = program is not None and not program.is_in_unit and not program.is_predicting
+        if is_glue and any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
+            assert program is not None
+            return self._in_program(entry, program, given)
+        return self._carry_out(entry, given)
 
-    def _in_program(
-        self, entry: _Entry, run: Callable[..., Any], program: "Program", args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _in_program(self, entry: _Entry, program: "Program", given: dict[str, Any]) -> Any:
         """Placed tensors are given to it in the glue: it happens where they are."""
         if entry.name in _MESSAGES:
             raise UnsupportedError(
@@ -245,7 +267,6 @@ class Collectives:
                 "into an autograd Function, or into a module that is a unit."
             )
         if entry.name in _OBJECTS:
-            given = self._bound(entry, args, kwargs)
             name = "obj" if "obj" in given else next(iter(given))
             real = program.read(entry.name, lambda found: found, (given[name],), {})
             if name == "obj":
@@ -253,21 +274,14 @@ class Collectives:
             else:
                 given[name][:] = real
             return self._carry_out(entry, given)
-        result = program.operation(entry.name, run, args, kwargs)
-        return _Done() if self._bound(entry, args, kwargs).get("async_op") else result
+        is_pending = given.pop("async_op", False)
+        result = program.operation(entry.name, self._runs[id(entry.function)], (), given)
+        return _Done() if is_pending else result
 
-    def _run(self, entry: _Entry, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, entry: _Entry, /, **given: Any) -> Any:
         """The operation of the program."""
-        given = self._bound(entry, args, kwargs)
-        if entry.is_functional:
-            result = self._carry_out(entry, given)
-            return result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
-        given.pop("async_op", None)
-        self._carry_out(entry, given)
-        return None
-
-    def _bound(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(entry.signature.bind(*args, **kwargs).arguments)
+        result = self._carry_out(entry, given)
+        return result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
 
     def _carry_out(self, entry: _Entry, given: dict[str, Any]) -> Any:
         group, replicas = given.get("group"), self._replicas

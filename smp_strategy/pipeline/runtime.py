@@ -351,6 +351,7 @@ class Runtime:
         self._offload_of_pause.close()
         if self._writes is not None:
             self._writes.close()
+        self._collectives.close()
         self._threads.close()
         if self._stage.transport is not None:
             self._stage.transport.close()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torchmetrics
 from lightning_toy import metrics_of, on_ranks, toy_data, toy_module, toy_trainer
 from torch.utils.data import DataLoader, Subset
 
@@ -88,3 +89,56 @@ def test_manual_optimization_meets_too(tmp_path):
     overrides = {"training_step": by_hand, "automatic_optimization": property(lambda self: False)}
     wanted = on_ranks(fit, 2, tmp_path, None, overrides)[0]
     assert_same(on_ranks(fit, 4, tmp_path, {**STAGES, "microbatches": 1}, overrides)[0], wanted)
+
+
+class Counting(torch.nn.Linear):
+    """A unit that keeps the mean of what it returns, and uses that of all ranks' batches if ``on_step``."""
+
+    def __init__(self, inputs, outputs, on_step):
+        super().__init__(inputs, outputs)
+        self.mean = torchmetrics.MeanMetric(dist_sync_on_step=on_step)
+        self.seen = torchmetrics.CatMetric()
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.seen.update(y.detach()[0, 0])
+        return y + 0.1 * self.mean(y.detach().mean())
+
+
+def count(self, batch, batch_idx):
+    self.log("first", self.net[0].mean, on_step=False, on_epoch=True)
+    self.log("last", self.net[2].mean, on_step=False, on_epoch=True)
+    return self.loss(batch)
+
+
+def compute_by_hand(self):
+    self.computed = [self.net[place].seen.compute().sort().values for place in (0, 2)]
+
+
+def fit_with_metrics(folder, smp, on_step):
+    def net(self):
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(
+            *(Counting(8, 16, on_step), torch.nn.Linear(16, 16), Counting(16, 16, on_step), torch.nn.Linear(16, 4))
+        )
+        self.configure_model = lambda: None
+
+    overrides = {"training_step": count, "on_train_epoch_end": compute_by_hand, "configure_model": net}
+    module = None
+
+    def keep(self, *args):
+        nonlocal module
+        module = self
+
+    found = fit(folder, smp, {**overrides, "on_fit_start": keep})
+    return *found, module.computed
+
+
+@pytest.mark.parametrize("on_step", [False, True])
+def test_metrics_inside_of_units_count_all_replicas(tmp_path, on_step):
+    wanted = on_ranks(fit_with_metrics, 2, tmp_path, None, on_step)[0]
+    smp = {**STAGES, "microbatches": 1}
+    options = {**smp, "activation_checkpointing": "all"} if on_step else smp
+    for found in on_ranks(fit_with_metrics, 4, tmp_path, options, on_step):
+        assert_same(found, wanted)
+        torch.testing.assert_close(found[2], wanted[2])

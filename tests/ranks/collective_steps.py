@@ -38,6 +38,35 @@ class Centred(Block):
         return x - 0.5 * dist_nn.all_reduce(x.mean(0)) / dist.get_world_size()
 
 
+class SyncNorm(torch.autograd.Function):
+    """Meets as torch's SyncBatchNorm, which wants a GPU, does: forward and backward, in a group given by name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, size = group, dist.get_world_size(group)
+        combined = torch.stack([x.mean(0), x.pow(2).mean(0)])
+        of_all = [torch.empty_like(combined) for _ in range(size)]
+        dist.all_gather(of_all, combined, group, async_op=False)
+        mean, square = torch.stack(of_all).mean(0)
+        inverse = (square - mean.pow(2) + 1e-5).rsqrt()
+        normed = (x - mean) * inverse
+        ctx.save_for_backward(normed, inverse)
+        return normed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        normed, inverse = ctx.saved_tensors
+        combined = torch.cat([grad.mean(0), (grad * normed).mean(0)])
+        dist.all_reduce(combined, dist.ReduceOp.SUM, ctx.group, async_op=False)
+        mean, product = (combined / dist.get_world_size(ctx.group)).chunk(2)
+        return (grad - mean - normed * product) * inverse, None
+
+
+class Synchronized(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return SyncNorm.apply(super().forward(x), dist.group.WORLD)
+
+
 class Net(nn.Module):
     def __init__(self, step: Callable[[Any, Tensor], Tensor], block: type[nn.Module] = Block) -> None:
         super().__init__()
@@ -218,6 +247,10 @@ def inside_of_units(net: Net, x: Tensor) -> Tensor:
     return net(x).pow(2).mean()
 
 
+def norms_inside_of_units(net: Net, x: Tensor) -> Tensor:
+    return (net(x) + 0.1 * x).pow(4).mean()
+
+
 def path_by_values(net: Net, x: Tensor) -> Tensor:
     a, b, c, d = net.blocks
     h = b(a(x))
@@ -246,7 +279,7 @@ class Outcome:
 
 def _start(step: Callable[[Any, Tensor], Tensor]) -> tuple[Net, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    net = Net(step, Centred if step is inside_of_units else Block)
+    net = Net(step, {inside_of_units: Centred, norms_inside_of_units: Synchronized}.get(step, Block))
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
 

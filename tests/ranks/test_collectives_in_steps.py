@@ -29,6 +29,7 @@ STEPS = [
     *(steps.gathered_with_gradients, steps.autograd_function, steps.neighbours, steps.own_put_back),
     *(steps.into_plain_tensors, steps.into_one_tensor, steps.on_several_stages, steps.means, steps.objects),
     *(steps.from_and_to_one, steps.exchanged, steps.functional_ones, steps.after_a_look, steps.inside_of_units),
+    steps.norms_inside_of_units,
 ]
 
 
@@ -141,6 +142,8 @@ def test_ranks_are_counted_as_ever_outside_of_steps():
     def train():
         functions = (dist.get_rank, dist.get_world_size, dist.all_reduce.__wrapped__, dist.P2POp.__init__)
         codes = [function.__code__ for function in functions]
+        on_layout(steps.inside_of_units, 2, STAGES)
+        assert codes == [function.__code__ for function in functions]
         seen = []
 
         def step(net, x):
@@ -151,7 +154,6 @@ def test_ranks_are_counted_as_ever_outside_of_steps():
 
         with pytest.raises(ValueError, match="stop"):
             on_layout(step, 2, STAGES)
-        assert codes == [function.__code__ for function in functions]
         assert all(size == 2 for _, size in seen)
         total = torch.ones(())
         dist.all_reduce(total)
