@@ -16,6 +16,7 @@ STEPS, BATCH = 6, 8
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}
 IN_TURNS = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": "1f1b", "virtual_pipeline_degree": 2}
 SDP2 = {"sharded_data_parallel_degree": 2}
+REPLICAS = {"pipeline_parallel_degree": 1}
 ZERO1 = {"shard_optimizer_state": True}
 TP2 = {"tensor_parallel_degree": 2}
 CUTS = {
@@ -209,7 +210,7 @@ def test_optimizers_that_relate_parameters_are_refused_before_a_step(make, cut, 
 
 @pytest.mark.parametrize("make", [Prodigy, GlobalNorm])
 def test_replicas_that_update_everything_may_have_any_optimizer(make, tmp_path):
-    assert on_ranks(error_of, 2, tmp_path, make, {}, {}) == ["not refused"] * 2
+    assert on_ranks(error_of, 2, tmp_path, make, REPLICAS, {}) == ["not refused"] * 2
 
 
 @pytest.mark.parametrize("cut", ["pp2", "pp2 zero1"])
