@@ -57,6 +57,10 @@ class ManualOptimization:
                 self._replace(
                     optimizer, "zero_grad", self._once(optimizer.zero_grad, f"`zero_grad` of optimizer {index}")
                 )
+                for name in _other_steps(pair[0]):
+                    self._replace(
+                        optimizer, name, self._refused(getattr(pair[0], name), f"`{name}` of {type(pair[0]).__name__}")
+                    )
         for index, scheduler in enumerate(schedulers):
             name = f"`step` of learning rate scheduler {index}"
             is_skipped = functools.partial(self._is_skipped, scheduler)
@@ -180,6 +184,19 @@ class ManualOptimization:
 
         return checked
 
+    def _refused(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._engine.manual.is_in_step:
+                raise UnsupportedError(
+                    f"{name} in a step under manual optimization is not built yet for strategy 'smp': each microbatch "
+                    "would call it, before the gradients of the batch are there. Use an optimizer with one `step`, or "
+                    "train without this strategy."
+                )
+            return method(*args, **kwargs)
+
+        return call
+
     def _clip(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def clip(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +212,12 @@ class ManualOptimization:
         """Whether the last step of a scheduler's optimizer was skipped, because gradients have overflowed."""
         optimizer = getattr(scheduler, "optimizer", None)
         return self._scaler is not None and optimizer is not None and self._scaler.has_skipped(optimizer)
+
+
+def _other_steps(optimizer: Optimizer) -> list[str]:
+    """Methods of optimizers that take their steps in several parts, as SAM does with `first_step` and `second_step`."""
+    names = (name for name in dir(type(optimizer)) if name.endswith("_step") and not name.startswith(("_", "get_")))
+    return [name for name in names if not hasattr(Optimizer, name) and callable(getattr(optimizer, name))]
 
 
 def _agreed(name: str, given: list[Any], averages: ManualSteps | None) -> Any:

@@ -22,6 +22,8 @@ from accelerate_checks import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from smp_strategy import SMPError, UnsupportedError
+from smp_strategy.errors import ConfigError
+from tests.unit.optim.optimizers import GlobalNorm
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
 SDP2 = {"sharded_data_parallel_degree": 2, "microbatches": MICROBATCHES // 2}
@@ -241,6 +243,78 @@ def test_averages_of_weights(smp, ranks):
     expected = list(average.module.state_dict().values()), shadow, norms, average(**batches()[0])["loss"].detach()
     for found in on_ranks(averaged, ranks, smp):
         torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def halved(optimizer, model, smp):
+    """Momentum is halved by a script between steps, and a norm of it read; both go on with one process' numbers."""
+    norm = torch.stack([kept["exp_avg"].norm() for kept in optimizer.state.values()]).norm()
+    for kept in optimizer.state.values():
+        kept["exp_avg"].mul_(0.5)
+
+    def decay():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.lerp_(optimizer.state[parameter]["exp_avg"], 0.1)
+
+    decay() if smp is None else smp.with_weights(decay)
+    return float(norm)
+
+
+def rescaled(optimizer, model):
+    @torch.no_grad()
+    def rescale(*_):
+        norm = torch.stack([parameter.norm() for parameter in model.parameters()]).norm()
+        for parameter in model.parameters():
+            parameter.mul_(3 / norm)
+
+    optimizer.register_step_post_hook(rescale)
+
+
+def looked_at(smp):
+    accelerator = fresh_accelerator(smp)
+    model = toy()
+    optimizer = adamw(model)
+    rescaled(optimizer, model)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    norms = []
+    for batch in batches():
+        accelerator.backward(loss_inside(model, mine(accelerator, batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            norms.append(halved(optimizer, model, accelerator.smp))
+    return norms, whole_state(accelerator)
+
+
+@pytest.mark.parametrize(
+    ("smp", "ranks"), [(PP2, 2), (SDP2, 2), (ZERO1, 2), (PP2 | SDP2, 4)], ids=["pp2", "sdp2", "zero1", "pp2 sdp2"]
+)
+def test_scripts_see_what_optimizers_keep_and_hooks_of_steps_see_weights(smp, ranks):
+    model = toy()
+    optimizer, norms = adamw(model), []
+    rescaled(optimizer, model)
+    for batch in batches():
+        loss_inside(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(halved(optimizer, model, None))
+    results = on_ranks(looked_at, ranks, smp)
+    assert_same(results[0][1], model.state_dict(), **CLOSE)
+    for found, _ in results:
+        assert found == pytest.approx(norms, rel=1e-4)
+
+
+def related(smp):
+    accelerator = fresh_accelerator(smp)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, GlobalNorm(model.parameters()))
+    with pytest.raises(ConfigError, match="GlobalNorm cannot update"):
+        accelerator.backward(loss_inside(model, mine(accelerator, batches()[0])))
+
+
+@pytest.mark.parametrize("smp", [PP2, SDP2, ZERO1], ids=["pp2", "sdp2", "zero1"])
+def test_optimizers_that_relate_parameters_are_refused(smp):
+    on_ranks(related, 2, smp)
 
 
 def unprepared():

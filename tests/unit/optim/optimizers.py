@@ -6,6 +6,13 @@ import torch
 from torch import Tensor, optim
 
 
+def evaluate(closure: Any) -> None:
+    """What optimizers begin their step with, where a closure evaluates the loss."""
+    if closure is not None:
+        with torch.enable_grad():
+            closure()
+
+
 class OneByOne(optim.Optimizer):
     """Base of those that update one parameter after the other: each that has a gradient."""
 
@@ -14,6 +21,7 @@ class OneByOne(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        evaluate(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -109,6 +117,7 @@ class GlobalNorm(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        evaluate(closure)
         given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         slope, size = (sum(each.square().sum() for each in them) for them in ([p.grad for p in given], given))
         for p in given:
@@ -119,6 +128,7 @@ class ClipsAll(optim.Adam):
     """Clips by the norm of all gradients in its step."""
 
     def step(self, closure: Any = None) -> None:
+        evaluate(closure)
         torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1000.0)
         super().step()
 
@@ -142,13 +152,13 @@ class Perturbs(optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         assert closure is not None, "it needs a closure"
+        evaluate(closure)
         given = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in given]).norm()
         before = [p.clone() for p in given]
         for p in given:
             p.add_(p.grad, alpha=float(0.05 / norm))
-        with torch.enable_grad():
-            closure()
+        evaluate(closure)
         for p, old in zip(given, before, strict=True):
             p.copy_(old).sub_(p.grad, alpha=self.param_groups[0]["lr"])
 
