@@ -55,7 +55,7 @@ class Net(Blocks):
         for block in self.blocks:
             x = block(x)
         x = x * (1.0 if self.use == "policy" else 2.0) * self.options["scale"]
-        return x + self.offset.detach()
+        return x + self.offset.detach() + torch.full((WIDTH,), 0.1)  # of the default dtype
 
     def get_extra_state(self) -> Any:
         return torch.tensor([self.count, self.level, len(self.use), *map(ord, self.mode[-1:])])

@@ -53,6 +53,14 @@ def test_what_is_changed_for_good_is_there_once_its_microbatch_ends():
     assert turns.turn(2) == {"name": "b", "new": None}, "nothing of a step that was broken off is left"
 
 
+def test_what_is_set_to_what_it_was_is_written():
+    turns = Turns(mode="policy")
+    turns.turn(0, mode="reference")
+    turns.turn(1, mode="policy")
+    turns.switches.end(0)
+    assert turns.turn(1, mode="reference") == {"mode": "policy"}
+
+
 def test_state_that_is_known_is_found_by_those_that_come_later():
     turns = Turns(started=False)
     turns.turn(0, started=True)
