@@ -31,7 +31,7 @@ from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.settings import Frozen, TorchSettings
 from smp_strategy.pipeline.switches import MISSING, Place, Switches
 from smp_strategy.trace.collectors import collectors
-from smp_strategy.trace.variables import Variable, Variables, variables_of
+from smp_strategy.trace.variables import Chosen, ClassAttributes, Variable, Variables, variables_of
 
 __all__ = ["PrivateState", "reached_by_hooks"]
 
@@ -143,7 +143,7 @@ class PrivateState:
         if self._in_turn:
             for held in (vars(module), module._modules):
                 place = Place(id(held), name)
-                if place.key in self._touchable and place.key not in self._holders and place not in self._touched:
+                if place.key in self._touchable and place not in self._touched:
                     self._touched[place] = held.get(name, MISSING)
 
     @contextmanager
@@ -166,7 +166,11 @@ class PrivateState:
 
     def _plain_changes(self) -> Iterator[tuple[Place, Any]]:
         """Where there is something else than when the turn began, and what was there then."""
-        yield from self._touched.items()
+        for place, before in self._touched.items():
+            holder = self._holders.get(place.key)
+            # Others tell of themselves; but not of what was set to what it was.
+            if holder is None or (isinstance(holder, _Names) and holder.is_unchanged(place.name)):
+                yield place, before
         for key, holder in self._holders.items():
             if isinstance(holder, _Names):
                 yield from ((Place(key, name), before) for name, before in holder.plain)
@@ -188,12 +192,12 @@ class PrivateState:
     def leave(self, microbatch: int) -> None:
         """It ends."""
         self._in_turn = False
-        written = list(self._plain_changes())
+        written, was_set = list(self._plain_changes()), self._touched
         self._touched = {}
         own = self._own[microbatch] = [holder.leave() for holder in self._holders.values()]
         names = zip(self._holders.items(), own, strict=True)
         dropped = [Place(key, name) for (key, each), left in names if isinstance(each, _Names) for name in left]
-        self._switches.leave(microbatch, written, dropped)
+        self._switches.leave(microbatch, written, dropped, was_set)
 
     def end_of(self, microbatch: int) -> None:
         """All of ``microbatch`` has run; see :meth:`~smp_strategy.pipeline.switches.Switches.end`."""
@@ -243,6 +247,11 @@ class _Names:
         gone = [(name, before) for name, before in shared.items() if name not in target]
         new = [(name, value, shared.get(name, MISSING)) for name, value in target.items()]
         return gone + [(name, before) for name, value, before in new if value is not before and not _kind(value)]
+
+    def is_unchanged(self, name: Any) -> bool:
+        """Whether there is a plain value, the same as when the turn began."""
+        value = self.target.get(name, MISSING)
+        return value is self._shared.get(name, MISSING) and name not in self._given and not _kind(value)
 
     def leave(self) -> dict[Any, Any]:
         target, shared, given = self.target, self._shared, self._given
@@ -335,7 +344,7 @@ class _Items:
 
 def _key(target: Any) -> int:
     """What a place is known by, however it is seen."""
-    return id(getattr(target, "held_by", target))
+    return id(target.held_by if isinstance(target, (Variable, Chosen, ClassAttributes)) else target)
 
 
 def _kind(value: Any, levels: int = MOST_LEVELS) -> str:

@@ -15,7 +15,7 @@ was found has been counted by both: their changes are added up.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, final
 
@@ -85,12 +85,20 @@ class Switches:
             for place, value in self._given.items():
                 self._set(place, value)
 
-    def leave(self, microbatch: int, written: Iterable[tuple[Place, Any]], dropped: Iterable[Place] = ()) -> None:
+    def leave(
+        self,
+        microbatch: int,
+        written: Iterable[tuple[Place, Any]],
+        dropped: Iterable[Place] = (),
+        was_set: Collection[Place] = (),
+    ) -> None:
         """It ends: take out what the microbatch has written.
 
         Args:
             microbatch: whose turn it was.
-            written: places where there is something else than when the turn began, and what was there then.
+            written: places where there is something else than when the turn began, or that are known to have been set,
+                and what was there then.
+            was_set: places that are known to have been set, perhaps to what they were.
             dropped: places where there is a tensor of its own by now, which is kept elsewhere.
         """
         given, outside = self._given, self._outside
@@ -101,7 +109,7 @@ class Switches:
         own, found = self._own.setdefault(microbatch, {}), self._found.setdefault(microbatch, {})
         for place, before in (*given.items(), *changed.items()):
             value = self._get(place)
-            if value is before:
+            if value is before and place not in changed and place not in was_set:
                 continue
             found.setdefault(place, before)
             own[place] = value

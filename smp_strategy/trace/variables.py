@@ -23,7 +23,7 @@ from torch import nn
 
 from smp_strategy.trace.attributes import containers_in, refill
 
-__all__ = ["Variable", "Variables", "variables_of", "variables_restored"]
+__all__ = ["Chosen", "ClassAttributes", "Variable", "Variables", "variables_of", "variables_restored"]
 
 _MISSING = object()
 _GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
