@@ -47,6 +47,7 @@ from smp_strategy.precision.dtypes import halve
 from smp_strategy.precision.gradient_scaler import Found
 from smp_strategy.precision.half_units import HalfUnits
 from smp_strategy.precision.masters import parameters_without_masters, refuse_trained
+from smp_strategy.readers import Read
 from smp_strategy.saved_state import SavedState
 from smp_strategy.shape import choose_shape
 from smp_strategy.share import Share
@@ -75,7 +76,7 @@ class Engine(SavedState, Inspection):
         manual: what the code of a :meth:`manual_step` can ask for.
         views: what hooks that run just now see.
         copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
-        known_samples: how many samples the data loader has put into the batch of the next step, if that is known.
+        known: what the data loader says of the samples in the batch of the next step.
         gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
             rank may have only those that it applies. To be said before the first step.
     """
@@ -105,7 +106,7 @@ class Engine(SavedState, Inspection):
         self._share: Share | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
-        self.known_samples: Callable[[], int | None] = lambda: None
+        self.known: Callable[[], Read | None] = lambda: None
         self.gradients_are_seen = False
         self._late = Late()
         self._seed = self._num_steps = self._num_evaluations = 0
@@ -335,7 +336,7 @@ class Engine(SavedState, Inspection):
     def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
         """The microbatches of what this rank has read, or, where ranks read samples of their own, of all of that."""
         self.layout.begin(f"a step ({kind})")
-        return self.layout.cut(batch, self.known_samples(), is_joint=is_joint)
+        return self.layout.cut(batch, self.known(), is_joint=is_joint)
 
     def _training_job(
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None

@@ -40,6 +40,7 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Step
+from smp_strategy.readers import Read
 from smp_strategy.report import render_layout
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
@@ -137,12 +138,12 @@ class Layout:
         if self._group is not None:
             self._group.begin(what)
 
-    def cut(self, batch: Any, known: int | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
+    def cut(self, batch: Any, known: Read | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
         """Microbatches and their sizes, of the samples of all ranks that split layers between them. Collective.
 
         Args:
             batch: what this rank has read.
-            known: how many samples the data loader has put into it.
+            known: what the data loader says of its samples.
             is_joint: these ranks have all read this batch; else see :func:`join`.
         """
         if not (is_joint or self._config.prescaled_batch or self._group is None):

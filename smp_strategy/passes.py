@@ -18,16 +18,17 @@ fetches one ahead from a loader without a length) are read again as they were, w
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.random_states import RngState, global_state, packed, set_global_state, unpacked
-from smp_strategy.readers import Reading
+from smp_strategy.readers import Read, Reading
 
 __all__ = ["Pass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
 
@@ -90,7 +91,7 @@ class _FollowingLoader(DataLoader[Any]):
 
 class _Counted(NamedTuple):
     batch: Any
-    num_samples: int
+    read: Read
 
 
 @final
@@ -106,7 +107,28 @@ class _Counting:
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
-        return _Counted(batch, len(samples)) if isinstance(samples, (list, tuple)) else batch
+        if not isinstance(samples, (list, tuple)):
+            return batch
+        return _Counted(batch, Read(len(samples), frozenset(_taken_over(batch, samples, ()))))
+
+
+def _taken_over(tree: Any, samples: Sequence[Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Paths of lists of one tensor of each sample, where sizes alone would not say so: they are as many as the samples.
+
+    Views of all samples are tensors that were made when they were put together.
+    """
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from _taken_over(item, samples, (*path, key))
+    elif isinstance(tree, list) or type(tree) is tuple:
+        number = len(samples)
+        if len(tree) == number and all(isinstance(item, Tensor) and item.shape[:1] == (number,) for item in tree):
+            pairs = zip(tree, samples, strict=True)
+            if all(any(leaf is item for leaf in tree_leaves(sample)) for item, sample in pairs):
+                yield path
+        elif not all(isinstance(item, (str, int, float)) for item in tree):
+            for place, item in enumerate(tree):
+                yield from _taken_over(item, samples, (*path, place))
 
 
 @runtime_checkable
@@ -133,7 +155,7 @@ class Pass:
         self._is_new = True
         self._place: Mapping[str, Any] | None = None  # to go on from with the next batch
         self._ready: deque[Any] = deque()
-        self.num_samples: tuple[int | None, ...] = ()  # in the last two batches; `None`: not known
+        self._latest: tuple[Read | None, ...] = ()  # of the last two batches
         self._begin()
 
     def _begin(self) -> None:
@@ -178,15 +200,15 @@ class Pass:
 
     def _given(self, found: Any) -> Any:
         """A batch, of which is noted how many samples it has."""
-        batch, number = found if isinstance(found, _Counted) else (found, None)
-        self.num_samples = (*self.num_samples[-1:], number)
-        self._reading.arrived(batch, number)
+        batch, read = found if isinstance(found, _Counted) else (found, None)
+        self._latest = (*self._latest[-1:], read)
+        self._reading.arrived(batch, read)
         return batch
 
     @property
-    def num_samples_before(self) -> int | None:
-        """Samples in the batch before the last one, where a reader is one batch ahead; at the end, in the last."""
-        return self.num_samples[-1 if self._is_over else 0] if self.num_samples else None
+    def read_before(self) -> Read | None:
+        """What is known of the batch before the last one, for who reads one batch ahead; at the end, of the last."""
+        return self._latest[-1 if self._is_over else 0] if self._latest else None
 
     def __len__(self) -> int:
         return len(self._inner)  # type: ignore[arg-type]

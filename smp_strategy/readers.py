@@ -12,7 +12,7 @@ found by comparing a checksum of the first batches.
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,18 @@ from smp_strategy.errors import SMPError
 from smp_strategy.random_states import RngState, drawing_from, global_state, set_global_state
 from smp_strategy.waiting import collectives
 
-__all__ = ["Readers", "Reading", "checksum"]
+__all__ = ["Read", "Readers", "Reading", "checksum"]
 
 _CHECKED_BATCHES = 2
+
+
+class Read(NamedTuple):
+    """What a data loader knows of a batch."""
+
+    number: int
+    """How many samples it was put together of."""
+    lists: frozenset[tuple[Any, ...]] = frozenset()
+    """Paths of lists in it whose entries are tensors of these samples, one of each."""
 
 
 class Reading(Protocol):
@@ -49,8 +58,8 @@ class Reading(Protocol):
     def compare(self, what: Any) -> None:
         """Compare a number of batches, or whether there is one more, with ranks whose samples belong together."""
 
-    def arrived(self, batch: Any, num_samples: int | None) -> None:
-        """A batch is there, put together of as many samples; or the object that says that there are no more."""
+    def arrived(self, batch: Any, read: Read | None) -> None:
+        """A batch is there, or the object that says that there are no more."""
 
 
 class Readers:
@@ -167,7 +176,7 @@ class _Alone:
     def compare(self, what: Any) -> None:
         """Nothing to do."""
 
-    def arrived(self, batch: Any, num_samples: int | None) -> None:
+    def arrived(self, batch: Any, read: Read | None) -> None:
         """Nothing to do."""
 
 

@@ -35,7 +35,7 @@ from smp_strategy.accelerate.session import Session
 from smp_strategy.accelerator import generator_of, is_host
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.passes import follow, generators_of, pass_of
-from smp_strategy.readers import Readers
+from smp_strategy.readers import Read, Readers
 from smp_strategy.waiting import collectives
 
 __all__ = ["LoaderHooks", "shard_of"]
@@ -98,12 +98,12 @@ class LoaderHooks(Host):
                 "in the DataLoader."
             )
 
-    def num_samples_read(self) -> int | None:
-        """Of how many samples the batch is that the script has got last; ``None``: nobody knows."""
+    def read_last(self) -> Read | None:
+        """What is known of the batch that the script has got last."""
         loader = self.gradient_state.active_dataloader
         found = pass_of(getattr(loader, "base_dataloader", None))
         # Accelerate reads one batch ahead. With a dispatcher that is the batch of all.
-        return None if found is None or isinstance(loader, DataLoaderDispatcher) else found.num_samples_before
+        return None if found is None or isinstance(loader, DataLoaderDispatcher) else found.read_before
 
     def _catch_passes(self) -> None:
         # All instances of this class are one. Each loader calls this when a pass begins.
@@ -137,7 +137,7 @@ class _OneStream(Readers):
         """Go on where the first rank's global generators are. Collective."""
         self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
 
-    def arrived(self, batch: Any, num_samples: int | None) -> None:
+    def arrived(self, batch: Any, read: Read | None) -> None:
         """Compare the first batches. Collective."""
         self.check(batch)
 

@@ -214,7 +214,7 @@ class ModelCalls:
         return result if own is None else own.of(result, self._samples_of(call).number, sum(sizes))
 
     def _samples_of(self, call: Any) -> Samples:
-        return find_samples(call, self._engine.known_samples())
+        return find_samples(call, self._engine.known())
 
     def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method that calls the model many times, as one step with one microbatch."""

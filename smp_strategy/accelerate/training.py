@@ -98,7 +98,7 @@ class TrainingHooks(Host):
         vars(model).pop("_original_forward", None)  # by which Accelerate would take our `forward` away as well
         engine = self.smp.make_engine()
         engine.attach(model)
-        engine.known_samples = self.num_samples_read
+        engine.known = self.read_last
         guesses = Guesses(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,

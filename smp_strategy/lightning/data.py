@@ -33,7 +33,7 @@ from smp_strategy.lightning.factory import Tree
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.passes import follow
 from smp_strategy.random_states import RngState, global_state, set_global_state
-from smp_strategy.readers import Readers
+from smp_strategy.readers import Read, Readers
 
 __all__ = ["DataStream", "following"]
 
@@ -69,7 +69,7 @@ class DataStream(Readers):
         )
         self._state = global_state()
         # Of the latest batches of all loaders, of which Lightning uses several at once, and fetches some ahead.
-        self._arrived: deque[tuple[weakref.ref[Tensor], int]] = deque(maxlen=_MOST_AHEAD)
+        self._arrived: deque[tuple[weakref.ref[Tensor], Read]] = deque(maxlen=_MOST_AHEAD)
 
     def begin(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
@@ -99,16 +99,16 @@ class DataStream(Readers):
             if not nobody_else_drew:
                 set_global_state(others)
 
-    def arrived(self, batch: Any, num_samples: int | None) -> None:
-        """Note of how many samples ``batch`` is; it is compared where Lightning moves it, whatever it comes from."""
+    def arrived(self, batch: Any, read: Read | None) -> None:
+        """Note what is known of ``batch``; it is compared where Lightning moves it, whatever it comes from."""
         tensor = _tensor_in(batch)
-        if tensor is not None and num_samples is not None:
-            self._arrived.append((weakref.ref(tensor), num_samples))
+        if tensor is not None and read is not None:
+            self._arrived.append((weakref.ref(tensor), read))
 
-    def num_samples_of(self, batch: Any) -> int | None:
-        """Of how many samples a loader has put ``batch`` together, if it is a loader's and has a tensor."""
+    def read_of(self, batch: Any) -> Read | None:
+        """What a loader knows of ``batch``, if it is a loader's and has a tensor."""
         tensor = _tensor_in(batch)
-        return next((number for found, number in self._arrived if tensor is not None and found() is tensor), None)
+        return next((read for found, read in self._arrived if tensor is not None and found() is tensor), None)
 
 
 def _tensor_in(batch: Any) -> Tensor | None:

@@ -58,6 +58,7 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.closures import evaluated_once
 from smp_strategy.optim.step_hooks import has_step_hooks, hooks_around_step
 from smp_strategy.precision.gradient_scaler import GradientScaler
+from smp_strategy.readers import Read
 from smp_strategy.shape import check_degrees
 from smp_strategy.timeline.timeline import Timeline
 
@@ -116,7 +117,7 @@ class SMPHooks(CheckpointHooks):
         self._may_reduce = True
         self._forgets_early = False
         self._is_joint = True
-        self._num_samples: int | None = None  # in the batch that was moved last
+        self._read: Read | None = None  # of the batch that was moved last
         self._has_failed = False
         call_at_exit(self.leave)
 
@@ -239,7 +240,7 @@ class SMPHooks(CheckpointHooks):
         if self._engine.mesh.dp == 1:
             # All ranks log the same values: there is nothing to synchronise, whatever Lightning recommends.
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
-        self._engine.known_samples = lambda: self._num_samples
+        self._engine.known = lambda: self._read
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
         self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
@@ -459,7 +460,7 @@ class SMPHooks(CheckpointHooks):
         if self._data_stream is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         self._data_stream.check(batch)
-        self._num_samples = self._data_stream.num_samples_of(batch)
+        self._read = self._data_stream.read_of(batch)
         with self._data_stream.draws():
             return super().batch_to_device(batch, device, dataloader_idx)
 

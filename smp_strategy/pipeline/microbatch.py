@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.samples import Path, Samples, find_samples, is_array, is_list, length_of, visited
+from smp_strategy.readers import Read
 
 __all__ = ["shown_path", "sizes_of", "split"]
 
@@ -27,7 +28,7 @@ def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(base + (index < extra) for index in range(num))
 
 
-def split(batch: Any, num_microbatches: int, known: int | None = None) -> tuple[list[Any], tuple[int, ...]]:
+def split(batch: Any, num_microbatches: int, known: Read | None = None) -> tuple[list[Any], tuple[int, ...]]:
     """Cut ``batch`` into microbatches; see the module docstring.
 
     An object may cut itself with a method ``smp_slice(num_microbatches, microbatch, axis)``.
@@ -35,7 +36,7 @@ def split(batch: Any, num_microbatches: int, known: int | None = None) -> tuple[
     Args:
         batch: any nest of containers.
         num_microbatches: how many are wanted; a batch with fewer samples gets fewer.
-        known: how many samples the data loader has put into it.
+        known: what the data loader says of its samples.
 
     Returns:
         The microbatches and their numbers of samples.

@@ -11,7 +11,8 @@ sample, for these are cut between their entries, and others are containers like 
    tensors of different sizes.
 3. But if each of its entries has all samples itself (two views of every image, the fields of a sample), it is a
    container. Two exceptions: dicts beside tensors, since the boxes of an image may be as many as there are images, and
-   tensors beside dicts of each sample, since images may be as many as their channels.
+   tensors beside dicts of each sample, since images may be as many as their channels. And where the data loader has
+   taken the entries over from the samples, that settles it.
 """
 
 import collections
@@ -25,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from smp_strategy.readers import Read
 
 __all__ = [
     "Path",
@@ -89,18 +92,19 @@ def visited(tree: Any, lists: Collection[Path], visit: Visit, path: Path = ()) -
     return visit(path, tree)
 
 
-def find_samples(batch: Any, known: int | None = None) -> Samples:
+def find_samples(batch: Any, read: Read | None = None) -> Samples:
     """Where the samples of ``batch`` are. See the module docstring.
 
     Args:
         batch: any nest.
-        known: how many samples the data loader has put into it.
+        read: what the data loader says of its samples.
     """
+    known = None if read is None else read.number
     votes = list(_votes(batch, (), known))
     number = _number(batch, votes, known)
     if number is None:
         return Samples(None)
-    lists: set[Path] = set()
+    lists = set(read.lists) if read is not None and number == known else set()
     _note_lists(batch, (), number, number == known, votes, lists)
     witness = next((path for path in _arrays_of(batch, (), number) if not _is_inside(path, lists)), None)
     if witness is None:
@@ -182,6 +186,8 @@ def _could_be_in_lists(batch: Any, votes: list[_Vote], known: int) -> bool:
 
 def _note_lists(tree: Any, path: Path, number: int, is_known: bool, votes: list[_Vote], found: set[Path]) -> None:
     """Add the paths of lists and tuples in ``tree`` that have one entry per sample to ``found``."""
+    if path in found:
+        return
     if _is_per_entry(tree, number):
         is_beside = any(vote.is_array and vote.length == number and not _is_inside(vote.path, {path}) for vote in votes)
         if not _is_container(tree, number, is_known=is_known, is_beside=is_beside):

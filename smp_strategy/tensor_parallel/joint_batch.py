@@ -24,6 +24,7 @@ from torch import Tensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.microbatch import shown_path
 from smp_strategy.pipeline.samples import Path, Samples, find_samples, is_array, length_of, visited
+from smp_strategy.readers import Read
 from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["join"]
@@ -49,13 +50,13 @@ class _Described(NamedTuple):
     """Why it cannot be joined with others."""
 
 
-def join(batch: Any, group: TensorGroup, known: int | None = None) -> tuple[Any, int | None]:
-    """The samples of all ranks of ``group``, in their order, and how many they are. Collective.
+def join(batch: Any, group: TensorGroup, known: Read | None = None) -> tuple[Any, Read | None]:
+    """The samples of all ranks of ``group``, in their order, and where they are. Collective.
 
     Args:
         batch: what this rank has read.
         group: the ranks.
-        known: how many samples the data loader has put into ``batch``.
+        known: what the data loader says of the samples in ``batch``.
 
     Raises:
         UnsupportedError: batches do not go together; on all ranks.
@@ -77,7 +78,7 @@ def join(batch: Any, group: TensorGroup, known: int | None = None) -> tuple[Any,
             return np.concatenate(items)
         return type(leaf)(item for part in items for item in part)
 
-    return visited(batch, samples.lists, visit), None if samples.number is None else sum(lengths)
+    return visited(batch, samples.lists, visit), None if samples.number is None else Read(sum(lengths), samples.lists)
 
 
 def _described(batch: Any, samples: Samples) -> _Described:

@@ -1,0 +1,179 @@
+"""Batches of every shape, and whatever steps return and log of them, are what one process makes of them."""
+
+import pytest
+import torch
+from lightning_toy import CLASSES, FEATURES, metrics_of, on_ranks, toy_loader, toy_module, toy_trainer
+from test_lightning_outputs import compare, smp
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset
+
+from smp_strategy.errors import UnsupportedError
+
+
+class Items(Dataset):
+    """Samples of a kind, 11 of them: the last batch is smaller."""
+
+    def __init__(self, sample):
+        self.sample = sample
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        return self.sample(index, torch.Generator().manual_seed(index))
+
+
+def named(index, generator):
+    return {"x": torch.randn(FEATURES, generator=generator), "meta": {"weight": f"{index}", "kind": ("a", f"{index}")}}
+
+
+def sequence(index, generator):
+    return torch.randn(3, FEATURES, generator=generator)  # steps of a sequence
+
+
+def of_lengths(index, generator):
+    return torch.randn(1 + index % 3, FEATURES, generator=generator)
+
+
+def detected(index, generator):
+    return of_lengths(index, generator), {"label": torch.tensor(index % CLASSES), "boxes": torch.ones(index % 4, 4)}
+
+
+def named_step(self, batch, batch_idx):
+    first, weights = batch["meta"]["kind"][1], torch.tensor([float(text) for text in batch["meta"]["weight"]])
+    assert len(first) == len(weights) == len(batch["x"])
+    return (self.net(batch["x"]).mean(1) * weights).mean()
+
+
+def sequences_step(self, batch, batch_idx):
+    return torch.stack([self.net(each).mean(0).square().mean() for each in batch]).mean()
+
+
+def detection_step(self, batch, batch_idx):
+    losses = [
+        nn.functional.cross_entropy(self.net(image).mean(0), target["label"]) * (1 + len(target["boxes"]))
+        for image, target in zip(*batch, strict=True)
+    ]
+    return torch.stack(losses).mean()
+
+
+def masks_step(self, batch, batch_idx):
+    assert len(batch["masks"]) == len(batch["x"])
+    weights = torch.tensor([float(len(mask)) for mask in batch["masks"]])
+    return (self.net(batch["x"]).mean(1) * weights).mean()
+
+
+def packed_step(self, batch, batch_idx):
+    _, (hidden, _) = self.rnn(batch)
+    return self.net(hidden[-1]).square().mean()
+
+
+def with_masks(samples):
+    return {"masks": samples, "x": torch.stack([each[0] for each in samples])}
+
+
+KINDS = {
+    "nested strings": (named, named_step, None),
+    "sequences": (sequence, sequences_step, lambda samples: samples),
+    "tuples of sequences": (sequence, sequences_step, tuple),
+    "images of sizes of their own": (of_lengths, sequences_step, lambda samples: samples),
+    "detection": (detected, detection_step, lambda samples: tuple(zip(*samples, strict=True))),
+    "masks": (of_lengths, masks_step, with_masks),
+    "packed": (of_lengths, packed_step, lambda samples: pack_sequence(samples, enforce_sorted=False)),
+}
+
+
+def trained(folder, smp_options, name, workers=0):
+    sample, step, collate = KINDS[name]
+    module = toy_module(training_step=step, on_train_batch_start=lambda self, batch, batch_idx: None)
+    if name == "packed":
+        module.rnn = nn.LSTM(FEATURES, FEATURES)
+    trainer = toy_trainer(folder, smp=smp_options, max_epochs=1)
+    trainer.fit(module, DataLoader(Items(sample), batch_size=4, collate_fn=collate, num_workers=workers))
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_sample_is_trained_on_with_what_belongs_to_it(name, pp, tmp_path):
+    compare(trained, pp, tmp_path, name)
+
+
+def test_workers_say_how_many_samples_they_have_read(tmp_path):
+    compare(trained, 2, tmp_path, "sequences", 2)
+
+
+def counted(folder, smp_options):
+    seen = []
+
+    def step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        right = (logits.argmax(-1) == batch[1]).sum()
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.log_dict({"right": right, "size": len(batch[0]), "float": float(len(batch[0]))}, reduce_fx="sum")
+        self.log("largest", len(batch[0]), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("number", batch_idx, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("rate", 0.125, on_step=True, on_epoch=True)
+        self.log("mean", right / len(batch[0]), on_step=False, on_epoch=True, batch_size=len(batch[0]))
+        return {"loss": loss, "right": right, "size": len(batch[0]), "index": batch_idx, "deep": [{"n": right.item()}]}
+
+    def note(self, outputs, batch, batch_idx):
+        seen.append([outputs["right"].item(), outputs["size"], outputs["index"], outputs["deep"]])
+
+    def validate(self, batch, batch_idx):
+        return step(self, batch, batch_idx)
+
+    module = toy_module(
+        training_step=step, validation_step=validate, on_train_batch_end=note, on_validation_batch_end=note
+    )
+    trainer = toy_trainer(folder, smp=smp_options, max_epochs=1)
+    loader = toy_loader(shuffle=False, batch_size=10)
+    trainer.fit(module, loader, loader)
+    metrics = metrics_of(trainer)
+    metrics.pop("largest")  # of microbatches, where a step counts its own
+    return seen, metrics
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_counts_are_those_of_the_whole_batch(pp, tmp_path):
+    compare(counted, pp, tmp_path)
+
+
+def vague(folder, smp_options, where, use):
+    def step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        return {"loss": logits.square().mean(), "by_class": torch.bincount(batch[1], minlength=CLASSES + 1)}
+
+    def note(self, outputs, batch, batch_idx):
+        if use:
+            outputs["by_class"] + 1
+
+    overrides = {"training_step": step, "predict_step": step, "on_train_batch_end": note}
+    trainer = toy_trainer(folder, smp=smp_options, max_epochs=1)
+    getattr(trainer, where)(toy_module(**overrides), toy_loader(shuffle=False))
+    return True
+
+
+def test_what_can_be_joined_in_several_ways_is_refused_where_it_is_used(tmp_path):
+    assert on_ranks(vague, 2, tmp_path, smp(2), "fit", False) == [True, True]
+    for where in ("fit", "predict"):
+        with pytest.raises(
+            RuntimeError, match=rf"{UnsupportedError.__name__}.*\['by_class'\].*no dim of it stands for"
+        ):
+            on_ranks(vague, 2, tmp_path, smp(2), where, True)
+
+
+def with_fewer(folder, smp_options):
+    module = toy_module()
+    reports = []
+    trainer = toy_trainer(folder, smp=smp_options, max_epochs=1)
+    with pytest.warns(UserWarning, match="`microbatches` is 16, but .* 8 will be run.*at least 16 samples"):
+        trainer.fit(module, toy_loader(shuffle=False, batch_size=8))
+    reports.append(str(trainer.strategy.explain()))
+    return reports
+
+
+def test_fewer_microbatches_than_asked_for_are_told(tmp_path):
+    for [report] in on_ranks(with_fewer, 2, tmp_path, smp(2, microbatches=16)):
+        assert "with 8 microbatches" in report
