@@ -119,7 +119,15 @@ class Share:
         self._wide = WideGradients(each for each in self.parameters if sharded is None or not sharded.has(each))
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
-        self.reduction = Reduction(ownership, mesh, self._state, self.sharded, self._parts, reduce_dtype(config))
+        self.reduction = Reduction(
+            ownership,
+            mesh,
+            self._state,
+            self.sharded,
+            self._parts,
+            reduce_dtype(config),
+            keeps_buffers=not config.broadcast_buffers,
+        )
         is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
 
@@ -184,7 +192,7 @@ class Share:
         ):
             yield Backward(found, averages, partial(_all, contexts))
             if averages is not None:
-                averages.send_rest()
+                averages.send_rest(self.reduction.buffers.notes())
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A pass without backward runs in here. Collective."""
@@ -245,6 +253,7 @@ class Share:
         self.settle()
         if where == "all":
             self._wide.end()
+            self.reduction.buffers.meet_entirely()
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
