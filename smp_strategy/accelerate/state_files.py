@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load, save
 from safetensors import SafetensorError
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.safe_types import allowing_plain_values
 
-__all__ = ["mapped", "name", "read", "read_custom", "sent_to_writers", "weights", "write", "write_weights"]
+__all__ = ["mapped", "name", "read", "read_custom", "weights", "write", "write_weights"]
 
 _CUSTOM: Final = "custom_checkpoint_{}.pkl"
 
@@ -169,21 +168,6 @@ def _warn_of_code(path: Path) -> None:
             '`accelerator.load_state(load_kwargs={"weights_only": False})`.',
             stacklevel=2,
         )
-
-
-def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
-    """``state``, which global rank 0 has, on all ranks that write; what it is elsewhere. Collective."""
-    flags: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(flags, writes)
-    rank, device = dist.get_rank(), torch.device("cpu")
-    for writer in (each for each, flag in enumerate(flags) if flag and each != 0):
-        if rank == 0:
-            dist.send_object_list([state], dst=writer, device=device)
-        elif rank == writer:
-            box: list[Any] = [None]
-            dist.recv_object_list(box, src=0, device=device)
-            state = box[0]
-    return state
 
 
 class _Known:

@@ -84,8 +84,8 @@ class ReplicaBuffers:
             notes: the greatest of those of all replicas; ``None``: they tell each other now.
         """
         if self._group is not None and self._modules:
-            self._before.clear()
             self._take_over(self._agreed(self.notes()) if notes is None else notes)
+            self._before.clear()
 
     def meet_entirely(self) -> None:
         """Take over all buffers of the first replica, if there was training since. Collective."""
