@@ -26,6 +26,7 @@ from smp_strategy.delayed import DelayedModule
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.elementwise import refuse_whole_tensor_optimizers
 from smp_strategy.optim.overflow import agreed, unscale_gradients
+from smp_strategy.optim.own_state import mark_own_states
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
@@ -293,6 +294,8 @@ class Share:
         self._try_optimizers(optimizers)
         for optimizer in optimizers:
             full.keep_share(optimizer, self._state, self.sharded, self._parts)
+            if self.whole_on == "none" or self._state.is_on:
+                mark_own_states(optimizer)
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that need whole parameters, also if what they train has been added or unfrozen since."""

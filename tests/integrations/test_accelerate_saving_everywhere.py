@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from accelerate_checks import adamw, assert_same, batches, fresh_accelerator, loss_inside, mine, on_ranks, toy
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from test_accelerate_saving_calls import gpt2
 from torch import nn
@@ -98,10 +99,33 @@ def test_save_pretrained_on_every_rank_writes_whole_models(layout, tmp_path):
     expected, *others = on_ranks(pretrained, world, smp, tmp_path)
     for other in others:
         assert_same(other, expected)
-    for folder in ("all", "0/one", "1/one", "1/two"):
+    for folder in ("all", "0/one", "0/two"):  # transformers itself writes on rank 0 only
         found = GPT2LMHeadModel.from_pretrained(tmp_path / folder)
         assert_same(found.state_dict(), expected)
         assert found.lm_head.weight is found.transformer.wte.weight
+
+
+def adapted(smp, folder):
+    accelerator = fresh_accelerator(smp)
+    model = get_peft_model(gpt2(), LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    tokens = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(accelerator.smp.data_rank))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    model.save_pretrained(folder / str(torch.distributed.get_rank()))
+    return get_peft_model_state_dict(model)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "zero1"])
+def test_adapters_are_whole_on_every_rank(layout, tmp_path):
+    world, smp = LAYOUTS[layout]
+    expected, *others = on_ranks(adapted, world, smp, tmp_path)
+    assert len(expected) == 6
+    for other in others:
+        assert_same(other, expected)
+    for rank in range(world):
+        found = load_file(tmp_path / str(rank) / "adapter_model.safetensors")
+        assert_same(found, dict(sorted(expected.items())))
 
 
 class Averaged(nn.Module):
