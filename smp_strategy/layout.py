@@ -36,7 +36,7 @@ from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Step
-from smp_strategy.report import render_layout
+from smp_strategy.report import render_batch, render_layout
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
@@ -114,6 +114,7 @@ class Layout:
         self._split: SplitLayers | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
         self._timetables: Timetables | None = None
+        self._has_counted = False
         self.partition: Partition | None = None
         self.costs = Costs.modelled(delayed.device)
 
@@ -131,6 +132,12 @@ class Layout:
     def joined(self, batch: Any) -> Any:
         """The samples of all ranks that split layers between them; see :func:`join`. Collective over these."""
         return batch if self._group is None else join(batch, self._group)
+
+    def report_batch(self, num_samples: int) -> None:
+        """Say once how many samples a training step sees, given those of this replica's batch."""
+        if not self._has_counted and self._mesh.shape.world_size > 1:
+            self._has_counted = True
+            self._report(render_batch(num_samples, self._mesh.shape))
 
     def surroundings(self, optimizers: Sequence[Optimizer]) -> Surroundings:
         """What dry runs run on."""
