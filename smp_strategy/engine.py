@@ -342,6 +342,7 @@ class Engine(SavedState, Inspection):
         self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
     ) -> Job:
         total = sum(sizes) or 1
+        self.layout.report_batch(total)
         self._num_steps += 1
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
         return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])

@@ -41,7 +41,7 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.readers import Read
-from smp_strategy.report import render_layout
+from smp_strategy.report import render_batch, render_layout
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
@@ -119,6 +119,7 @@ class Layout:
         self._split: SplitLayers | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
         self._timetables: Timetables | None = None
+        self._has_counted = False
         self.partition: Partition | None = None
         self.costs = Costs.modelled(delayed.device)
 
@@ -159,6 +160,12 @@ class Layout:
                 f"batches of at least {wanted} samples, or set `microbatches={num_run}`.",
                 stacklevel=2,
             )
+
+    def report_batch(self, num_samples: int) -> None:
+        """Say once how many samples a training step sees, given those of this replica's batch."""
+        if not self._has_counted and self._mesh.shape.world_size > 1:
+            self._has_counted = True
+            self._report(render_batch(num_samples, self._mesh.shape))
 
     def surroundings(self, optimizers: Sequence[Optimizer]) -> Surroundings:
         """What dry runs run on."""

@@ -67,6 +67,9 @@ class ManualSteps:
         if sharded is not None:
             sharded.stop_at("the end of the step")
             sharded.end_pass()
+        assert self._reduction is not None
+        self._reduction.buffers.may_change()
+        self._reduction.buffers.meet()
         return result
 
     def forward(self, job: Job, microbatches: Sequence[Any], sizes: tuple[int, ...]) -> ForwardStep:
@@ -155,4 +158,4 @@ class ManualSteps:
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make the gradients of ``parameters`` whole: summed over stages and averaged over replicas; collective."""
         if self._reduction is not None:
-            self._reduction.reduce(parameters)
+            self._reduction.reduce_some(parameters)

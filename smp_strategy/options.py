@@ -232,6 +232,9 @@ class ShardingOptions:
     shard_optimizer_state: bool = False
     """Deal out optimizer state and gradients over all data-parallel replicas, whole parameters to each. With
     ``sharded_data_parallel_degree``: over the replicas of each shard group as well, pieces of parameters."""
+    broadcast_buffers: bool = True
+    """When gradients are averaged, let all replicas take over the buffers of the first one that steps have changed
+    (running statistics), which DistributedDataParallel does before a forward. ``False``: each keeps its own."""
     sdp_reduce_bucket_size: int = 500_000_000
     """Gradients, in elements, that are added up over a shard group at once. A unit is reduced as a whole when its
     backward is over; one that is larger is reduced in slices, one after the other, which need less memory in between.

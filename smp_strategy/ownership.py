@@ -105,6 +105,14 @@ class Ownership:
             self._parameters[stage] = mine
         return self._parameters[stage]
 
+    def local_modules(self, stage: int) -> list[nn.Module]:
+        """Modules whose own buffers ``stage`` holds and changes, in order of registration."""
+        here: set[nn.Module] = set()
+        away: set[nn.Module] = set()
+        for unit in self.units:
+            (here if self.stage_of[unit.name] == stage else away).update(unit.module.modules())
+        return [module for module in self._root.modules() if module in here or module not in away]
+
     def parameters_by_units(self) -> dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]:
         """Parameters of units with their names, by the units that have them; units are in order of execution.
 

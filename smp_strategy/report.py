@@ -10,7 +10,7 @@ from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.tensor_parallel.report import Report
 
-__all__ = ["render_layout"]
+__all__ = ["render_batch", "render_layout"]
 
 
 def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: Report | None = None) -> str:
@@ -30,6 +30,17 @@ def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, spl
         console.print(str(split), highlight=False, markup=False, soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def render_batch(num_samples: int, shape: MeshShape) -> str:
+    """How many samples a training step sees.
+
+    Args:
+        num_samples: of one replica's batch.
+        shape: the mesh.
+    """
+    replicas = f"{shape.dp} replicas read {num_samples} each" if shape.dp > 1 else "one replica reads them all"
+    return f"A training step sees {num_samples * shape.dp} samples: {replicas}. Accumulated batches come on top."
 
 
 def _sharding(shape: MeshShape, config: SMPConfig, has_units: bool) -> list[str]:

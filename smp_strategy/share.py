@@ -30,6 +30,7 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.dependence import Updater, problems_of_dependence
 from smp_strategy.optim.elementwise import problems_of_cuts
 from smp_strategy.optim.overflow import agreed, unscale_gradients
+from smp_strategy.optim.own_state import mark_own_states
 from smp_strategy.optim.reduction import Reduction
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.state_view import StateView
@@ -126,7 +127,15 @@ class Share:
         self._wide = WideGradients(each for each in self.parameters if sharded is None or not sharded.has(each))
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
-        self.reduction = Reduction(ownership, mesh, self._state, self.sharded, self._parts, reduce_dtype(config))
+        self.reduction = Reduction(
+            ownership,
+            mesh,
+            self._state,
+            self.sharded,
+            self._parts,
+            reduce_dtype(config),
+            keeps_buffers=not config.broadcast_buffers,
+        )
         is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
         self.whole_on: RestoreModule = "none" if is_spread else "all"
 
@@ -191,7 +200,7 @@ class Share:
         ):
             yield Backward(found, averages, partial(_all, contexts))
             if averages is not None:
-                averages.send_rest()
+                averages.send_rest(self.reduction.buffers.notes())
 
     def evaluating(self) -> AbstractContextManager[None]:
         """A pass without backward runs in here. Collective."""
@@ -270,6 +279,7 @@ class Share:
         self.settle()
         if where == "all":
             self._wide.end()
+            self.reduction.buffers.meet_entirely()
         if self.whole_on == "all" or where == "none":
             return
         mesh = self._mesh
@@ -311,6 +321,8 @@ class Share:
         self._try_optimizers(optimizers)
         for optimizer in optimizers:
             full.keep_share(optimizer, self._state, self.sharded, self._parts)
+            if self.whole_on == "none" or self._state.is_on:
+                mark_own_states(optimizer)
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse those that need more than a rank has, also if what they train has been added or unfrozen since."""

@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.optim.reduction import Reduction
+from smp_strategy.optim.replica_buffers import Notes
 from smp_strategy.optim.sums import Sums
 
 __all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating", "loss_that_commits"]
@@ -94,23 +95,25 @@ class TrainStep:
         """
         given = grad_output.item()
         scale = 1.0 if given == grad_output.new_tensor(self._factor).item() else given / self._factor
-        self._reduction.begin_backward(self._averaged())
+        averaged, notes = self._averaged()
+        self._reduction.begin_backward(averaged)
         for parameter, gradient in self._accumulated.gradients.items():
             self._hand_over(parameter, gradient, scale)
         self._accumulated.gradients.clear()
         self._accumulated.base.clear()
         if reduce:
-            self._reduction.reduce()
+            self._reduction.reduce(notes)
 
-    def _averaged(self) -> Collection[nn.Parameter]:
-        """Put averages into the place of gradients, where there are some; says of which parameters."""
+    def _averaged(self) -> tuple[Collection[nn.Parameter], Notes | None]:
+        """Put averages into the place of gradients, where there are some; says of which parameters, and what came
+        with them."""
         if self._averages is None:
-            return ()
-        found = self._reduction.finish(self._averages)
+            return (), None
+        found, notes = self._reduction.finish(self._averages)
         for parameter in self._averages.parameters:
             self._accumulated.gradients.pop(parameter, None)
         self._accumulated.gradients.update(found)
-        return self._averages.parameters
+        return self._averages.parameters, notes
 
     def _hand_over(self, parameter: nn.Parameter, gradient: Tensor, scale: float) -> None:
         bases = self._accumulated.base

@@ -65,7 +65,7 @@ class SMPTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the whole model on the first process. Collective."""
         if state_dict is None:
-            state_dict = self.accelerator.get_state_dict(self.model)
+            state_dict = self.accelerator.get_written_state_dict(self.model)
         super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

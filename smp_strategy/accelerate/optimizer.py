@@ -7,6 +7,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from smp_strategy.accelerate.session import Session
+from smp_strategy.accelerate.shared_states import on_every_rank
 from smp_strategy.accelerate.syncs import refuse_step_without_sync
 from smp_strategy.meeting import meet
 from smp_strategy.optim.closures import evaluated_once
@@ -86,11 +87,11 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
         self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the optimizer's state as one process has it, on global rank 0, and ``{}`` elsewhere. Collective."""
+        """All of the optimizer's state as one process has it, on every rank. Collective."""
         if not self.smp.has_engine:
             return super().state_dict()
         meet("optimizer.state_dict")
-        return self.smp.engine.full_optimizer_state(self.optimizer)
+        return on_every_rank(self.smp.engine.full_optimizer_state(self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's share of the state of one process."""

@@ -18,11 +18,12 @@ from typing import Any, Final, NamedTuple, TypeVar
 from accelerate.utils import save
 from torch import nn
 
-from smp_strategy.accelerate import folders, random_states, state_files, whole_states
+from smp_strategy.accelerate import folders, random_states, whole_states
 from smp_strategy.accelerate.host import Host
 from smp_strategy.accelerate.model import ModelCalls
 from smp_strategy.accelerate.optimizer import unwrapped
 from smp_strategy.accelerate.session import Session
+from smp_strategy.accelerate.shared_states import on_every_rank, sent_to_writers
 from smp_strategy.accelerate.state_calls import StateCalls
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError
@@ -64,7 +65,7 @@ class SavingHooks(Host):
             calls = StateCalls(
                 model,
                 is_spread=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
-                collect=lambda: self._smp_collected("model.state_dict"),
+                collect=lambda: on_every_rank(self._smp_collected("model.state_dict")),
                 load=partial(self.load_model_state_dict, model),
             )
             self._smp_state_calls.append(calls)
@@ -80,9 +81,7 @@ class SavingHooks(Host):
     # What other code, a trainer that writes files of its own, may ask for as well
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of ``model``, or of a part of it, where files are written; empty elsewhere. Collective.
-
-        A model that is not spread over ranks, because it was not prepared for training, has it everywhere.
+        """The whole state dict of ``model``, or of a part of it, on every rank. Collective.
 
         Args:
             model: prepared, or a module in one that is.
@@ -90,14 +89,23 @@ class SavingHooks(Host):
         """
         place = self._smp_place(model)
         if place is not None:
-            return self._smp_collected("accelerator.get_state_dict", place.path)
+            return on_every_rank(self._smp_collected("accelerator.get_state_dict", place.path))
         whole: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
         return whole
 
+    def get_written_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """The same where files are written; elsewhere empty, unless ``model`` is not spread. Collective."""
+        place = self._smp_place(model)
+        if place is not None:
+            return self._smp_for_writers(self._smp_collected("accelerator.get_state_dict", place.path))
+        whole: dict[str, Any] = super().get_state_dict(model, unwrap=False)
+        return whole
+
     def _smp_collected(self, call: str, path: str = "") -> dict[str, Any]:
+        """On global rank 0."""
         meet(call)
         with self._smp_aside():
-            return self._smp_for_writers(whole_states.model_state(self.smp.engine, path))
+            return whole_states.model_state(self.smp.engine, path)
 
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:
@@ -234,7 +242,7 @@ class SavingHooks(Host):
         """``state``, which global rank 0 has, on all ranks that write. Collective."""
         if not self.project_configuration.save_on_each_node:
             return state
-        return state_files.sent_to_writers(state, writes=self._smp_writes)
+        return sent_to_writers(state, writes=self._smp_writes)
 
     def _smp_told(self, decide: Callable[[], T]) -> T:
         """What global rank 0 decides, or why it cannot. Collective."""

@@ -81,10 +81,15 @@ class Session:
         """Whether a model is prepared."""
         return self._engine is not None
 
-    def make_engine(self) -> Engine:
-        """A new engine, for a model that is prepared now; the last one is closed."""
+    def make_engine(self, *, keeps_buffers: bool = False) -> Engine:
+        """A new engine, for a model that is prepared now; the last one is closed.
+
+        Args:
+            keeps_buffers: whether each replica goes on with buffers of its own, whatever the options say.
+        """
         self._close_engine()
-        self._engine = Engine(self.config, report=self._report, device=self.device, timeout=self._timeout)
+        config = dataclasses.replace(self.config, broadcast_buffers=False) if keeps_buffers else self.config
+        self._engine = Engine(config, report=self._report, device=self.device, timeout=self._timeout)
         return self._engine
 
     def with_weights(self, function: Callable[[], Any]) -> Any:

@@ -27,8 +27,7 @@ class StateCalls:
     Args:
         model: whole until now.
         is_spread: whether this rank lacks some of it.
-        collect: gives the whole state dict where files are written, and nothing elsewhere. Collective. Like ``load``
-            it puts this one :meth:`aside`.
+        collect: gives the whole state dict. Collective. Like ``load`` it puts this one :meth:`aside`.
         load: takes this rank's share of a whole state dict; gives the names that are missing in it, and unexpected.
 
     Attributes:

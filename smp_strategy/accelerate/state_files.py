@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
 from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load, save
 from safetensors import SafetensorError
@@ -18,9 +17,8 @@ from safetensors.torch import load_file
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.safe_types import allowing_plain_values
-from smp_strategy.waiting import collectives
 
-__all__ = ["mapped", "name", "read", "read_custom", "sent_to_writers", "weights", "write", "write_weights"]
+__all__ = ["mapped", "name", "read", "read_custom", "weights", "write", "write_weights"]
 
 _CUSTOM: Final = "custom_checkpoint_{}.pkl"
 
@@ -170,18 +168,6 @@ def _warn_of_code(path: Path) -> None:
             '`accelerator.load_state(load_kwargs={"weights_only": False})`.',
             stacklevel=2,
         )
-
-
-def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
-    """``state``, which global rank 0 has, on all ranks that write; what it is elsewhere. Collective."""
-    flags = collectives.gather_objects(writes, "who writes")
-    rank = dist.get_rank()
-    for writer in (each for each, flag in enumerate(flags) if flag and each != 0):
-        if rank == 0:
-            collectives.send_object(state, writer, "a state that is written on each node")
-        elif rank == writer:
-            state = collectives.receive_object(0, "a state that is written on each node")
-    return state
 
 
 class _Known:

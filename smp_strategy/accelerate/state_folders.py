@@ -119,15 +119,16 @@ class StateFolderHooks(SavingHooks):
 
     def _smp_save_models(self, save: "_Save", *, is_spread: bool, safe_serialization: bool) -> None:
         """Weights by the numbers of their models. Collective."""
+        hooks = self._save_model_state_pre_hook  # which may write weights themselves, on every rank
         whole = {
-            number: self.get_state_dict(model, unwrap=False)
+            number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
             for number, model in enumerate(self._models)
             if not (is_spread and self._smp_place(model) is not None)
         }
-        if self._save_model_state_pre_hook:
+        if hooks:
             weights = list(whole.values())
             with self._smp_known(weights), alike("running hooks of save_state"):
-                for hook in self._save_model_state_pre_hook.values():
+                for hook in hooks.values():
                     hook(self._models, weights, str(save.folder))
             whole = dict(enumerate(weights))
         each_node = self.project_configuration.save_on_each_node
@@ -280,7 +281,7 @@ class StateFolderHooks(SavingHooks):
     def _smp_state_of(self, custom: Any) -> Any:
         """That of an object which was registered for checkpointing. Collective if it is one that is spread."""
         if isinstance(custom, nn.Module):
-            return self.get_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
+            return self.get_written_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
         if whole_states.is_optimizer(custom):
             return self.get_optimizer_state_dict(custom)
         return custom.state_dict()

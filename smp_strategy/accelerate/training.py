@@ -96,7 +96,8 @@ class TrainingHooks(Host):
             self._smp_models.others.append(model)
             return model
         vars(model).pop("_original_forward", None)  # by which Accelerate would take our `forward` away as well
-        engine = self.smp.make_engine()
+        handler = self.ddp_handler
+        engine = self.smp.make_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
         engine.attach(model)
         engine.known = self.read_last
         guesses = Guesses(

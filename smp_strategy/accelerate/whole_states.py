@@ -13,10 +13,20 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.accelerate.optimizer import unwrapped
+from smp_strategy.accelerate.shared_states import storage_of
 from smp_strategy.engine import Engine
 from smp_strategy.stage_tensors import in_plain_sight
 
-__all__ = ["copied", "is_optimizer", "is_trained_by", "leave_file", "load_model", "model_state", "path_in"]
+__all__ = [
+    "copied",
+    "is_optimizer",
+    "is_trained_by",
+    "leave_file",
+    "load_model",
+    "model_state",
+    "path_in",
+    "storage_of",
+]
 
 
 def path_in(root: nn.Module, module: nn.Module) -> str | None:
@@ -50,7 +60,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if (key := (_storage(leaf), leaf.dtype)) not in copies:
+        if (key := (storage_of(leaf), leaf.dtype)) not in copies:
             copies[key] = leaf.detach().to("cpu", copy=True)
         return copies[key]
 
@@ -114,16 +124,9 @@ def _with_all_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[st
     names: dict[Any, list[str]] = {}
     for name, tensor in own.items():
         if isinstance(tensor, Tensor):
-            names.setdefault(_storage(tensor), []).append(name)
+            names.setdefault(storage_of(tensor), []).append(name)
     for group in names.values():
         for there in [name for name in group if name in full][:1]:
             for name in group:
                 full.setdefault(name, full[there])
     return full
-
-
-def _storage(tensor: Tensor) -> Any:
-    """What tensors have in common that safetensors takes for one: the same object, or the same memory."""
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_meta:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()

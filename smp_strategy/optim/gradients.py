@@ -47,7 +47,7 @@ def sum_gradients(
         return
     sums = Sums(dealt_out(members), group, factor=factor, dtype=dtype)
     sums.send_rest()
-    found, _ = sums.finish()
+    found, _, _ = sums.finish()
     for parameter in members:
         parameter.grad = found.get(parameter)
 

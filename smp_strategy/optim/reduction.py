@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.gradients import sum_gradients
 from smp_strategy.optim.norm import global_norm
+from smp_strategy.optim.replica_buffers import Notes, ReplicaBuffers
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
@@ -35,6 +36,10 @@ class Reduction:
         sharded: parameters that a shard group holds together, whose gradients it adds up in backward.
         parts: parameters of which the ranks of a tensor-parallel group have parts.
         dtype: in what gradients travel between replicas; ``None``: in what they are added up on each.
+        keeps_buffers: whether each replica goes on with buffers of its own.
+
+    Attributes:
+        buffers: those of the replicas, which meet when gradients do.
     """
 
     def __init__(
@@ -45,8 +50,12 @@ class Reduction:
         sharded: ShardedUnits | None = None,
         parts: Parts | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        keeps_buffers: bool = False,
     ) -> None:
         self._dtype = dtype
+        replicas = mesh.dp_group if mesh.dp > 1 and not keeps_buffers else None
+        self.buffers = ReplicaBuffers(ownership.local_modules(mesh.stage), replicas)
         self._ownership = ownership
         self._mesh = mesh
         self._sharding = sharding
@@ -81,15 +90,15 @@ class Reduction:
         buckets = self._sharding.buckets(parameters)
         return Sums(buckets, self._mesh.dp_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype)
 
-    def finish(self, sums: Sums) -> dict[nn.Parameter, Tensor]:
+    def finish(self, sums: Sums) -> tuple[dict[nn.Parameter, Tensor], Notes]:
         """Wait for averages that :meth:`start` has begun. Where some were sent too early, the next ones are not."""
-        found, was_early = sums.finish()
+        found, was_early, notes = sums.finish()
         if was_early and self._guesses:
             self._guesses = False
         elif was_early:
             self._overlaps = False
         self._quiet = sums.quiet if self._guesses else ()
-        return found
+        return found, notes
 
     def begin_backward(self, averaged: Collection[nn.Parameter] = ()) -> None:
         """More gradients will be added, on every rank.
@@ -97,6 +106,7 @@ class Reduction:
         Args:
             averaged: parameters for which these are averages over the replicas already.
         """
+        self.buffers.may_change()
         begun = self._all_local.difference(averaged)
         self._sharding.set_averages_aside(self._in_order(begun - self._pending))
         for _, parameters in self._shared:
@@ -108,11 +118,20 @@ class Reduction:
         if self._sharded is not None:
             self._sharded.begin_backward()
 
-    def reduce(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Sum up the gradients of ``parameters`` (default: of all) to which something was added. Collective."""
+    def reduce(self, notes: Notes | None = None) -> None:
+        """Sum up all gradients to which something was added, and let buffers meet. Collective.
+
+        Args:
+            notes: what replicas have told each other about buffers, if they have.
+        """
+        self.reduce_some(self._pending)
+        self.buffers.meet(notes)
+
+    def reduce_some(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum up the gradients of ``parameters`` to which something was added. Collective."""
         if self._sharded is not None:
             self._sharded.sum_gradients(self._mesh.dp_group)
-        wanted = self._pending if parameters is None else self._pending.intersection(parameters)
+        wanted = self._pending.intersection(parameters)
         for group, members in self._shared:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
         mine = self._in_order(wanted)

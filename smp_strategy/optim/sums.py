@@ -80,7 +80,7 @@ class Sums:
         for parameter, number in self._bucket_of.items():
             if parameter not in quiet:
                 self._missing[number].add(parameter)
-        self._is_early = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self._said = torch.zeros(1, dtype=torch.int32, device="cpu")
         self._asked: collectives.UnderWay | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] = {}
 
@@ -100,24 +100,31 @@ class Sums:
             for handle in handles:
                 handle.remove()
 
-    def send_rest(self) -> None:
-        """Backward is over: send off everything else. On every rank, and in every step."""
+    def send_rest(self, notes: Sequence[int] = ()) -> None:
+        """Backward is over: send off everything else. On every rank, and in every step.
+
+        Args:
+            notes: what ranks tell each other by the way, as many on each.
+        """
         self._gradients = {each: each.grad for each in self._bucket_of if each.grad is not None}
         for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket)
-        self._asked = collectives.all_reduce(self._is_early, dist.ReduceOp.MAX, group=self._group, doing=_SUMS)
+        if notes:
+            self._said = torch.cat([self._said, torch.tensor(notes, dtype=torch.int32, device="cpu")])
+        self._asked = collectives.all_reduce(self._said, dist.ReduceOp.MAX, group=self._group, doing=_SUMS)
 
-    def finish(self) -> tuple[dict[nn.Parameter, Tensor], bool]:
+    def finish(self) -> tuple[dict[nn.Parameter, Tensor], bool, list[int]]:
         """Wait for the sums.
 
         Returns:
-            The sums that this rank gets, of parameters that have a gradient on some rank, and whether some rank had
-            sent too early.
+            The sums that this rank gets, of parameters that have a gradient on some rank; whether some rank had sent
+            too early; and the greatest of each of the ranks' notes.
         """
         if self._asked is None:
             raise SMPError("Sums are asked for before all gradients are sent off.")
         self._asked.wait()
-        was_early = bool(self._is_early.item())
+        is_early, *notes = self._said.tolist()
+        was_early = bool(is_early)
         if was_early:
             for sent in self._sent:
                 sent.work.wait()
@@ -129,13 +136,13 @@ class Sums:
             found.update(self._received(bucket, sent))
         self._sent.clear()
         self._gradients = {}
-        return found, was_early
+        return found, was_early, notes
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         number = self._bucket_of[parameter]
         self.quiet.discard(parameter)
         if number < len(self._sent):
-            self._is_early.fill_(1)
+            self._said.fill_(1)
             return
         self._missing[number].discard(parameter)
         self._send_complete()

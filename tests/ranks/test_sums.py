@@ -1,5 +1,6 @@
 """Gradients are sent off while others are computed, and the sums are those of gradients sent off at the end."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -65,10 +66,10 @@ def train(name: str, options: dict[str, Any], reduces: bool, skips: bool) -> tup
     early = []
     leave = Sums.send_rest
 
-    def counting(self: Sums) -> None:
+    def counting(self: Sums, notes: Sequence[int] = ()) -> None:
         if self._sent:
             early.append(len(self._sent))
-        leave(self)
+        leave(self, notes)
 
     Sums.send_rest = counting  # type: ignore[method-assign]
     model = make(name)
@@ -134,7 +135,7 @@ def sent_off() -> tuple[list[int], list[float]]:
         (net(torch.ones(2, 8)).sum() * (dist.get_rank() + 1)).backward()
     sums.send_rest()
     alone = [layer.weight.grad.sum().item() / (dist.get_rank() + 1) for layer in net]
-    found, was_early = sums.finish()
+    found, was_early, _ = sums.finish()
     assert not was_early
     return under_way, [found[layer.weight].sum().item() / one for layer, one in zip(net, alone, strict=True)]
 

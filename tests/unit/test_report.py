@@ -6,7 +6,7 @@ import pytest
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.mesh_shape import MeshShape
-from smp_strategy.report import render_layout
+from smp_strategy.report import render_batch, render_layout
 from tests.unit.explain.test_explanation import partition
 
 DEALT_OUT = {"shard_optimizer_state": True}
@@ -48,3 +48,8 @@ def test_the_layout_of_replicas_speaks_of_no_shards():
     text = render_layout(MeshShape(pp=2, dp=4), partition(), SMPConfig())
     assert "spread over" not in text
     assert "dealt out" not in text
+
+
+def test_it_is_said_how_many_samples_a_step_sees():
+    assert "sees 8 samples: one replica reads them all." in render_batch(8, MeshShape(pp=2, dp=1))
+    assert "sees 16 samples: 2 replicas read 8 each." in render_batch(8, MeshShape(pp=2, dp=2))
