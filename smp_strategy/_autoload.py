@@ -27,18 +27,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["STARTED_IN", "autoload"]
+import smp_strategy.started  # noqa: F401  (as early as can be)
 
-
-def _folder() -> str | None:
-    try:
-        return os.getcwd()
-    except OSError:  # it has been removed
-        return None
-
-
-# Where the script has been started, if it goes to no other folder before it imports torch.
-STARTED_IN: Final = _folder()
+__all__ = ["autoload"]
 
 # The module that holds the registry, and the name of the tree that it belongs to.
 TREES: Final = {

@@ -1,7 +1,7 @@
 """What a process that fails prints: one failure once, the cause first, in few lines.
 
 A traceback of a step in Lightning is a hundred lines of which the user has written five, and every rank prints one: its
-own, or that of the connection that it has lost. So tracebacks are cut to the user's frames and the innermost ones
+own, or that of the connection that it has lost. So tracebacks are cut to the user's frames and the innermost one
 (:func:`shorten`), and only the rank that failed first prints one (:func:`keep_short`). Another says what it knows in a
 line. ``SMP_FULL_TRACEBACK=1`` leaves everything as it is.
 """
@@ -18,7 +18,6 @@ from smp_strategy.failure import is_library, publish_own
 
 __all__ = ["chosen", "keep_short", "shorten"]
 
-_NUM_INNERMOST: Final = 2
 # Frames that are shown at most: the outermost ones, and those near the error.
 _NUM_FIRST, _NUM_LAST = 2, 6
 _NOTE: Final = "(Frames of libraries are left out; SMP_FULL_TRACEBACK=1 shows all.)"
@@ -46,8 +45,8 @@ def chosen(are_library: Sequence[bool]) -> list[int]:
     Args:
         are_library: of each frame, the outermost first, whether it is a library's.
     """
-    innermost = len(are_library) - _NUM_INNERMOST
-    kept = [number for number, is_librarys in enumerate(are_library) if not is_librarys or number >= innermost]
+    innermost = len(are_library) - 1
+    kept = [number for number, is_librarys in enumerate(are_library) if not is_librarys or number == innermost]
     return kept if len(kept) <= _NUM_FIRST + _NUM_LAST else kept[:_NUM_FIRST] + kept[-_NUM_LAST:]
 
 

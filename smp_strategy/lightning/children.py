@@ -52,10 +52,8 @@ class Children:
             # Nobody reads what is written: whoever looks sees that it is there.
             self._farewell, writing = os.pipe()
             atexit.register(os.write, writing, b"\0")
-            if (
-                signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-                and threading.current_thread() is threading.main_thread()
-            ):
+            is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            if is_free and threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, self._end_all)
         variables = {**environment, _VARIABLE: f"{os.getpid()}:{self._farewell}"}
         self._ranks.append(rank)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from smp_strategy._autoload import STARTED_IN
+from smp_strategy.started import STARTED_IN
 
 __all__ = ["child_command", "running_hydra_job"]
 

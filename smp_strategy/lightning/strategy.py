@@ -200,9 +200,8 @@ class SMPHooks(CheckpointHooks):
     def refuse_before_start(self, trainer: Any) -> None:
         """Refuse what this run could not train, as far as that can be told when no other rank is started yet."""
         module = self.lightning_module
-        assert module is not None
-        has_units = not grows_later(trainer, module, self.tree)
-        check_degrees(self.config, self.num_nodes * self.num_processes, module if has_units else None)
+        is_whole = module is not None and not grows_later(trainer, module, self.tree)
+        check_degrees(self.config, self.num_nodes * self.num_processes, module if is_whole else None)
 
     def setup_environment(self) -> None:
         """Join the other ranks."""
