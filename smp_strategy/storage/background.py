@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import final
 
 from smp_strategy.errors import CheckpointError
+from smp_strategy.files import cause_of
 
 __all__ = ["Background"]
 
@@ -106,7 +107,8 @@ class _Work:
         try:
             write()
         except BaseException as error:
-            failure = CheckpointError(f"{what} was not saved: {type(error).__name__}: {error}")
+            told = str(error) if isinstance(error, CheckpointError) else cause_of(error)
+            failure = CheckpointError(told if told.startswith(what) else f"{what} was not saved: {told}")
             failure.__cause__ = error
             self._errors.append(failure)
         while (action := self._next()) is not None:
