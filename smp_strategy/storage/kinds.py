@@ -23,6 +23,7 @@ __all__ = [
     "Kind",
     "check_replaceable",
     "foreign_entries",
+    "has_manifest",
     "kind_of",
     "reason_to_keep",
     "unreadable",
@@ -157,6 +158,12 @@ def check_replaceable(target: Path) -> None:
         raise CheckpointError(f"{target} is not replaced: {reason}. Give another name, or move that away.")
 
 
+def has_manifest(folder: Path) -> bool:
+    """Whether it has digests of ours, damaged ones included; other programs write files of that name, too."""
+    is_there = (folder / MANIFEST).is_file()
+    return is_there and (_kind_of_folder(folder) is not Kind.WEIGHTS or _listed(folder)[1])
+
+
 def _entries(folder: Path) -> list[str]:
     return sorted(os.listdir(folder))
 
@@ -214,7 +221,7 @@ def _kind_of_file(file: Path) -> Kind:
     if not start:
         return Kind.EMPTY
     if start.startswith(b"PK"):
-        return _kind_of_archive(file, start)
+        return _kind_of_archive(file, start, size)
     if start.startswith(_OLD_TORCH):
         return Kind.TORCH_FILE
     if start.startswith(b"GGUF"):
@@ -223,8 +230,8 @@ def _kind_of_file(file: Path) -> Kind:
     return Kind.SAFETENSORS if is_header else Kind.OTHER
 
 
-def _kind_of_archive(file: Path, start: bytes) -> Kind:
-    """Of a damaged one the directory, which is at its end, may be lacking: then its first record tells."""
+def _kind_of_archive(file: Path, start: bytes, size: int) -> Kind:
+    """Of a damaged one the directory, which is at its end, may be lacking: its first record or our digests tell."""
     try:
         with zipfile.ZipFile(file) as archive:
             names = {name.partition("/")[2] for name in archive.namelist()}
@@ -232,5 +239,7 @@ def _kind_of_archive(file: Path, start: bytes) -> Kind:
         length = int.from_bytes(start[26:28], "little")
         names = {start[30 : 30 + length].decode(errors="replace").partition("/")[2]}
     if "data.pkl" not in names:
-        return Kind.ZIP
+        with open(file, "rb") as opened:
+            opened.seek(max(size - 1024, 0))
+            return Kind.TORCH_FILE if b"smp_strategy:xxh3_128:" in opened.read() else Kind.ZIP
     return Kind.TORCHSCRIPT if "constants.pkl" in names else Kind.TORCH_FILE

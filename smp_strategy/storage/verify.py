@@ -7,6 +7,7 @@ from smp_strategy.storage import commit, dcp_metadata, full_digests, manifest
 from smp_strategy.storage.damage import Problem, problems_of_files
 from smp_strategy.storage.file_loading import load_file
 from smp_strategy.storage.full_digests import problems_of_bytes
+from smp_strategy.storage.kinds import has_manifest
 from smp_strategy.storage.opening import opened
 
 __all__ = ["Problem", "has_digests", "problems_of"]
@@ -14,7 +15,7 @@ __all__ = ["Problem", "has_digests", "problems_of"]
 
 def has_digests(path: Path) -> bool:
     """Whether damage of a file or folder would be noticed."""
-    return (path / manifest.FILE_NAME).is_file() if path.is_dir() else full_digests.has_digests(path)
+    return has_manifest(path) if path.is_dir() else full_digests.has_digests(path)
 
 
 def problems_of(path: Path | str) -> list[Problem]:

@@ -190,3 +190,19 @@ def test_hostile_indices_are_refused(index, tmp_path, capsys):
     (tmp_path / "x" / "model.safetensors.index.json").write_text(index)
     assert smp("export", tmp_path / "x", tmp_path / "out") == 2
     assert "model.safetensors.index.json" in capsys.readouterr().err
+
+
+def test_a_manifest_of_another_program_is_none_of_ours(tmp_path, capsys):
+    (tmp_path / "x").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "x" / "model.safetensors")
+    (tmp_path / "x" / "manifest.json").write_text('{"name": "app"}')
+    assert smp("verify", tmp_path / "x") == 2
+    assert "damage cannot be ruled out" in capsys.readouterr().out
+
+
+def test_a_damaged_directory_of_an_archive_is_damage(tmp_path, capsys):
+    write_full(tmp_path / "x", {"w": torch.ones(3)})
+    data = (tmp_path / "x").read_bytes()
+    (tmp_path / "x").write_bytes(data.replace(b"data.pkl", b"dada.pkl"))
+    assert smp("verify", tmp_path / "x") == 1
+    assert "damaged" in capsys.readouterr().out
