@@ -15,11 +15,34 @@ __all__ = [
     "SMPError",
     "UnsupportedError",
     "changed_in_place",
+    "printable",
 ]
 
 
+def printable(text: str, *, lines: bool = True) -> str:
+    """``text`` for a terminal, on which names in files may not move the cursor, hide or turn what is beside them.
+
+    Args:
+        text: with names of files, tensors and the like.
+        lines: whether it may have several lines, and tabs; otherwise the ends of lines are escaped, too.
+
+    Returns:
+        Characters that cannot be seen as ``\\x1b``, ``\\u202e`` and so on; all others as they are.
+    """
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape", "surrogatepass").decode()
+        for each in text
+    )
+
+
 class SMPError(RuntimeError):
-    """Root of all errors that ``smp_strategy`` raises on purpose."""
+    """Root of all errors that ``smp_strategy`` raises on purpose; what stands in it can be shown on a terminal."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in args))
 
 
 class ConfigError(SMPError, ValueError):

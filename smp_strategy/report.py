@@ -22,7 +22,7 @@ def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, spl
         config: all options.
         split: what became of each layer, where layers are split.
     """
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
     for line in (shape.draw(), *summary(partition), *_sharding(shape, config, bool(partition.units))):
         console.print(line, highlight=False)
     console.print(stage_table(partition))

@@ -14,12 +14,14 @@ from typing import Final
 
 from smp_strategy.errors import CheckpointError, ConfigError
 from smp_strategy.storage import commit
-from smp_strategy.storage.manifest import FILE_NAME, Manifest
+from smp_strategy.storage.kinds import SHARDED_STATE, foreign_entries
+from smp_strategy.storage.manifest import FILE_NAME, FORMAT, Manifest
+from smp_strategy.storage.write_errors import saving
 
 __all__ = ["SHARDED", "STATES", "WEIGHTS", "begin", "delete_oldest", "move_in", "newest", "numbered", "remove"]
 
 # Where ranks write together what is spread, if they do.
-SHARDED: Final = "sharded_state"
+SHARDED: Final = SHARDED_STATE
 # Of earlier calls, what would be read together with, or in the place of, that which is written now.
 WEIGHTS: Final = r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
 STATES: Final = (
@@ -75,6 +77,7 @@ def begin(target: Path) -> Path:
     if target.is_file():
         raise ConfigError(f"{target} is a file, but a folder is to be written. Name another one.")
     commit.recover(target)
+    _check_manifest(target)
     if target.exists() and not _can_be_replaced(target):
         place = target
     elif _NUMBERED.fullmatch(target.name) and target.parent.name == "checkpoints":
@@ -82,9 +85,25 @@ def begin(target: Path) -> Path:
     else:
         place = target.parent
     staging = place / _BESIDE / target.name
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    if staging.parent.is_symlink() or staging.is_symlink():
+        raise ConfigError(
+            f"{staging}, where {target} is to be written before it is complete, is a link or in one, which is not "
+            "followed. Remove the link."
+        )
+    with saving(target):
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
     return staging
+
+
+def _check_manifest(target: Path) -> None:
+    """A file of that name is replaced, so it must be ours."""
+    path = target / FILE_NAME
+    if path.is_file() and FORMAT.encode() not in path.read_bytes():
+        raise ConfigError(
+            f"{path} was written by another program, and a state needs a file of this name for its digests. Save to "
+            "another folder, or move the file away."
+        )
 
 
 def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
@@ -105,7 +124,9 @@ def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
         new = {each.name for each in staging.iterdir()}
         commit.merge(staging, target)
         for each in target.iterdir():
-            if each.name not in new and each != beside and re.fullmatch(replaces, each.name):
+            if each.name in new or each == beside or not re.fullmatch(replaces, each.name):
+                continue
+            if each.name != SHARDED or not foreign_entries(each):
                 commit.remove(each)
     remove(staging)
 
@@ -119,14 +140,16 @@ def _can_be_replaced(target: Path) -> bool:
 def _has_nothing_else(target: Path) -> bool:
     """Whether all that is in there are files of a checkpoint, as its manifest tells."""
     try:
-        ours = {*Manifest.from_bytes((target / FILE_NAME).read_bytes()).files, FILE_NAME, SHARDED}
+        Manifest.from_bytes((target / FILE_NAME).read_bytes())
     except (OSError, CheckpointError):
         return False
-    return {each.name for each in target.iterdir()} <= ours
+    return not foreign_entries(target)
 
 
 def remove(staging: Path) -> None:
     """Whatever is left of ``staging``."""
+    if staging.parent.is_symlink():
+        return
     shutil.rmtree(staging, ignore_errors=True)
     if staging.parent.name == _BESIDE and staging.parent.is_dir() and not any(staging.parent.iterdir()):
         staging.parent.rmdir()

@@ -32,6 +32,7 @@ from smp_strategy.accelerate.hf_arguments import count_replicas
 from smp_strategy.accelerate.saving import OWN_FILE
 from smp_strategy.config import SMPConfig
 from smp_strategy.errors import ConfigError, UnsupportedError
+from smp_strategy.storage.commit import replacing
 
 __all__ = ["SMPTrainer", "adopt", "trainer_above"]
 
@@ -72,9 +73,9 @@ class SMPTrainer(Trainer):
         """Write the optimizer's state as one process has it, on the first one. Collective."""
         state = self.accelerator.get_optimizer_state_dict(self.optimizer)
         if self.args.should_save:
-            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            _save_file(state, Path(output_dir, OPTIMIZER_NAME))
             scheduler: Any = self.lr_scheduler
-            torch.save(scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+            _save_file(scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write the random states once for each replica, whose ranks draw alike, and our own streams. Collective."""
@@ -83,7 +84,7 @@ class SMPTrainer(Trainer):
         if session.rank == session.data_ranks()[session.data_rank][0]:
             super()._save_rng_state(output_dir)
         if self.args.should_save:
-            torch.save(ours, Path(output_dir, OWN_FILE))
+            _save_file(ours, Path(output_dir, OWN_FILE))
 
     # Loading. All ranks read the files.
 
@@ -230,3 +231,8 @@ def _check_arguments(args: Any, config: SMPConfig) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _save_file(state: Any, path: Path) -> None:
+    with replacing(path, is_folder=False) as staging:
+        torch.save(state, staging)

@@ -28,6 +28,7 @@ from smp_strategy.accelerate.state_calls import StateCalls
 from smp_strategy.engine import Engine
 from smp_strategy.errors import ConfigError
 from smp_strategy.meeting import alike, meet
+from smp_strategy.storage.write_errors import saving
 from smp_strategy.waiting import collectives
 
 __all__ = ["OWN_FILE", "SavingHooks"]
@@ -266,7 +267,8 @@ class SavingHooks(Host):
             if self.is_local_main_process:  # hooks may write on every node
                 staging.mkdir(parents=True, exist_ok=True)
         try:
-            yield staging
+            with saving(target):
+                yield staging
         except BaseException:
             if self.is_local_main_process:
                 folders.remove(staging)

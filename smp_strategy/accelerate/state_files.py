@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage.safe_types import allowing_plain_values
+from smp_strategy.storage.safe_types import allowing_plain_values, load_failure
 
 __all__ = ["mapped", "name", "read", "read_custom", "weights", "write", "write_weights"]
 
@@ -106,10 +106,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        reason = f"{named[1]}." if named else str(error).strip().partition("\n")[0]
         raise CheckpointError(
-            f"{path} is damaged, or cannot be loaded without running code that it names: {reason} Load another "
+            f"{path} {load_failure(error)} Load another "
             'checkpoint, or pass `load_kwargs={"weights_only": False}` if you trust whoever wrote it.'
         ) from error
     except (EOFError, SafetensorError, zipfile.BadZipFile) as error:

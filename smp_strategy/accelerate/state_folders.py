@@ -32,6 +32,7 @@ from smp_strategy.storage import commit, folder_digests
 from smp_strategy.storage.background import Background
 from smp_strategy.storage.previous import previous
 from smp_strategy.storage.stored import Stored
+from smp_strategy.storage.write_errors import saving
 from smp_strategy.storage.writer import ShardedWriter
 
 __all__ = ["StateFolderHooks"]
@@ -173,11 +174,13 @@ class StateFolderHooks(SavingHooks):
     def _smp_finish_later(self, save: "_Save", target: Path, note: dict[str, Any]) -> None:
         """What is left to be done, in a thread: on ranks that write files alone that, and on all what they share."""
         try:
-            for job in save.jobs:
-                job()
+            with saving(target):
+                for job in save.jobs:
+                    job()
+                if self._smp_writes:
+                    folder_digests.describe(save.folder, note)
+                    folders.move_in(save.folder, target, replaces=folders.STATES)
             if self._smp_writes:
-                folder_digests.describe(save.folder, note)
-                folders.move_in(save.folder, target, replaces=folders.STATES)
                 self._smp_delete_oldest(target)
         except BaseException:
             if self._smp_writes:

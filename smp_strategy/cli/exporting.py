@@ -13,13 +13,14 @@ from smp_strategy.conversion.prefixes import strip_prefix
 from smp_strategy.conversion.writing import Progress, cast, export_hugging_face, export_safetensors, plain_weights
 from smp_strategy.errors import CheckpointError
 from smp_strategy.sizes import show_count
+from smp_strategy.storage.commit import Check
 
 __all__ = ["run"]
 
 
 def run(given: Namespace) -> int:
     """Carry out the command; returns its exit status."""
-    target, dtype = check_output(given), _dtype(given.dtype)
+    (target, check), dtype = check_output(given), _dtype(given.dtype)
     contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights)
     is_all = given.hf is None and given.form != "safetensors"
     with show_progress(num_entries(contents) if is_all else len(contents.weights), is_quiet=given.quiet) as progress:
@@ -32,12 +33,15 @@ def run(given: Namespace) -> int:
                 dtype=dtype,
                 max_bytes=given.max_shard_size,
                 progress=progress,
+                check=check,
             )
         elif given.form == "safetensors":
             weights, remarks = plain_weights(contents, given.prefix)
-            export_safetensors(cast(weights, dtype), target, max_bytes=given.max_shard_size, progress=progress)
+            export_safetensors(
+                cast(weights, dtype), target, max_bytes=given.max_shard_size, progress=progress, check=check
+            )
         else:
-            remarks = _save(contents, target, given, dtype, progress)
+            remarks = _save(contents, target, given, dtype, progress, check)
     if not is_all:
         remarks += _left_behind(contents)
     if not given.quiet:
@@ -46,7 +50,7 @@ def run(given: Namespace) -> int:
 
 
 def _save(
-    contents: Contents, target: Path, given: Namespace, dtype: torch.dtype | None, progress: Progress
+    contents: Contents, target: Path, given: Namespace, dtype: torch.dtype | None, progress: Progress, check: Check
 ) -> list[str]:
     remarks = []
     if dtype is not None:
@@ -58,7 +62,7 @@ def _save(
             contents.optimizers = []
             remarks.append("The state of optimizers was left out: weights have got other names.")
     save = save_full if given.form == "full" else save_sharded
-    save(contents, target, progress)
+    save(contents, target, progress, check)
     return remarks
 
 

@@ -15,7 +15,7 @@ __all__ = ["run"]
 
 def run(given: Namespace) -> int:
     """Carry out the command; returns its exit status."""
-    target = check_output(given)
+    target, check = check_output(given)
     like = {} if given.like is None else open_checkpoint(Path(given.like)).weight_tensors()
     # Of the same model it may be a checkpoint with or without the prefix.
     shapes = {name: tensor.shape for name, tensor in like.items()}
@@ -27,7 +27,7 @@ def run(given: Namespace) -> int:
     contents.remarks += add_tied(contents.weights, like)
     with show_progress(num_entries(contents), is_quiet=given.quiet) as progress:
         save = save_full if given.form == "full" else save_sharded
-        save(contents, target, progress)
+        save(contents, target, progress, check)
     if not given.quiet:
         tell([*contents.remarks, f"{given.checkpoint} ({contents.kind}) -> {target}"])
     return 0

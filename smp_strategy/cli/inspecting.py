@@ -12,6 +12,7 @@ from rich.table import Table
 from smp_strategy.cli.verifying import VERDICTS, verdict
 from smp_strategy.conversion.opening import open_checkpoint
 from smp_strategy.conversion.summary import summary
+from smp_strategy.errors import printable
 from smp_strategy.sizes import show_bytes, show_count
 
 __all__ = ["run"]
@@ -36,16 +37,16 @@ def run(given: Namespace) -> int:
 
 
 def _print(found: Mapping[str, Any], *, is_short: bool) -> None:
-    console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False)
+    console = Console(width=_WIDTH, soft_wrap=True, highlight=False, markup=False, emoji=False)
     disk = f"{show_count(found['files'], 'file')}, {show_bytes(found['bytes_on_disk'])}"
-    console.print(f"{found['path']}: {found['kind']}, {disk}")
+    console.print(printable(f"{found['path']}: {found['kind']}, {disk}", lines=False))
     for name, value in _facts(found):
-        console.print(f"  {name:<10} {value}")
+        console.print(printable(f"  {name:<10} {value}", lines=False))
     if not is_short:
         console.print(_tensor_table(found["tensors"]))
     console.print(_group_table(found["groups"]))
     for remark in found["remarks"]:
-        console.print(remark)
+        console.print(printable(remark, lines=False))
 
 
 def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -82,7 +83,8 @@ def _tensor_table(tensors: list[dict[str, Any]]) -> Table:
     for entry in tensors:
         size = show_bytes(entry["bytes"]) if entry["tied_to"] is None else f"tied to {entry['tied_to']}"
         shape = " x ".join(map(str, entry["shape"])) or "single"
-        table.add_row(entry["group"], entry["name"], shape, entry["dtype"], size)
+        name, size = printable(entry["name"], lines=False), printable(size, lines=False)
+        table.add_row(entry["group"], name, shape, entry["dtype"], size)
     return table
 
 

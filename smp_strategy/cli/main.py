@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from smp_strategy.errors import SMPError
+from smp_strategy.errors import SMPError, printable
 from smp_strategy.sizes import parse_bytes
 
 __all__ = ["main"]
@@ -29,13 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return import_module(f"smp_strategy.cli.{given.run}").run(given)
     except (SMPError, OSError) as error:
-        print(f"smp {given.command}: {error}", file=sys.stderr)
+        status, told = FAILED, str(error)
     except RecursionError:
-        print(f"smp {given.command}: something in the checkpoint is nested too deeply, or in itself.", file=sys.stderr)
+        status, told = FAILED, "something in the checkpoint is nested too deeply, or in itself."
     except KeyboardInterrupt:
-        print(f"smp {given.command}: interrupted; nothing was written.", file=sys.stderr)
-        return 130
-    return FAILED
+        status, told = 130, "interrupted; nothing was written."
+    print(printable(f"smp {given.command}: {told}", lines=False), file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,15 +2,16 @@
 
 from argparse import Namespace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Final
 
+from smp_strategy.conversion.opening import located, open_checkpoint
+from smp_strategy.errors import CheckpointError, printable
 from smp_strategy.sizes import show_count
-from smp_strategy.storage import commit
-from smp_strategy.storage.full_digests import has_digests
-from smp_strategy.storage.manifest import FILE_NAME as MANIFEST
+from smp_strategy.storage.file_loading import load_file
+from smp_strategy.storage.kinds import Kind, kind_of, unreadable
 from smp_strategy.storage.previous import advice
-from smp_strategy.storage.stored import is_sharded
-from smp_strategy.storage.verify import problems_of
+from smp_strategy.storage.verify import has_digests, problems_of
 
 __all__ = ["VERDICTS", "run", "verdict"]
 
@@ -26,7 +27,8 @@ def run(given: Namespace) -> int:
     for name in given.checkpoints:
         status, problems = verdict(Path(name))
         statuses.add(status)
-        print(f"{name}: {VERDICTS[status]}{said(Path(name), status, problems)}", flush=True)
+        line = f"{name}: {VERDICTS[status]}{said(Path(name), status, problems)}"
+        print(printable(line, lines=False), flush=True)
     return next((status for status in (_DAMAGED, _UNKNOWN) if status in statuses), _INTACT)
 
 
@@ -41,16 +43,22 @@ def said(path: Path, status: int, problems: list[str]) -> str:
 
 def verdict(path: Path) -> tuple[int, list[str]]:
     """Whether a checkpoint is as it was written: an index of :data:`VERDICTS`, and what is wrong."""
-    commit.recover(path)
-    if is_sharded(path) or (path / MANIFEST).is_file():
-        problems = problems_of(path)
-        if [each.file for each in problems] == [MANIFEST] and not (path / MANIFEST).exists():
-            return _UNKNOWN, ["another program wrote it, without digests"]
-    elif path.is_file() and path.suffix != ".safetensors":
-        problems = problems_of(path)
-        if not problems and not has_digests(path):
-            return _UNKNOWN, ["another program wrote it, without digests"]
-    else:
-        there = "it has no digests: it is no checkpoint of ours" if path.exists() else "there is nothing of this name"
-        return _UNKNOWN, [there]
-    return (_DAMAGED if problems else _INTACT), [str(each) for each in problems]
+    try:
+        place = located(path)
+        kind = kind_of(place)
+    except CheckpointError as error:
+        return _UNKNOWN, [str(error)]
+    if (reason := unreadable(place, kind)) is not None:
+        return _UNKNOWN, [reason]
+    if has_digests(place):
+        problems = problems_of(place)
+        return (_DAMAGED if problems else _INTACT), [str(each) for each in problems]
+    try:
+        if place.is_file() and kind is Kind.TORCH_FILE:
+            load_file(place, weights_only=True)
+        else:
+            open_checkpoint(place, verify=False)
+    except CheckpointError as error:
+        is_readable = kind is Kind.OTHER or isinstance(error.__cause__, UnpicklingError)
+        return (_UNKNOWN if is_readable else _DAMAGED), [str(error)]
+    return _UNKNOWN, ["readable, but another program wrote it, without digests: damage cannot be ruled out"]

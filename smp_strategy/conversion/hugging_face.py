@@ -18,7 +18,14 @@ from smp_strategy.conversion.contents import Contents, LazyTensor
 from smp_strategy.conversion.prefixes import find_prefix, strip_prefix
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["copy_configuration", "hugging_face_weights", "main_dtype", "read_configuration", "without_tied"]
+__all__ = [
+    "copy_configuration",
+    "hugging_face_weights",
+    "is_copied",
+    "main_dtype",
+    "read_configuration",
+    "without_tied",
+]
 
 CONFIG: Final = "config.json"
 # Everything but weights: configurations, vocabularies, templates, the model's own code.
@@ -121,6 +128,11 @@ def main_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype | None:
     return max(bytes_in, key=bytes_in.__getitem__, default=None)
 
 
+def is_copied(name: str) -> bool:
+    """Whether :func:`copy_configuration` takes a file of this name along."""
+    return any(fnmatch(name, each) for each in _COPIED) and not any(fnmatch(name, each) for each in _NOT_COPIED)
+
+
 def copy_configuration(source: Path, target: Path, dtype: torch.dtype | None) -> list[str]:
     """Copy everything but weights to the directory ``target``; returns the names of the files.
 
@@ -136,8 +148,7 @@ def copy_configuration(source: Path, target: Path, dtype: torch.dtype | None) ->
     (target / CONFIG).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
     copied = [CONFIG]
     for file in sorted(source.iterdir()) if source.is_dir() else ():
-        is_wanted = any(fnmatch(file.name, pattern) for pattern in _COPIED)
-        if file.is_file() and is_wanted and file.name != CONFIG and not any(fnmatch(file.name, p) for p in _NOT_COPIED):
+        if file.is_file() and file.name != CONFIG and is_copied(file.name):
             shutil.copyfile(file, target / file.name)
             copied.append(file.name)
     return copied

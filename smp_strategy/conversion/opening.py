@@ -1,20 +1,21 @@
-"""Which kind of checkpoint is this? Asked of the files, not of their names where that can be helped."""
+"""Opening a checkpoint of any kind: what it is, is asked of the files (:mod:`smp_strategy.storage.kinds`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from smp_strategy.conversion.contents import Contents
 from smp_strategy.conversion.joining import Shape
-from smp_strategy.conversion.safetensors_files import open_safetensors
-from smp_strategy.conversion.sagemaker import is_sagemaker, open_sagemaker
+from smp_strategy.conversion.safetensors_files import INDEX_ENDING, open_safetensors
+from smp_strategy.conversion.sagemaker import open_sagemaker
 from smp_strategy.conversion.sharded import open_sharded
+from smp_strategy.conversion.state_folders import open_state, open_weights
 from smp_strategy.conversion.torch_files import open_torch_file
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import commit
-from smp_strategy.storage.stored import is_sharded
+from smp_strategy.storage.kinds import CHECKPOINTS, Kind, kind_of, unreadable
 from smp_strategy.storage.tagged import TaggedFolder
 
-__all__ = ["open_checkpoint"]
+__all__ = ["located", "open_checkpoint"]
 
 
 def open_checkpoint(
@@ -35,24 +36,45 @@ def open_checkpoint(
     Raises:
         CheckpointError: it cannot be read, or what it is cannot be told.
     """
+    path = located(path)
+    kind = kind_of(path)
+    if reason := unreadable(path, kind):
+        raise CheckpointError(reason)
+    if path.is_file():
+        is_index = path.name.endswith(INDEX_ENDING)
+        is_safe = kind is Kind.SAFETENSORS or path.suffix == ".safetensors" or is_index
+        return open_safetensors(path) if is_safe else open_torch_file(path, weights_at=weights_at, verify=verify)
+    if kind is Kind.SHARDED:
+        return open_sharded(path, weights_at=weights_at)
+    if kind is Kind.STATE:
+        return open_state(path, weights_at=weights_at, verify=verify)
+    if kind is Kind.SAGEMAKER:
+        return open_sagemaker(path, like=like)
+    if kind is Kind.WEIGHTS:
+        return open_weights(path)
+    raise CheckpointError(_unknown(path))
+
+
+def located(path: Path) -> Path:
+    """What is read when ``path`` is asked for: of a folder of checkpoints with tags the newest one.
+
+    Raises:
+        CheckpointError: there is nothing.
+    """
     commit.recover(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
-    if path.is_file():
-        is_safe = path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json")
-        return open_safetensors(path) if is_safe else open_torch_file(path, weights_at=weights_at, verify=verify)
-    if is_sharded(path):
-        return open_sharded(path, weights_at=weights_at)
-    if is_sagemaker(path):
-        return open_sagemaker(path, like=like)
-    if (path / "newest").is_file():
-        return open_checkpoint(_newest(path), weights_at=weights_at, like=like, verify=verify)
-    if any(path.glob("*.safetensors")):
-        return open_safetensors(path)
-    some = ", ".join(sorted(each.name for each in path.iterdir())[:5])
-    raise CheckpointError(
-        f"{path} is no checkpoint of a known kind: it has no .metadata, no *.safetensors and no model_0_0.pt, but "
-        f"{some or 'nothing at all'}. Give the directory itself, or a file."
+    return _newest(path) if path.is_dir() and kind_of(path) is Kind.TAGGED else path
+
+
+def _unknown(folder: Path) -> str:
+    names = sorted(each.name for each in folder.iterdir())
+    inside = [name for name in names if not name.startswith(".") and kind_of(folder / name) in CHECKPOINTS]
+    if inside:
+        return f"{folder} is no checkpoint, but has some in it: {', '.join(inside[:5])}. Give one of them."
+    return (
+        f"{folder} is no checkpoint of a known kind: it has no .metadata, no *.safetensors and no model_0_0.pt, but "
+        f"{', '.join(names[:5])}. Give the directory itself, or a file."
     )
 
 

@@ -12,8 +12,11 @@ from smp_strategy.conversion.parameter_numbers import numbered_groups
 from smp_strategy.conversion.scratch import Scratch
 from smp_strategy.conversion.writing import Progress
 from smp_strategy.errors import CheckpointError
+from smp_strategy.storage.commit import Check
 from smp_strategy.storage.full_file import write_full
 from smp_strategy.storage.held import Held
+from smp_strategy.storage.kinds import check_replaceable
+from smp_strategy.storage.write_errors import saving
 from smp_strategy.storage.writer import ShardedWriter
 
 __all__ = ["lightning_rest", "save_full", "save_sharded"]
@@ -37,14 +40,16 @@ def lightning_rest(contents: Contents) -> dict[str, Any]:
     raise CheckpointError("Lightning is not installed, and its checkpoints tell which version has written them.")
 
 
-def save_full(contents: Contents, target: Path, progress: Progress = lambda name: None) -> None:
+def save_full(
+    contents: Contents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
+) -> None:
     """Write one file as Lightning does, in place of what is there: parameters of optimizers have numbers.
 
     Raises:
         CheckpointError: a tensor cannot be read.
     """
-    _make_folder(target)
-    with Scratch(target.parent) as scratch:
+    check(target)
+    with saving(target), _scratch(target) as scratch:
         content = {
             **map_tensors(lightning_rest(contents), scratch.tensor, LazyTensor),
             "state_dict": _read(contents.weights, scratch, progress),
@@ -54,27 +59,30 @@ def save_full(contents: Contents, target: Path, progress: Progress = lambda name
             content[PARAMETER_NAMES] = [
                 [list(group["params"]) for group in each.groups] for each in contents.optimizers
             ]
-        write_full(target, content)
+        write_full(target, content, check=check)
 
 
-def save_sharded(contents: Contents, target: Path, progress: Progress = lambda name: None) -> None:
+def save_sharded(
+    contents: Contents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
+) -> None:
     """Write a directory as several ranks do together, in place of what is there.
 
     Raises:
         CheckpointError: a tensor cannot be read.
     """
-    _make_folder(target)
-    with Scratch(target.parent) as scratch:
+    check(target)
+    with saving(target), _scratch(target) as scratch:
         state: dict[str, Any] = {"state_dict": _with_aliases(_read(contents.weights, scratch, progress))}
         for number, optimizer in enumerate(contents.optimizers):
             kept = {name: _encoded(value) for name, value in _read(optimizer.state, scratch, progress).items()}
             state[f"optimizer_{number}"] = {"state": kept, "param_groups": optimizer.groups}
         rest = map_tensors(lightning_rest(contents), scratch.tensor, LazyTensor)
-        ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note)
+        ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note, check=check)
 
 
-def _make_folder(target: Path) -> None:
+def _scratch(target: Path) -> Scratch:
     target.parent.mkdir(parents=True, exist_ok=True)
+    return Scratch(target.parent)
 
 
 def _read(values: dict[str, Any], scratch: Scratch, progress: Progress) -> dict[str, Any]:

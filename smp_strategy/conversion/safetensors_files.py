@@ -13,9 +13,11 @@ from torch import Tensor
 
 from smp_strategy.conversion.contents import Contents, LazyTensor
 from smp_strategy.errors import CheckpointError
+from smp_strategy.storage.manifest import is_plain_name
 
-__all__ = ["INDEX", "open_safetensors", "shards", "write_safetensors"]
+__all__ = ["INDEX", "INDEX_ENDING", "indexed", "open_safetensors", "shards", "write_safetensors"]
 
+INDEX_ENDING: Final = ".safetensors.index.json"
 INDEX: Final = "model.safetensors.index.json"
 _DTYPES: Final = {
     "BOOL": torch.bool,
@@ -38,7 +40,7 @@ _DTYPES: Final = {
 
 
 def open_safetensors(path: Path) -> Contents:
-    """A file, or a directory with one or with an index of several.
+    """A file, an index of several, or a directory with one or the other.
 
     Raises:
         CheckpointError: something of it is lacking or damaged.
@@ -56,29 +58,44 @@ def open_safetensors(path: Path) -> Contents:
     return Contents(kind="safetensors", weights=weights)
 
 
-def _files(path: Path) -> dict[Path, list[str] | None]:
+def _files(path: Path) -> Mapping[Path, list[str] | None]:
     """Each file and the tensors wanted of it; ``None``: all."""
     if path.is_file():
-        return {path: None}
-    indices, files = sorted(path.glob("*.safetensors.index.json")), sorted(path.glob("*.safetensors"))
+        return indexed(path) if path.name.endswith(INDEX_ENDING) else {path: None}
+    indices, files = sorted(path.glob(f"*{INDEX_ENDING}")), sorted(path.glob("*.safetensors"))
     if len(indices) > 1 or (not indices and len(files) > 1):
         several = indices or files
         raise CheckpointError(
             f"{path} has several sets of weights: {', '.join(each.name for each in several)}. Give one file."
         )
-    if not indices:
-        return dict.fromkeys(files)
+    return indexed(indices[0]) if indices else dict.fromkeys(files)
+
+
+def indexed(index: Path) -> dict[Path, list[str]]:
+    """The files that an index names, which are beside it, and the tensors that it wants of each.
+
+    Raises:
+        CheckpointError: it is damaged, or names files elsewhere.
+    """
+    found: dict[Path, list[str]] = {}
     try:
-        entries = json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].items()
-        found: dict[Path, list[str] | None] = {}
-        for name, file in entries:
-            if Path(file).name != file:
-                raise CheckpointError(f"{indices[0]} names the file {file!r}, which is outside of the directory.")
-            names = found.setdefault(path / file, [])
-            assert names is not None
-            names.append(name)
-    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-        raise CheckpointError(f"{indices[0]} is no index of safetensors files: {error}") from error
+        content = json.loads(index.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        for name, file in content["weight_map"].items():
+            if not isinstance(file, str):
+                raise TypeError(f"`{name}` is said to be in {file!r}")
+            if not is_plain_name(file):
+                raise CheckpointError(f"{index} names the file {file!r}, which is outside of the directory.")
+            found.setdefault(index.parent / file, []).append(name)
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of files with weights: {error}") from error
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"it has `{twice}` twice")
     return found
 
 

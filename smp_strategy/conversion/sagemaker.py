@@ -18,15 +18,10 @@ from smp_strategy.conversion.layouts import contents_of, parameter_shapes, read_
 from smp_strategy.conversion.torch_files import read_dict
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["is_sagemaker", "open_sagemaker"]
+__all__ = ["open_sagemaker"]
 
 _NAME = re.compile(r"(model|optimizer)_(\d+(?:_\d+){0,2})\.pt")
 Place = tuple[int, ...]
-
-
-def is_sagemaker(path: Path) -> bool:
-    """Whether the directory has such files."""
-    return any(_NAME.fullmatch(file.name) for file in path.glob("model_*.pt"))
 
 
 def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> Contents:

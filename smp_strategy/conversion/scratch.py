@@ -6,6 +6,7 @@ goes with the process, however that ends.
 """
 
 import mmap
+import os
 import tempfile
 from collections.abc import Hashable
 from pathlib import Path
@@ -55,7 +56,8 @@ class Scratch:
             return values
         start = -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._size = start + values.nbytes
-        self._file.truncate(self._size)
+        # With room for all of it: writing to memory that has none on the disk ends the process.
+        os.posix_fallocate(self._file.fileno(), start, values.nbytes)
         memory = mmap.mmap(self._file.fileno(), values.nbytes, offset=start)
         kept = torch.frombuffer(memory, dtype=values.dtype).view(values.shape)
         return kept.copy_(values)

@@ -18,7 +18,8 @@ from smp_strategy.conversion.hugging_face import (
 )
 from smp_strategy.conversion.prefixes import strip_prefix
 from smp_strategy.conversion.safetensors_files import write_safetensors
-from smp_strategy.storage.commit import replacing
+from smp_strategy.storage.commit import Check, replacing
+from smp_strategy.storage.kinds import check_replaceable
 
 __all__ = ["Progress", "cast", "export_hugging_face", "export_safetensors", "plain_weights"]
 
@@ -46,7 +47,12 @@ def plain_weights(contents: Contents, prefix: str | None) -> tuple[dict[str, Laz
 
 
 def export_safetensors(
-    weights: Mapping[str, LazyTensor], target: Path, *, max_bytes: int, progress: Progress = lambda name: None
+    weights: Mapping[str, LazyTensor],
+    target: Path,
+    *,
+    max_bytes: int,
+    progress: Progress = lambda name: None,
+    check: Check = check_replaceable,
 ) -> None:
     """Write ``weights`` to the directory ``target``, in place of what is there.
 
@@ -55,8 +61,9 @@ def export_safetensors(
         target: the directory.
         max_bytes: of tensors in one file; so much is in memory.
         progress: is told each name.
+        check: see :func:`~smp_strategy.storage.commit.begin`.
     """
-    with replacing(target, is_folder=True) as staging:
+    with replacing(target, is_folder=True, check=check) as staging:
         write_safetensors(staging, weights, max_bytes=max_bytes, progress=progress)
 
 
@@ -69,6 +76,7 @@ def export_hugging_face(
     dtype: torch.dtype | None,
     max_bytes: int,
     progress: Progress = lambda name: None,
+    check: Check = check_replaceable,
 ) -> list[str]:
     """Write a directory for ``from_pretrained``, in place of what is there.
 
@@ -80,6 +88,7 @@ def export_hugging_face(
         dtype: of floating point weights; ``None``: as they are.
         max_bytes: of tensors in one file; so much is in memory.
         progress: is told each name.
+        check: see :func:`~smp_strategy.storage.commit.begin`.
 
     Returns:
         What was left out or changed.
@@ -89,7 +98,7 @@ def export_hugging_face(
     """
     found, remarks = hugging_face_weights(contents, read_configuration(configuration), prefix)
     weights = cast(found, dtype)
-    with replacing(target, is_folder=True) as staging:
+    with replacing(target, is_folder=True, check=check) as staging:
         write_safetensors(staging, weights, max_bytes=max_bytes, progress=progress)
         copy_configuration(configuration, staging, main_dtype(weights))
     return remarks

@@ -22,7 +22,7 @@ LEAST_OVERLAP = 0.005
 
 def text(partition: Partition, plan: Plan | None) -> str:
     """All of it."""
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
     for line in summary(partition):
         console.print(line, highlight=False)
     console.print()

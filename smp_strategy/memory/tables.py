@@ -44,7 +44,7 @@ def text(ranks: Sequence[RankMemory], predicted: Sequence[Held]) -> str:
         table.add_row(*cells)
     table.add_section()
     table.add_row(*last)
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

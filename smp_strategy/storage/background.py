@@ -20,6 +20,7 @@ from typing import final
 import torch.distributed as dist
 
 from smp_strategy.errors import CheckpointError
+from smp_strategy.files import cause_of
 from smp_strategy.waiting.watch import watch_of
 
 __all__ = ["Background"]
@@ -111,7 +112,8 @@ class _Work:
             with watch_of().apart() if dist.is_initialized() else nullcontext():
                 write()
         except BaseException as error:
-            failure = CheckpointError(f"{what} was not saved: {type(error).__name__}: {error}")
+            told = str(error) if isinstance(error, CheckpointError) else cause_of(error)
+            failure = CheckpointError(told if told.startswith(what) else f"{what} was not saved: {told}")
             failure.__cause__ = error
             self._errors.append(failure)
         while (action := self._next()) is not None:

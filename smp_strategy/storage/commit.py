@@ -27,11 +27,13 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 from smp_strategy.errors import CheckpointError
+from smp_strategy.storage.kinds import check_replaceable
+from smp_strategy.storage.write_errors import saving
 
 __all__ = [
     "begin",
@@ -56,14 +58,22 @@ _LONGEST_NAME: Final = 180  # bytes, of 255: the rest is for what is put around 
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _ATTEMPTS: Final = 5
 
+Check = Callable[[Path], None]
 
-def begin(target: Path, *, is_folder: bool) -> Path:
+
+def begin(target: Path, *, is_folder: bool, check: Check = check_replaceable) -> Path:
     """Make an empty file or folder beside ``target``, to be filled and given to :func:`commit` or :func:`discard`.
 
     Missing folders above are made. What dead processes have left in the folder is deleted.
+
+    Args:
+        target: what is to be written.
+        is_folder: whether it is a folder.
+        check: raises an error if what is there must not be replaced.
     """
-    _make_folder(target.parent)
     recover(target)
+    check(target)
+    _make_folder(target.parent)
     staging = _mine(target, "saving")
     if is_folder:
         staging.mkdir()
@@ -73,15 +83,16 @@ def begin(target: Path, *, is_folder: bool) -> Path:
     return staging
 
 
-def commit(staging: Path, target: Path) -> None:
+def commit(staging: Path, target: Path, *, check: Check = check_replaceable) -> None:
     """Let ``target`` be what ``staging`` is, which is gone then; all of it is on the disk when this returns.
 
     Args:
         staging: from :func:`begin`, complete and closed.
-        target: as for :func:`begin`. A file, folder or link of that name is replaced.
+        target: as for :func:`begin`. A file or link of that name is replaced, and a folder that is a checkpoint.
+        check: as for :func:`begin`; it is asked again, since something may have come there meanwhile.
 
     Raises:
-        CheckpointError: ``staging`` has gone.
+        CheckpointError: ``staging`` has gone, or what is there must not be replaced.
     """
     if not os.path.lexists(staging):
         raise CheckpointError(
@@ -91,6 +102,7 @@ def commit(staging: Path, target: Path) -> None:
     sync(staging)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
+            check(target)
             _put(staging, target)
             break
         except OSError as error:
@@ -102,15 +114,20 @@ def commit(staging: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(target: Path, *, is_folder: bool) -> Iterator[Path]:
-    """Between :func:`begin` and :func:`commit`; what is there of it is deleted after an error."""
-    staging = begin(target, is_folder=is_folder)
-    try:
-        yield staging
-        commit(staging, target)
-    except BaseException:
-        discard(staging)
-        raise
+def replacing(target: Path, *, is_folder: bool, check: Check = check_replaceable) -> Iterator[Path]:
+    """Between :func:`begin` and :func:`commit`; what is there of it is deleted after an error.
+
+    Raises:
+        CheckpointError: it could not be written, as the disk is full for instance.
+    """
+    with saving(target):
+        staging = begin(target, is_folder=is_folder, check=check)
+        try:
+            yield staging
+            commit(staging, target, check=check)
+        except BaseException:
+            discard(staging)
+            raise
 
 
 def discard(staging: Path) -> None:
@@ -127,6 +144,7 @@ def remove(target: Path) -> None:
 
 def link(target: Path, place: Path) -> None:
     """Let ``place`` be a symbolic link to ``target``, as a path from there; what was there before is replaced."""
+    check_replaceable(place)
     staging = _mine(place, "saving")
     staging.symlink_to(os.path.relpath(target, place.parent))
     try:

@@ -17,6 +17,7 @@ from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.checksums import DigestingFile
 from smp_strategy.storage.copies import raw
 from smp_strategy.storage.manifest import Region
+from smp_strategy.storage.safe_types import load_failure
 
 __all__ = ["Envelope", "Envelopes", "check_object", "object_item", "write_item"]
 
@@ -97,7 +98,7 @@ def check_object(name: str, item: bytes) -> None:
     except Exception as error:
         raise CheckpointError(
             f"`{name}` cannot be saved: a checkpoint has tensors, numbers, texts, and lists and dicts of them; this "
-            f"is something else. Convert it. ({error})"
+            f"is something else, which {load_failure(error)} Convert it."
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from smp_strategy.errors import CheckpointError, DamagedError
-from smp_strategy.storage.safe_types import allowing_plain_values
+from smp_strategy.storage.safe_types import allowing_plain_values, load_failure
 
 __all__ = ["load_file"]
 
@@ -37,9 +37,8 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
         reason = str(error).strip().partition("\n")[0]
         if weights_only and isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"{path} cannot be loaded without running code that it names, or is damaged: {reason} Load it with "
-                "`weights_only=False` if you trust whoever wrote it; or allow its classes, if you know them, by "
-                "`torch.serialization.add_safe_globals`."
+                f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it; or "
+                "allow its classes, if you know them, by `torch.serialization.add_safe_globals`."
             ) from error
         if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
             raise  # of a class of the user

@@ -13,8 +13,10 @@ import torch
 
 from smp_strategy.errors import DamagedError
 from smp_strategy.storage import commit
+from smp_strategy.storage.commit import Check
 from smp_strategy.storage.file_loading import load_file
 from smp_strategy.storage.full_digests import ListeningFile, append_digests, problems_of_bytes
+from smp_strategy.storage.kinds import check_replaceable
 from smp_strategy.storage.previous import advice
 
 __all__ = ["read_full", "verify_full", "write_full"]
@@ -22,14 +24,18 @@ __all__ = ["read_full", "verify_full", "write_full"]
 _BUFFER = 2**20  # bytes
 
 
-def write_full(path: Path | str, content: Mapping[str, Any]) -> None:
+def write_full(path: Path | str, content: Mapping[str, Any], *, check: Check = check_replaceable) -> None:
     """Let ``path`` be a file with ``content``; until all of it is on the disk, it is what it was.
 
     Args:
         path: of the file. Missing folders are made.
         content: what ``torch.save`` takes. Tensors may be on any device, they are copied one by one.
+        check: see :func:`~smp_strategy.storage.commit.begin`.
+
+    Raises:
+        CheckpointError: it could not be written. What was there before is still there.
     """
-    with commit.replacing(Path(path), is_folder=False) as staging:
+    with commit.replacing(Path(path), is_folder=False, check=check) as staging:
         with open(staging, "wb", buffering=_BUFFER) as file:
             listening = ListeningFile(file)
             torch.save(content, listening)  # type: ignore[arg-type] # writing is all that it asks for

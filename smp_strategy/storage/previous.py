@@ -8,42 +8,28 @@ import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, manifest
+from smp_strategy.storage import commit
+from smp_strategy.storage.kinds import Kind, kind_of
 from smp_strategy.storage.opening import is_sharded, opened
-from smp_strategy.storage.verify import problems_of
+from smp_strategy.storage.verify import has_digests, problems_of
 
-__all__ = ["advice", "is_checkpoint", "previous"]
+__all__ = ["advice", "previous"]
 
-_FIRST_BYTES = b"PK\x03\x04"
-_MOST_TRIED = 10
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether it looks like one of either form."""
-    try:
-        if path.is_dir():
-            return is_sharded(path) or (path / manifest.FILE_NAME).is_file()
-        with open(path, "rb") as file:
-            return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
-    except OSError:
-        return False
+_KINDS: Final = (Kind.TORCH_FILE, Kind.SHARDED, Kind.STATE)
+_MOST_TRIED: Final = 10
 
 
 def previous(path: Path | str, *, quickly: bool = False) -> Path | None:
-    """The newest checkpoint beside ``path`` that is undamaged, of either form; ``None`` if there is none.
+    """The newest checkpoint beside ``path`` that is undamaged, of any form that has digests; ``None`` if there is none.
 
     Args:
         path: the damaged one.
         quickly: believe what looks whole, without reading all of it.
     """
-    path = Path(path)
-    folder = path.parent
-    if not folder.is_dir():
-        return None
-    commit.recover_all(folder)
-    for number, each in enumerate(_newest_first(folder, path)):
+    for number, each in enumerate(each for each in _others(Path(path)) if has_digests(each)):
         if number == _MOST_TRIED:
             break
         if _looks_whole(each) if quickly else not problems_of(each):
@@ -54,11 +40,17 @@ def previous(path: Path | str, *, quickly: bool = False) -> Path | None:
 def advice(path: Path | str, *, quickly: bool = False) -> str:
     """A sentence about what to do without ``path``, which is damaged; for ``quickly`` see :func:`previous`."""
     found = previous(path, quickly=quickly)
-    if found is None:
-        return f"There is no undamaged checkpoint beside it in {Path(path).parent}: restore it from a copy."
-    if quickly:
+    if found is not None and quickly:
         return f"The newest other checkpoint beside it is {found}: `smp verify {found}` reads all of that one."
-    return f"The newest undamaged checkpoint beside it is {found}: load that one (`ckpt_path={str(found)!r}`)."
+    if found is not None:
+        return f"The newest undamaged checkpoint beside it is {found}: load that one (`ckpt_path={str(found)!r}`)."
+    unknown = next((each for each in _others(Path(path)) if not has_digests(each) and _looks_whole(each)), None)
+    if unknown is not None:
+        return (
+            f"No checkpoint beside it is known to be undamaged: the newest one, {unknown}, has no digests, so damage "
+            "cannot be ruled out."
+        )
+    return f"There is no undamaged checkpoint beside it in {Path(path).parent}: restore it from a copy."
 
 
 def _looks_whole(path: Path) -> bool:
@@ -72,15 +64,26 @@ def _looks_whole(path: Path) -> bool:
         return False
 
 
-def _newest_first(folder: Path, damaged: Path) -> Iterator[Path]:
+def _others(damaged: Path) -> Iterator[Path]:
+    """The other checkpoints in the same folder, the newest first."""
+    if not damaged.parent.is_dir():
+        return
+    commit.recover_all(damaged.parent)
     found = []
-    for each in folder.iterdir():
+    for each in damaged.parent.iterdir():
         # A link leads to one that is in the list itself, or to the damaged one.
-        if each.name.startswith(".") or each.is_symlink() or _is_same(each, damaged) or not is_checkpoint(each):
+        if each.name.startswith(".") or each.is_symlink() or _is_same(each, damaged) or not _is_checkpoint(each):
             continue
         newest = max((part.stat().st_mtime_ns for part in each.iterdir()), default=0) if each.is_dir() else 0
         found.append((newest or each.stat().st_mtime_ns, each))
     yield from (each for _, each in sorted(found, reverse=True))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return kind_of(path) in _KINDS
+    except OSError:
+        return False
 
 
 def _is_same(one: Path, other: Path) -> bool:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.errors import CheckpointError
+from smp_strategy.files import cause_of
 from smp_strategy.waiting import collectives
 
 __all__ = ["Ranks"]
@@ -76,7 +77,7 @@ class Ranks:
     def _message(self, error: BaseException | None) -> str:
         if error is None:
             return ""
-        what = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, CheckpointError) else cause_of(error)
         return f"Rank {self.rank}: {what}" if self.size > 1 else what
 
 

@@ -9,6 +9,8 @@ import collections
 import datetime
 import functools
 import pathlib
+import pickle
+import re
 import typing
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -16,7 +18,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["allowing_plain_values"]
+__all__ = ["allowing_plain_values", "load_failure"]
+
+# How PyTorch says which class or function it was.
+_NAMED = (
+    re.compile(r"GLOBAL (\S+)"),
+    re.compile(r"but got <(?:class|function) '?([\w.]+)"),
+    re.compile(r"(?:unsupported|Unsupported) (?:class|type|function) (\S+)"),
+)
 
 _NODES = ("AnyNode", "StringNode", "PathNode", "IntegerNode", "BytesNode", "FloatNode", "BooleanNode", "EnumNode")
 
@@ -24,6 +33,21 @@ _NODES = ("AnyNode", "StringNode", "PathNode", "IntegerNode", "BytesNode", "Floa
 def allowing_plain_values() -> AbstractContextManager[Any]:
     """In here ``torch.load(..., weights_only=True)`` makes them, too."""
     return torch.serialization.safe_globals(_types())
+
+
+def load_failure(error: Exception) -> str:
+    """Why ``torch.load`` has not loaded a file: which class or function it names, if that is why."""
+    if not isinstance(error, pickle.UnpicklingError):
+        return f"cannot be loaded: {type(error).__name__}: {error}".strip().partition("\n")[0]
+    told = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    for pattern in _NAMED:
+        if found := pattern.search(told):
+            named = found[1].rstrip(".,:")
+            return f"cannot be loaded without running code: it names `{named}`, which is no type of plain values."
+    # Behind the explanation of `weights_only`, which is none of this.
+    reasons = [line.strip() for line in told.splitlines() if line.strip() and "weights_only" not in line]
+    reason = (reasons or [told])[0].rstrip(".")
+    return f"cannot be loaded without running code, or is damaged: {reason}."
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from smp_strategy.storage.dcp_metadata import Chunk
 from smp_strategy.storage.held import Block, Held
 from smp_strategy.storage.rectangles import Rectangle, cut_out, disjoint, shared
 from smp_strategy.storage.regions import DamageError, Files, FileSlice
+from smp_strategy.storage.safe_types import load_failure
 
 __all__ = ["Copy", "Values", "check_cover", "copies_of", "scatter", "tensor_in"]
 
@@ -126,8 +127,7 @@ def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
         raise
     except Exception as error:  # what torch.load raises depends on where it stumbles
         raise DamageError(
-            f"{files.directory / file} is damaged, or no file of PyTorch: `{name}` cannot be loaded from it: "
-            f"{type(error).__name__}: {error}"
+            f"{files.directory / file} is damaged, or no file of PyTorch: `{name}` in it {load_failure(error)}"
         ) from error
     if not isinstance(found, Tensor) or tuple(found.shape) != chunk.part.sizes:
         what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

@@ -25,6 +25,7 @@ from smp_strategy.storage.held import Held
 from smp_strategy.storage.opening import Opened, is_sharded, opened, verify_whole
 from smp_strategy.storage.previous import advice
 from smp_strategy.storage.regions import DamageError, Files, RegionReader
+from smp_strategy.storage.safe_types import load_failure
 from smp_strategy.storage.scattering import WINDOW, check_cover, copies_of, scatter, tensor_in
 from smp_strategy.storage.writer import REST
 
@@ -147,7 +148,9 @@ class Stored:
         except DamageError as error:
             raise CheckpointError(f"{path.parent} is damaged: {error} {advice(path.parent, quickly=True)}") from error
         except Exception as error:  # what torch.load raises depends on where it stumbles
-            raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+            raise CheckpointError(
+                f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it."
+            ) from error
         if not isinstance(found, dict):
             raise CheckpointError(f"{path} should have a dict, but has a {type(found).__name__}.")
         return found
@@ -219,7 +222,7 @@ class Stored:
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # what torch.load raises depends on where it stumbles
-            raise CheckpointError(f"`{name}` in {self._directory / place.file} cannot be loaded: {error}") from error
+            raise CheckpointError(f"`{name}` in {self._directory / place.file} {load_failure(error)}") from error
 
 
 @final

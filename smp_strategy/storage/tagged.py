@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 from smp_strategy.errors import CheckpointError, ConfigError
 from smp_strategy.storage import commit
+from smp_strategy.storage.kinds import foreign_entries
 
 __all__ = ["TaggedFolder"]
 
@@ -84,8 +85,12 @@ class TaggedFolder:
             staging.write_text(self.tag, encoding="utf-8")
 
     def delete_oldest(self, limit: int) -> list[Path]:
-        """Delete partial checkpoints until there are ``limit``, this one not; returns what was deleted."""
-        others = [each for each in _partial_ones(self._folder) if each != self.partial]
+        """Delete partial checkpoints until there are ``limit``, this one not; returns what was deleted.
+
+        A folder that has anything else in it than a checkpoint is not counted, and stays.
+        """
+        found = [each for each in _partial_ones(self._folder) if each != self.partial]
+        others = [each for each in found if not foreign_entries(each)]
         if self.partial.exists():
             limit -= 1
         surplus = others[: max(len(others) - limit, 0)]

@@ -3,13 +3,19 @@
 from pathlib import Path
 
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import commit, dcp_metadata, manifest
+from smp_strategy.storage import commit, dcp_metadata, full_digests, manifest
 from smp_strategy.storage.damage import Problem, problems_of_files
 from smp_strategy.storage.file_loading import load_file
 from smp_strategy.storage.full_digests import problems_of_bytes
+from smp_strategy.storage.kinds import has_manifest
 from smp_strategy.storage.opening import opened
 
-__all__ = ["Problem", "problems_of"]
+__all__ = ["Problem", "has_digests", "problems_of"]
+
+
+def has_digests(path: Path) -> bool:
+    """Whether damage of a file or folder would be noticed."""
+    return has_manifest(path) if path.is_dir() else full_digests.has_digests(path)
 
 
 def problems_of(path: Path | str) -> list[Problem]:

@@ -23,10 +23,12 @@ from smp_strategy.storage.copies import HostCopies, in_host_memory, raw
 from smp_strategy.storage.dcp_items import Envelopes, check_object, object_item, write_item
 from smp_strategy.storage.dcp_metadata import Chunk, Contents, Place
 from smp_strategy.storage.flat_state import FlatState
+from smp_strategy.storage.kinds import check_replaceable
 from smp_strategy.storage.manifest import Manifest, Region
 from smp_strategy.storage.ranks import Ranks
 from smp_strategy.storage.rectangles import Rectangle, cut_out
 from smp_strategy.storage.to_disk import to_disk
+from smp_strategy.storage.write_errors import BEFORE
 
 __all__ = ["REST", "Prepared", "ShardedWriter"]
 
@@ -150,7 +152,12 @@ class Prepared:
         self.tensors, self.copies = [], None
 
     def write(
-        self, target: Path, *, rest: Mapping[str, Any] | None = None, note: Mapping[str, Any] | None = None
+        self,
+        target: Path,
+        *,
+        rest: Mapping[str, Any] | None = None,
+        note: Mapping[str, Any] | None = None,
+        check: commit.Check = check_replaceable,
     ) -> None:
         """Write the directory ``target``, which is complete and on the disk when this returns. Collective.
 
@@ -160,15 +167,21 @@ class Prepared:
             target: the directory; one that is there is replaced.
             rest: what else belongs to the checkpoint, for its ``meta.pt``. Of the first rank. Must stay as it is.
             note: what the directory should tell of itself, as JSON has it. Of the first rank.
+            check: see :func:`~smp_strategy.storage.commit.begin`. Of the first rank.
 
         Raises:
             CheckpointError: on all ranks, if one could not write. What was there before is still there.
         """
-        ranks, failure = self._ranks, f"{target} was not saved."
-        staging = ranks.first_does(lambda: commit.begin(target, is_folder=True), failure)
+        ranks, failure = self._ranks, f"{target} was not saved; {BEFORE}"
+
+        def finish() -> None:
+            self._describe(staging, written, rest or {}, note or {})
+            commit.commit(staging, target, check=check)
+
+        staging = ranks.first_does(lambda: commit.begin(target, is_folder=True, check=check), failure)
         try:
             written = ranks.all_do(lambda: self._write_share(staging), failure)
-            ranks.first_does(lambda: self._finish(staging, target, written, rest or {}, note or {}), failure)
+            ranks.first_does(finish, failure)
         finally:
             if ranks.rank == 0:
                 commit.discard(staging)
@@ -193,13 +206,8 @@ class Prepared:
             to_disk(raw_file)
         return written
 
-    def _finish(
-        self,
-        staging: Path,
-        target: Path,
-        written: list[list[_Written]],
-        rest: Mapping[str, Any],
-        note: Mapping[str, Any],
+    def _describe(
+        self, staging: Path, written: list[list[_Written]], rest: Mapping[str, Any], note: Mapping[str, Any]
     ) -> None:
         files: dict[str, tuple[Region, ...]] = {}
         for rank, items in enumerate(written):
@@ -215,7 +223,6 @@ class Prepared:
         with _created(staging / manifest.FILE_NAME) as file:
             file.write(Manifest(note=note, files=files).to_bytes())
             to_disk(file)
-        commit.commit(staging, target)
 
     def _contents(self, written: list[list[_Written]]) -> Contents:
         chunks: dict[str, list[Chunk]] = {name: [] for name in self._plan.tensors}

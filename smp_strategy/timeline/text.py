@@ -40,7 +40,7 @@ class Cells(NamedTuple):
 
 def text(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
     """All of it."""
-    console = Console(file=io.StringIO(), width=WIDTH, no_color=True)
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
     for line in summary(comparison, step):
         console.print(line, highlight=False)
     console.print("\n" + "\n".join(_lanes(comparison)) + f"\n{'':20}{LEGEND}\n", highlight=False, soft_wrap=True)

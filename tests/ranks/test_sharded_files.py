@@ -202,7 +202,9 @@ def test_a_rank_that_fails_is_named_on_all_of_them_and_the_old_directory_stays(t
     for found in run_ranks(full_disk, 3, tmp_path):
         ranks = [1, 2, 0, 0]
         assert [error.replace(str(tmp_path), "") for error in found] == [
-            f"/x was not saved. Rank {rank}: OSError: [Errno 28] No space left on device" for rank in ranks
+            f"/x was not saved; checkpoints that were there before are untouched. Rank {rank}: the disk is full (No "
+            "space left on device). Make room, or save elsewhere."
+            for rank in ranks
         ]
 
 

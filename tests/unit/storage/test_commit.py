@@ -11,18 +11,19 @@ from smp_strategy.storage.commit import begin, clean, commit, discard, merge, re
 
 def fill(path, text):
     if path.is_dir():
-        (path / "a").mkdir()
-        (path / "a" / "deep").write_text(text)
-        (path / "b").write_text(text)
+        (path / "sharded_state").mkdir()
+        (path / "sharded_state" / ".metadata").write_text(text)
+        (path / "scheduler.bin").write_text(text)
     else:
         path.write_text(text)
 
 
 def content(path):
     if path.is_dir():
-        assert sorted(str(each.relative_to(path)) for each in path.rglob("*")) == ["a", "a/deep", "b"]
-        assert (path / "a" / "deep").read_text() == (path / "b").read_text()
-        return (path / "b").read_text()
+        found = sorted(str(each.relative_to(path)) for each in path.rglob("*"))
+        assert found == ["scheduler.bin", "sharded_state", "sharded_state/.metadata"]
+        assert (path / "sharded_state" / ".metadata").read_text() == (path / "scheduler.bin").read_text()
+        return (path / "scheduler.bin").read_text()
     return path.read_text()
 
 
@@ -130,9 +131,9 @@ def test_everything_is_on_the_disk_before_it_is_renamed_and_the_rename_before_th
     fill(staging, "new")
     commit(staging, target)
     parent, name = str(target.parent), str(staging)
-    assert calls[:2] == [("fsync", f"{name}/a/deep"), ("fsync", f"{name}/a")]
+    assert calls[:2] == [("fsync", f"{name}/sharded_state/.metadata"), ("fsync", f"{name}/sharded_state")]
     assert calls[2:] == [
-        ("fsync", f"{name}/b"),
+        ("fsync", f"{name}/scheduler.bin"),
         ("fsync", name),
         ("rename", name, str(target)),
         ("fsync", parent),
@@ -249,14 +250,19 @@ def test_merging_keeps_what_is_there_and_replaces_file_by_file(tmp_path):
     target = tmp_path / "x"
     make(target, "folder", "old")
     (target / "theirs").write_text("theirs")
-    staging = begin(target, is_folder=True)
-    (staging / "a").mkdir()
-    (staging / "a" / "deep").write_text("new")
+    staging = begin(tmp_path / "y", is_folder=True)
+    (staging / "sharded_state").mkdir()
+    (staging / "sharded_state" / ".metadata").write_text("new")
     (staging / "c").write_text("new")
     merge(staging, target)
     discard(staging)
     found = {str(each.relative_to(target)): each.read_text() for each in target.rglob("*") if each.is_file()}
-    assert found == {"a/deep": "new", "b": "old", "c": "new", "theirs": "theirs"}
+    assert found == {
+        "sharded_state/.metadata": "new",
+        "scheduler.bin": "old",
+        "c": "new",
+        "theirs": "theirs",
+    }
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
