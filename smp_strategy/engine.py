@@ -397,15 +397,13 @@ class Engine(SavedState, Inspection):
         assert self._calls.runtime is not None
         return self.layout.timetables.run(self._calls.runtime, kind, job, microbatches, number=self._num_steps)
 
-    def call_with_values(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
-    ) -> Any:
+    def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
         """Call ``function`` in a step, on every stage, with real tensors in the place of placed ones.
 
         Args:
             function: what needs values, a metric for instance.
             args, kwargs: its arguments.
-            unknown: stands in for it in the dry run, where nothing has a value.
+            unknown: called in its place in the dry run, where nothing has a value.
         """
         if self._calls.runtime is None:
             return function(*args, **kwargs)

@@ -16,7 +16,7 @@ from smp_strategy.waiting import collectives
 
 __all__ = ["collect", "merged", "on_all_ranks"]
 
-_PART = "a part of a state"
+_PART, _STATE = "a part of a state", "a state that rank 0 has collected"
 
 
 class _Offer(NamedTuple):
@@ -63,16 +63,15 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def on_all_ranks(collected: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`collect` has returned on global rank 0, on every rank. Collective over all ranks."""
-    offers: list[Any] = [{name: _offer(_held(value)) for name, value in collected.items()}]
-    dist.broadcast_object_list(offers, 0)
+    offers = collectives.tell({name: _offer(_held(value)) for name, value in collected.items()}, 0, _STATE)
     found: dict[str, Any] = {}
-    for name, offer in offers[0].items():
+    for name, offer in offers.items():
         if offer.dtype is None:
             found[name] = offer.value
             continue
         values = collected.get(name)
         found[name] = torch.empty(offer.shape, dtype=offer.dtype, device="cpu") if values is None else values
-        dist.broadcast(found[name], 0)
+        collectives.broadcast(found[name], 0, group=None, doing=_STATE).wait()
     return found
 
 

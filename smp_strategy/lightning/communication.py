@@ -1,17 +1,22 @@
-"""What ``reduce``, ``all_gather`` and their like mean under a pipeline.
+"""What ``reduce``, ``all_gather`` and ``world_size`` mean under a pipeline.
 
 Users and Lightning itself call them as in data-parallel training: "my samples and those of the others". The ranks of
 one replica have the same samples, so values are exchanged between replicas only; counting each rank would weigh every
 sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world, but in a
-step the replicas, as all collectives there do (:mod:`smp_strategy.pipeline.collectives`).
+step the replicas, as all collectives there do (:mod:`smp_strategy.pipeline.collectives`). These are torch's own there,
+which become operations of the step.
 """
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from smp_strategy.config import SMPConfig
+from smp_strategy.lightning.data import DataStream
 from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.process_counts import asked_by_lightning, count_replicas
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.waiting import collectives
 
@@ -30,6 +35,9 @@ class CommunicationHooks(Host):
 
     tree: Tree
     """The Lightning tree that this class was made for."""
+    config: SMPConfig
+    num_nodes: int
+    _data_stream: DataStream | None = None
 
     @property
     def mesh(self) -> ProcessMesh | None:
@@ -41,12 +49,35 @@ class CommunicationHooks(Host):
         """Whether the user's step runs just now, where the default process group means the replicas."""
         raise NotImplementedError
 
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine; to user code, replicas. See :mod:`smp_strategy.lightning.process_counts`."""
+        num_ranks = len(self.parallel_devices) if self.parallel_devices is not None else 0
+        if asked_by_lightning() or not num_ranks:
+            return num_ranks
+        return max(1, self._count_replicas(num_ranks * self.num_nodes) // self.num_nodes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines; to user code, replicas."""
+        num_ranks: int = super().world_size
+        return num_ranks if asked_by_lightning() else self._count_replicas(num_ranks)
+
+    def _count_replicas(self, num_ranks: int) -> int:
+        if self._data_stream is not None:
+            return int(self.distributed_sampler_kwargs["num_replicas"])
+        return count_replicas(self.config, self.lightning_module, num_ranks)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
         group = self._group(group)
         if group is None or not isinstance(tensor, Tensor):
             return tensor
         name = str(reduce_op).lower().rpartition(".")[2]
+        if self.is_in_step:
+            sync = self.tree.fabric("utilities.distributed")._sync_ddp_if_available
+            total = sync(tensor, group, reduce_op="sum" if name in ("mean", "avg") else reduce_op)
+            return total.copy_(total / dist.get_world_size(group)) if name in ("mean", "avg") else total
         op = getattr(dist.ReduceOp, "SUM" if name in ("mean", "avg", "none") else name.upper())
         collectives.barrier(_REDUCE, group)
         collectives.all_reduce(tensor, op, group=group, doing=_REDUCE).wait()
@@ -57,13 +88,18 @@ class CommunicationHooks(Host):
         group = self._group(group)
         if group is None:
             return tensor
-        collectives.barrier("`self.all_gather`", group)
+        if not self.is_in_step:
+            collectives.barrier("`self.all_gather`", group)
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over all ranks of the world."""
         if not dist.is_initialized():
             return decision
+        if self.is_in_step:
+            vote = torch.tensor(int(decision), device="cpu")
+            dist.all_reduce(vote)
+            return int(vote) == dist.get_world_size() if all else bool(vote)
         votes = collectives.gather_numbers(int(decision), "a decision of all ranks")
         return min(votes) == 1 if all else max(votes) == 1
 
@@ -71,11 +107,17 @@ class CommunicationHooks(Host):
         """Send an object from one rank to all."""
         if not dist.is_initialized():
             return obj
+        if self.is_in_step:
+            box = [obj]
+            dist.broadcast_object_list(box, src)
+            return box[0]
         return collectives.tell(obj, src, "`strategy.broadcast`")
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
-        if dist.is_initialized():
+        if self.is_in_step:
+            dist.barrier()
+        elif dist.is_initialized():
             collectives.barrier("`strategy.barrier`")
 
     def _group(self, group: Any) -> Any:

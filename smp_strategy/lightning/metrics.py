@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from smp_strategy.engine import Engine
 from smp_strategy.mesh import ProcessMesh
+from smp_strategy.waiting import collectives
 
 __all__ = ["MetricUpdates", "metrics_of"]
 
@@ -84,13 +84,13 @@ class MetricUpdates:
 
 def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:
     """Give all stages what ``metric`` has on ``stage``. Collective over the stages."""
-    told: list[Any] = [None]
+    told: Any = None
     if mesh.stage == stage:
         sums = pytree.tree_map_only(Tensor, Tensor.cpu, {name: getattr(metric, name) for name in metric._defaults})
-        told = [(sums, metric._update_count)]
-    dist.broadcast_object_list(told, mesh.stage_ranks[stage], group=mesh.pp_group)
+        told = (sums, metric._update_count)
+    told = collectives.tell(told, mesh.stage_ranks[stage], "what a metric has on one stage", mesh.pp_group)
     if mesh.stage != stage:
-        sums, metric._update_count = told[0]
+        sums, metric._update_count = told
         for name, value in sums.items():
             setattr(metric, name, pytree.tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), value))
         metric._computed = None

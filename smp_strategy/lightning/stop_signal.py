@@ -45,6 +45,13 @@ class StopSignal:
         self._has_come = False
         self._pending: tuple[collectives.UnderWay, torch.Tensor] | None = None
 
+    @classmethod
+    def of(cls, trainer: Any, tree: Tree) -> "StopSignal | None":
+        """That of a run. ``None``: there is one rank, or this Lightning 2.6 lets no ranks compare, so each stops alone."""
+        if dist.get_world_size() == 1 or not hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+            return None
+        return cls(trainer, tree.pytorch("utilities.exceptions").SIGTERMException)
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While this is open, it is in the place of what Lightning does."""

@@ -47,7 +47,6 @@ from smp_strategy.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.lightning.manual import ManualOptimization
 from smp_strategy.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.lightning.optimizer_modes import switching_together
-from smp_strategy.lightning.process_counts import asked_by_lightning, count_replicas
 from smp_strategy.lightning.refusals import grows_later, refuse_unsupported
 from smp_strategy.lightning.resume import Resumption
 from smp_strategy.lightning.scaling import make_scaler, passing_over_skipped
@@ -159,25 +158,6 @@ class SMPHooks(CheckpointHooks):
         return self.parallel_devices[self.local_rank]
 
     @property
-    def num_processes(self) -> int:
-        """Ranks on this machine; to user code, replicas. See :mod:`smp_strategy.lightning.process_counts`."""
-        num_ranks = len(self.parallel_devices) if self.parallel_devices is not None else 0
-        if asked_by_lightning() or not num_ranks:
-            return num_ranks
-        return max(1, self._count_replicas(num_ranks * self.num_nodes) // self.num_nodes)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks on all machines; to user code, replicas."""
-        num_ranks: int = super().world_size
-        return num_ranks if asked_by_lightning() else self._count_replicas(num_ranks)
-
-    def _count_replicas(self, num_ranks: int) -> int:
-        if self._data_stream is not None:
-            return int(self.distributed_sampler_kwargs["num_replicas"])
-        return count_replicas(self.config, self.lightning_module, num_ranks)
-
-    @property
     def is_distributed(self) -> bool:
         """Whether there are replicas that share the data and the logged values; asked for just that."""
         return self.mesh is not None and self.distributed_sampler_kwargs["num_replicas"] > 1
@@ -258,10 +238,8 @@ class SMPHooks(CheckpointHooks):
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
         self._begin_saving(trainer)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
-        # Not every Lightning 2.6 lets ranks compare; each stops by itself where it does not.
-        compares = hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor")
-        if compares and dist.get_world_size() > 1:
-            signal = StopSignal(trainer, self.tree.pytorch("utilities.exceptions").SIGTERMException)
+        signal = StopSignal.of(trainer, self.tree)
+        if signal is not None:
             self._stand_ins.enter_context(signal.installed())
             self._stop_signal = None if trainer.state.fn == states.TrainerFn.PREDICTING else signal
 

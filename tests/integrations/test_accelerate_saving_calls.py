@@ -11,9 +11,8 @@ from test_accelerate_saving import LAYOUTS, PP2, go_on, start, tied
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from smp_strategy import meeting
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline import watch
+from smp_strategy.waiting import watch
 
 
 def exports(smp, folder):
@@ -180,8 +179,7 @@ def test_registered_objects_are_saved_and_loaded_also_if_they_are_spread(tmp_pat
 
 
 def on_one_rank(call, folder):
-    watch.PATIENCE_SECONDS = meeting.PATIENCE_SECONDS = 0.5
-    watch.PAUSE_SECONDS = meeting.PAUSE_SECONDS = 0.2
+    watch.PATIENCE_SECONDS, watch.PAUSE_SECONDS = 0.5, 0.2
     run = start(PP2)
     accelerator, model, optimizer, _ = run
     go_on(run, batches()[:1])
