@@ -47,7 +47,7 @@ class StopSignal:
 
     @classmethod
     def of(cls, trainer: Any, tree: Tree) -> "StopSignal | None":
-        """That of a run. ``None``: there is one rank, or this Lightning 2.6 lets no ranks compare, so each stops alone."""
+        """That of a run. ``None``: there is one rank, or this Lightning 2.6 lets no ranks compare: each stops alone."""
         if dist.get_world_size() == 1 or not hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             return None
         return cls(trainer, tree.pytorch("utilities.exceptions").SIGTERMException)
