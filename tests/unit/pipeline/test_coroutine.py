@@ -105,6 +105,15 @@ def test_a_cancelled_program_ends_where_it_waits(threads: Threads) -> None:
     assert heard == ["finally"]
 
 
+@pytest.fixture
+def _interruptible():
+    """A shell lets what it runs in the background ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("pauses", [True, False])
 def test_ctrl_c_in_the_turn_of_a_program_ends_it_where_it_waits_next(pauses: bool, threads: Threads) -> None:
     ended = threading.Event()
