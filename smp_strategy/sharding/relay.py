@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, final
 
-from smp_strategy.waiting.watch import watch_of
+from smp_strategy.waiting.watch import beside
 
 __all__ = ["Relay"]
 
@@ -50,7 +50,7 @@ class Relay:
             self._thread = None
 
     def _work(self) -> None:
-        with watch_of().apart():  # who waits for a job says so
+        with beside():  # who waits for a job says so
             while (entry := self._jobs.get()) is not None:
                 job, done = entry
                 try:

@@ -14,14 +14,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import final
-
-import torch.distributed as dist
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.files import cause_of
-from smp_strategy.waiting.watch import watch_of
+from smp_strategy.waiting.watch import beside
 
 __all__ = ["Background"]
 
@@ -109,7 +106,7 @@ class _Work:
 
     def _run(self, write: Callable[[], None], what: str) -> None:
         try:
-            with watch_of().apart() if dist.is_initialized() else nullcontext():
+            with beside():
                 write()
         except BaseException as error:
             told = str(error) if isinstance(error, CheckpointError) else cause_of(error)

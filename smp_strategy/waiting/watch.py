@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from os import getpid
 from pathlib import Path
@@ -40,7 +40,7 @@ from smp_strategy.failure import StoreCall, first_failure, publish, raise_lost
 from smp_strategy.leaving import call_at_exit
 from smp_strategy.waiting.positions import Condition, Position, blockers, is_deadlock, story
 
-__all__ = ["Meeting", "Sender", "Watch", "user_code", "watch_of"]
+__all__ = ["Meeting", "Sender", "Watch", "beside", "user_code", "watch_of"]
 
 PATIENCE_SECONDS: Final = 5.0
 """How long a rank waits before it looks around."""
@@ -311,6 +311,11 @@ def watch_of() -> Watch:
     if watch is None:
         watch = _WATCHES[world] = Watch()
     return watch
+
+
+def beside() -> AbstractContextManager[None]:
+    """In here this thread works beside the one that trains, if there are other ranks: see :meth:`Watch.apart`."""
+    return watch_of().apart() if dist.is_initialized() else nullcontext()
 
 
 def user_code() -> str:
