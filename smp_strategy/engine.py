@@ -58,7 +58,7 @@ from smp_strategy.units import Unit
 __all__ = ["Engine"]
 
 # Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
-EVALUATION, HOOK = 1, 2
+EVALUATION = 1
 
 
 @final
@@ -478,11 +478,10 @@ class Engine(SavedState, Inspection):
             with self.views.states.shown():
                 return hook()
         self.share.settle()
-        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         self._calls.in_hook = True
         self.layout.begin("a hook")
         try:
-            return self.views.run(hook, self._calls.runtime, seed=seed)
+            return self.views.run(hook, self._calls.runtime)
         finally:
             self._calls.in_hook = False
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.stage_tensors import home_of
+from smp_strategy.trace.dispatch import draws
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import unflatten_call
 
@@ -32,6 +34,8 @@ class Foreseen:
     leaves: tuple[Any, ...]
     """Flattened: a :class:`TensorSpec` for a tensor that is made, ``Argument`` for one that is given, or a constant."""
     structure: Any
+    draws: bool
+    """Whether it draws random numbers."""
 
 
 @final
@@ -70,7 +74,7 @@ class Foresight:
             return torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=leaf.device)
 
         try:
-            with self._mode, torch.no_grad():
+            with self._mode, torch.no_grad(), _Draws() as watched:
                 fakes = [imitate(leaf) for leaf in given]
                 args, kwargs = unflatten_call(fakes, structure)
                 results, form = pytree.tree_flatten(func(*args, **kwargs))
@@ -83,7 +87,22 @@ class Foresight:
                 return Argument(numbers[id(leaf)])
             return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
-        return Foreseen(tuple(told(leaf) for leaf in results), form)
+        return Foreseen(tuple(told(leaf) for leaf in results), form, watched.any)
+
+
+@final
+class _Draws(TorchDispatchMode):
+    """Notices whether anything in here draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.any |= draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

@@ -7,7 +7,8 @@ Hooks that average weights, clip them, log norms or rescale gradients are writte
 * what concerns tensors of one home runs there, and its result lives there; elsewhere only metadata are known;
 * what changes a tensor runs in its home; other operands travel there;
 * what mixes homes otherwise runs in the home of the largest operand;
-* what Python reads (``.item()``, ``if norm > 1``), or puts into a tensor that every stage has, travels to all.
+* what Python reads (``.item()``, ``if norm > 1``), or puts into a tensor that every stage has, travels to all;
+* what draws random numbers moves on the global generators of all stages, as those of one process.
 
 So averages and clipping cost no communication, numbers are the same everywhere, and results that the user keeps
 (shadow weights, backups, copies of the model) stay where they are, for later hooks. Calls of the model itself run on
@@ -27,8 +28,8 @@ from smp_strategy.foresight import Argument, Foresight, spec_of
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.state_view import StateView
 from smp_strategy.ownership import Ownership
+from smp_strategy.pipeline.global_generators import GlobalGenerators
 from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.rng import derive_seed, seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.sharding.sharded_units import ShardedUnits
@@ -49,7 +50,8 @@ _DATA: Any = Tensor.data
 _SAME_METADATA = (_DATA.__get__, Tensor.detach, Tensor.clone)
 # Message tags of hooks begin where those of microbatches cannot come.
 TAGS = 1 << 30
-_RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "geometric", "cauchy", "multinomial")
+# In names of operations that write random numbers to a given tensor.
+_RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "geometric", "cauchy", "nomial", "rrelu")
 
 
 @final
@@ -62,9 +64,11 @@ class HookView:
         mesh: where the ranks stand.
         transport: carries values between the stages.
         foresight: knows results by metadata.
-        seed: where random numbers derive from.
         sharded: parameters that each stage holds together with other ranks; whole while the view is open.
         parts: those of layers that are split over ranks; likewise.
+
+    Attributes:
+        generators: follow what is drawn on some stages.
     """
 
     def __init__(
@@ -75,7 +79,6 @@ class HookView:
         transport: Transport,
         foresight: Foresight,
         *,
-        seed: int,
         sharded: ShardedUnits | None = None,
         parts: PartsInSight | None = None,
     ) -> None:
@@ -84,8 +87,7 @@ class HookView:
         self._parts = parts
         self._ownership = ownership
         self._mesh = mesh
-        self._seed = seed
-        self._num_draws = 0
+        self.generators = GlobalGenerators(torch.device(mesh.device_mesh.device_type), self._to_others)
         self._exists: dict[int, bool] | None = None
         self._gradients: dict[int, Tensor | None] = {}
         self._whole = ExitStack()
@@ -231,15 +233,15 @@ class HookView:
         holders = _home(largest if target is None else target).holders
         leaves = [self._moved(leaf, holders) for leaf in leaves]
         if target is not None:
-            self._run(func, name, leaves, structure, holders)
+            self._run(func, leaves, structure, holders, any(word in name for word in _RANDOM))
             return None if name == "__setitem__" or name.startswith("_foreach_") else target
         if func in _SAME_METADATA:
-            made = self._run(func, name, leaves, structure, holders)
+            made = self._run(func, leaves, structure, holders, draws=False)
             return self._make(made, spec_of(leaves[0]), holders)
         foreseen = self._foresight.of(func, leaves, structure)
         if foreseen is None:
             return self._with_values(func, leaves, structure)
-        made = self._run(func, name, leaves, structure, holders)
+        made = self._run(func, leaves, structure, holders, foreseen.draws)
         found = pytree.tree_leaves(made) if self._mesh.stage in holders else [None] * len(foreseen.leaves)
         results = []
         for told, real in zip(foreseen.leaves, found, strict=True):
@@ -255,19 +257,16 @@ class HookView:
         args, kwargs = unflatten_call(values, structure)
         return func(*args, **kwargs)
 
-    def _run(self, func: Any, name: str, leaves: list[Any], structure: Any, holders: frozenset[int]) -> Any:
+    def _run(self, func: Any, leaves: list[Any], structure: Any, holders: frozenset[int], draws: bool) -> Any:
         """What ``func`` returns, where the values are; ``None`` elsewhere."""
-        draws = any(word in name for word in _RANDOM)
-        self._num_draws += draws
-        if self._mesh.stage not in holders:
-            return None
-        args, kwargs = unflatten_call(leaves, structure)
-        with in_plain_sight(), torch.no_grad():
-            if not draws:
-                return func(*args, **kwargs)
-            device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-            with seeded(derive_seed(self._seed, self._num_draws), device):
-                return func(*args, **kwargs)
+        made = None
+        if self._mesh.stage in holders:
+            args, kwargs = unflatten_call(leaves, structure)
+            with in_plain_sight(), torch.no_grad():
+                made = func(*args, **kwargs)
+        if draws:
+            self.generators.follow(holders, leaves)
+        return made
 
     def _for_each(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """One by one: the tensors may live on different stages."""
@@ -366,6 +365,10 @@ class HookView:
         assert found is not None
         return found
 
+    def _to_others(self, states: Tensor, holders: Collection[int]) -> Tensor | None:
+        others = [stage for stage in range(self._mesh.pp) if stage not in holders]
+        return self._sent(states, spec_of(states), min(holders), others, "random numbers")
+
     def _sent(
         self, value: Tensor | None, spec: TensorSpec, source: int, targets: Collection[int], name: str
     ) -> Tensor | None:
@@ -414,7 +417,7 @@ class Views:
     def __init__(self) -> None:
         self.foresight = Foresight()
         self.states = StateView()
-        self._make: Callable[[int], HookView | WholeView] | None = None
+        self._make: Callable[[], HookView | WholeView] | None = None
         self._view: HookView | WholeView | None = None
 
     def begin(
@@ -429,12 +432,10 @@ class Views:
     ) -> None:
         """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
 
-        def make(seed: int) -> HookView | WholeView:
+        def make() -> HookView | WholeView:
             if transport is None:
                 return WholeView(sharded, parts)
-            return HookView(
-                parameters, ownership, mesh, transport, self.foresight, seed=seed, sharded=sharded, parts=parts
-            )
+            return HookView(parameters, ownership, mesh, transport, self.foresight, sharded=sharded, parts=parts)
 
         self._make = make
 
@@ -443,16 +444,16 @@ class Views:
         """Whether a hook runs."""
         return self._view is not None
 
-    def run(self, hook: Callable[[], Any], runtime: Runtime, *, seed: int) -> Any:
+    def run(self, hook: Callable[[], Any], runtime: Runtime) -> Any:
         """Run ``hook`` with a view; what it returns has values on every stage. Calls of units go to ``runtime``."""
         assert self._make is not None
-        view = self._view = self._make(seed)
+        view = self._view = self._make()
         try:
             with self.states.shown():  # around the view: they are cut to where parameters are by then
                 if isinstance(view, WholeView):
                     with view.shown():
                         return hook()
-                return runtime.run_alone(lambda _: view.run(hook), seed=seed)
+                return runtime.run_alone(lambda _: view.run(hook), view.generators)
         finally:
             self._view = None
 

@@ -29,6 +29,7 @@ from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward_hooks import with_backward_hooks
 from smp_strategy.pipeline.context import Context
+from smp_strategy.pipeline.global_generators import GlobalGenerators
 from smp_strategy.pipeline.kept import Kept, call_with_known
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.modes import NOTHING
@@ -84,7 +85,8 @@ class Program:
     Args:
         context: of all programs of this stage.
         microbatch: its number in the step.
-        seed: where its random numbers derive from.
+        seed: where its random numbers derive from, unless ``generators`` are given.
+        generators: it draws from the global ones, as all stages do; ``None``: from streams of its own.
         record: of the calls that it will make.
         graph: the real tensors of this microbatch on this stage.
     """
@@ -95,6 +97,7 @@ class Program:
         *,
         microbatch: int,
         seed: int,
+        generators: GlobalGenerators | None,
         record: Record,
         graph: LocalGraph,
     ) -> None:
@@ -113,6 +116,7 @@ class Program:
         # What the glue asks for the units that it calls just now.
         self._asked: Treatment | None = None
         self._seed = seed
+        self._generators = generators
         self._stage = context.stage
         self._oracle = context.oracle
         self._active = context.active
@@ -268,6 +272,8 @@ class Program:
         if placement.moves:
             self._exchange(placement, placed)
         ran = self._run(call, prediction.random, prediction.changed) if self._stage in placement.stages else None
+        if prediction.random and self._generators is not None:
+            self._generators.follow(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
     def _call_and_tell(self, call: _Call, why: Unpredictable) -> Any:
@@ -284,6 +290,8 @@ class Program:
         if self._stage in placement.stages:
             ran, prediction = self._observe(call)
             note.origin = note.current = (self.graph.current, encode(call.name, prediction))
+        if self._generators is not None:
+            self._generators.follow(placement.stages, call.leaves)
         self._exchange(self.record.place(Event("read", "description", (message,), ()), is_whole=False), [note])
         if prediction is None:
             assert note.origin is not None
@@ -351,8 +359,9 @@ class Program:
             noting = self._leftovers.noting(call.name, call.callee.module)
         if call.callee.module is not None:
             function = with_backward_hooks(call.callee.module, function)
-        seed = derive_seed(self._seed, len(self.record.events)) if random else 0
-        seeded = functools.partial(self._streams.seeded, seed) if random else None
+        seeded = None
+        if random and self._generators is None:
+            seeded = functools.partial(self._streams.seeded, derive_seed(self._seed, len(self.record.events)))
         if call.kind == "unit" and call.callee.module is not None:
             about = UnitCall(
                 call.name,

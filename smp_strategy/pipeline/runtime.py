@@ -19,6 +19,7 @@ from smp_strategy.host_memory import keep_freed_memory
 from smp_strategy.pipeline.collectives import Collectives
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.entrances import watched_entrances
+from smp_strategy.pipeline.global_generators import GlobalGenerators
 from smp_strategy.pipeline.pause import Pause
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
@@ -280,17 +281,17 @@ class Runtime:
         loss = loss_of(output) if loss_of else None
         return trace_of(program, loss)
 
-    def run_alone(self, code: Callable[[Program], Any], *, seed: int) -> Any:
+    def run_alone(self, code: Callable[[Program], Any], generators: GlobalGenerators) -> Any:
         """Run code of the glue once, on every stage, outside of the microbatches.
 
         Args:
             code: gets the program that routes its calls.
-            seed: where its random numbers derive from.
+            generators: it draws from the global ones, and these follow.
 
         Returns:
             What ``code`` returns, with real tensors on every stage.
         """
-        program = self._stage.program(microbatch=0, seed=seed, active=self._active)
+        program = self._stage.program(microbatch=0, generators=generators, active=self._active)
         with self.entered(program):
             result = self._stage.make_real(code(program))
         self._flush()

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.activations.activations import Activations
 from smp_strategy.pipeline.collectives import Replicas
 from smp_strategy.pipeline.context import Context
+from smp_strategy.pipeline.global_generators import GlobalGenerators
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
@@ -67,7 +68,8 @@ class Stage:
         self,
         *,
         microbatch: int,
-        seed: int,
+        seed: int = 0,
+        generators: GlobalGenerators | None = None,
         pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
         expected: Sequence[object] | None = None,
         active: Callable[[], Program | None] = lambda: None,
@@ -88,6 +90,7 @@ class Stage:
             context,
             microbatch=microbatch,
             seed=seed,
+            generators=generators,
             record=Record(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
             graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
         )

@@ -168,7 +168,8 @@ class Oracle:
             leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             dtypes = callee.dtype_of_weights()
-            specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
+            with torch._C.DisableTorchFunctionSubclass():  # looking at the sizes of weights is no use of them
+                specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
             stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
             versions, homes = versions_of(fakes), {name: storage_of(fake) for name, fake in stand_ins.items()}
             tally = Tally(stand_ins.values(), notes_products=True)
