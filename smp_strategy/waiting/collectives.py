@@ -125,7 +125,8 @@ def _exchanged(mine: Tensor, meeting: Meeting, tag: int) -> Tensor:
     the one for the other, and end the process if their sizes differ.
     """
     group, others = meeting.group, range(1, meeting.group.size())
-    found = mine.new_empty(group.size(), *mine.shape)
+    # In a group of which only this rank exists (torch's `fake` backend) all others have the same.
+    found = torch.stack([mine] * group.size())
 
     def exchange() -> None:
         if group.rank() == 0:
@@ -207,8 +208,9 @@ def _message(source: int, target: int, doing: str, start: Callable[[], dist.Work
 def _gather_bytes(mine: bytes, doing: str, group: dist.ProcessGroup | None) -> list[bytes]:
     sent = _as_bytes(mine)
     sizes = gather_numbers(len(sent), doing, group)
-    parts = [sent.new_empty(max(sizes)) for _ in sizes]
-    all_gather(parts, _padded(sent, sizes), group=group, doing=doing).wait()
+    sent = _padded(sent, sizes)
+    parts = [torch.empty_like(sent) for _ in sizes]
+    all_gather(parts, sent, group=group, doing=doing).wait()
     return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
 

@@ -137,7 +137,7 @@ def test_hooks_of_the_user_run_and_meet_whole_models(tmp_path):
     (seen, expected, found), other = on_ranks(saves_with_hooks, 2, tmp_path / "state")
     names = len(tied().state_dict())
     assert seen == [[names], ([], [])]
-    assert other[0] == [[0], ([], [])]
+    assert other[0] == [[names], ([], [])]
     assert_same(found, expected)
     assert not (tmp_path / "state" / "model.safetensors").exists()
 

@@ -267,7 +267,7 @@ def test_nothing_that_stands_in_a_file_is_run(tmp_path):
         for name, said in zip(names, found, strict=True):
             assert "CheckpointError" in said, name
             assert "without running code" in said
-            assert "names: getattr" in said
+            assert "names `getattr`" in said
     assert not (tmp_path / "run").exists()
 
 
