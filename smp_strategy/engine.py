@@ -480,9 +480,9 @@ class Engine(SavedState, Inspection):
         self.share.settle()
         seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, HOOK)
         self._calls.in_hook = True
-        self.layout.begin("a hook")
         try:
-            return self.views.run(hook, self._calls.runtime, seed=seed)
+            with self.layout.in_hook():
+                return self.views.run(hook, self._calls.runtime, seed=seed)
         finally:
             self._calls.in_hook = False
 
