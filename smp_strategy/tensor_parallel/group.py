@@ -51,16 +51,23 @@ class TensorGroup:
         self._is_alone = process_group is None
         self._place, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
+        self._comparison: collectives.Comparison | None = None
 
     def begin(self, what: str) -> None:
         """A step begins, on all ranks of the group.
 
         Ranks that are elsewhere would take part in the same sums, or in others by mistake. So before something is sent
-        in it for the first time, ranks compare where they are.
+        in it for the first time, ranks compare where they are. If the last step has sent something this one will, too,
+        and the comparison is under way until then.
 
         Args:
             what: in words that go on from "waits for".
         """
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:  # the last step has sent nothing
+            comparison.wait()
+        elif self._is_agreed and not (self._is_in_hook or self._is_alone):
+            self._comparison = collectives.Comparison(what, self._backend)
         self._place, self._is_agreed = what, False
 
     @contextmanager
@@ -107,7 +114,11 @@ class TensorGroup:
             ApartError: they are not.
         """
         self._is_agreed = not self._is_in_hook
-        collectives.barrier(self._place, self._group)
+        if self._is_in_hook or self._comparison is None:
+            collectives.barrier(self._place, self._group)
+            return
+        comparison, self._comparison = self._comparison, None
+        comparison.wait()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -222,7 +233,7 @@ class TensorGroup:
 
     def close(self) -> None:
         """Let go of the process group: nothing can be sent any more."""
-        self._group = None
+        self._group = self._comparison = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copied layer is one of the same ranks.

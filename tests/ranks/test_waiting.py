@@ -184,7 +184,7 @@ def fail_and_stay():
 
 def test_a_rank_that_has_failed_is_named_while_its_process_lives():
     message, _ = run_ranks(fail_and_stay, 2)
-    assert message.startswith("rank 1 failed first:\nOSError: the disk is full\nrank 0 waited for a sum.")
+    assert message.startswith("rank 1 failed first: OSError: the disk is full\nrank 0 waited for a sum.")
 
 
 def fail_and_start_again():
