@@ -5,8 +5,8 @@ together, or of whose layers each rank has a part, are whole; when the hook is o
 become of them. A hook that uses none costs one small message. Where layers are split, sizes are a use as well: those
 of a part are not what a hook has in mind.
 
-A hook that uses weights on some ranks only is an error on all of them, and nobody waits for ever. While a hook calls
-units of the model their layers compute with their parts.
+A hook that uses weights, or calls the model, on some ranks only is an error on all of them, and nobody waits for ever:
+ranks compare what they are about to do. While a hook calls units of the model their layers compute with their parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,6 +40,12 @@ def _filled(tensor: Tensor, values: Tensor) -> Tensor:
     """``tensor`` with ``values``, or these where the user has changed more than values."""
     is_alike = tensor.dtype == values.dtype and tensor.device == values.device
     return tensor.copy_(values) if is_alike else values
+
+
+def _call(args: Any, kwargs: Any) -> str:
+    """A call of a unit in a hook, in words: ranks that make the same one have inputs of the same shapes."""
+    shapes = [list(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return f"a call of the model in a hook, with tensors of the shapes {shapes}"
 
 
 @final
@@ -111,7 +117,7 @@ class PartsInSight:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._unwatch()
-            with self._parts.group.meeting("a call of the model in a hook"):
+            with self._parts.group.meeting(_call(args, kwargs)):
                 if not self.is_whole:
                     try:
                         return function(*args, **kwargs)
