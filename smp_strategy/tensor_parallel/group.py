@@ -234,6 +234,7 @@ class TensorGroup:
     def close(self) -> None:
         """Let go of the process group: nothing can be sent any more."""
         self._group = self._comparison = None
+        self._is_agreed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copied layer is one of the same ranks.
