@@ -5,10 +5,12 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.failure import forget
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.waiting import collectives
 
@@ -31,6 +33,9 @@ def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
+    # All are here, and go on when rank 0 does: a failure that somebody caught must not end what they wait for later.
+    if dist.get_rank() == 0:
+        forget()
     _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
     seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
     collectives.broadcast(seed, 0, group=None, doing="the seed of rank 0").wait()

@@ -479,9 +479,9 @@ class Engine(SavedState, Inspection):
                 return hook()
         self.share.settle()
         self._calls.in_hook = True
-        self.layout.begin("a hook")
         try:
-            return self.views.run(hook, self._calls.runtime)
+            with self.layout.in_hook():
+                return self.views.run(hook, self._calls.runtime)
         finally:
             self._calls.in_hook = False
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError, SMPError
 
-__all__ = ["StoreCall", "blame", "first_failure", "is_library", "publish", "publish_own", "raise_lost"]
+__all__ = ["StoreCall", "blame", "first_failure", "forget", "is_library", "publish", "publish_own", "raise_lost"]
 
 _FIRST = "smp_strategy/first_failure"
 # A rank that fails publishes before its sockets close; this covers the time in which both are under way.
@@ -120,6 +120,13 @@ def first_failure(store: dist.Store) -> str | None:
         if store.check([_FIRST]):
             return store.get(_FIRST).decode()
     return None
+
+
+def forget() -> None:
+    """What has failed before is over; to be called by one rank, while all go on together."""
+    store = _store_in_reach()
+    if store is not None:
+        StoreCall(lambda: store.delete_key(_FIRST)).within(_ANSWER_SECONDS)
 
 
 def blame(error: Exception) -> Exception:

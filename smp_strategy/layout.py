@@ -9,7 +9,7 @@ for each part, which know of each other in split layers only.
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, final
@@ -135,9 +135,13 @@ class Layout:
             self._group.close()
 
     def begin(self, what: str) -> None:
-        """A step or a hook begins: see :meth:`TensorGroup.begin`."""
+        """A step begins: see :meth:`TensorGroup.begin`."""
         if self._group is not None:
             self._group.begin(what)
+
+    def in_hook(self) -> AbstractContextManager[None]:
+        """Code of the user runs in here: see :meth:`TensorGroup.in_hook`."""
+        return nullcontext() if self._group is None else self._group.in_hook()
 
     def cut(self, batch: Any, known: Read | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
         """Microbatches and their sizes, of the samples of all ranks that split layers between them. Collective.

@@ -5,8 +5,8 @@ together, or of whose layers each rank has a part, are whole; when the hook is o
 become of them. A hook that uses none costs one small message. Where layers are split, sizes are a use as well: those
 of a part are not what a hook has in mind.
 
-A hook that uses weights on some ranks only is an error on all of them, and nobody waits for ever. While a hook calls
-units of the model their layers compute with their parts.
+A hook that uses weights, or calls the model, on some ranks only is an error on all of them, and nobody waits for ever:
+ranks compare what they are about to do. While a hook calls units of the model their layers compute with their parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,6 +42,12 @@ def _filled(tensor: Tensor, values: Tensor) -> Tensor:
     return tensor.copy_(values) if is_alike else values
 
 
+def _call(args: Any, kwargs: Any) -> str:
+    """A call of a unit in a hook, in words: ranks that make the same one have inputs of the same shapes."""
+    shapes = [list(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return f"a call of the model in a hook, with tensors of the shapes {shapes}"
+
+
 @final
 class PartsInSight:
     """Shows hooks the whole of split layers.
@@ -61,7 +67,7 @@ class PartsInSight:
         self._kept: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self._watched: list[nn.Parameter] = []
         self._make_whole: Callable[[], None] | None = None
-        self._is_used = False
+        self._is_used = self._is_open = False
         self.is_whole = False
 
     @contextmanager
@@ -71,7 +77,7 @@ class PartsInSight:
         Args:
             make_whole: called at the first use, to call :meth:`show`; ``None``: who opens this notices uses.
         """
-        self._make_whole, self._is_used = make_whole, False
+        self._make_whole, self._is_used, self._is_open = make_whole, False, True
         self._watch()
         try:
             yield
@@ -79,7 +85,7 @@ class PartsInSight:
                 self._agree_on_use(is_used=False)
         finally:
             self._unwatch()
-            self._make_whole = None
+            self._make_whole, self._is_open = None, False
             self.hide()
 
     def note_use(self) -> None:
@@ -91,7 +97,8 @@ class PartsInSight:
     def show(self) -> None:
         """Let parameters and gradients be whole. Collective."""
         self.is_whole = True
-        self._show_here()
+        with self._parts.group.meeting("whole weights in a hook"):
+            self._show_here()
         for parameter in self._away:
             StageTensor.resize(parameter, self._parts.whole_shape(parameter))
 
@@ -105,20 +112,21 @@ class PartsInSight:
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, which calls a unit, for units whose layers compute with their parts."""
-        if not (self.is_whole or self._watched):
+        if not self._is_open:
             return function
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._unwatch()
-            if not self.is_whole:
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self._watch()
-            self._hide_here()
-            result = function(*args, **kwargs)
-            self._show_here()
-            return result
+            with self._parts.group.meeting(_call(args, kwargs)):
+                if not self.is_whole:
+                    try:
+                        return function(*args, **kwargs)
+                    finally:
+                        self._watch()
+                self._hide_here()
+                result = function(*args, **kwargs)
+                self._show_here()
+                return result
 
         return call
 
@@ -160,7 +168,7 @@ class PartsInSight:
 
     def _agree_on_use(self, *, is_used: bool) -> None:
         group = self._parts.group
-        num_users = int(group.sum(torch.tensor([is_used], dtype=torch.int64)))
+        num_users = sum(group.numbers(is_used, "weights of split layers in a hook"))
         if num_users not in (0, group.size):
             raise UnsupportedError(
                 f"A hook uses weights or gradients of split layers (`tensor_parallel_degree`) on {num_users} of "

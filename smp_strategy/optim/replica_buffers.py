@@ -87,7 +87,10 @@ class ReplicaBuffers:
         Args:
             notes: the greatest of those of all replicas; ``None``: they tell each other now.
         """
-        if self._group is not None and self._modules:
+        if self._group is None or not self._modules:
+            return
+        # Replicas run the same code, so either all of them have buffers by now or none has.
+        if notes is not None or self._seen or any(self._held):
             self._take_over(self._agreed(self.notes()) if notes is None else notes)
             self._before.clear()
 

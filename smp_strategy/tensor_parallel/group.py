@@ -50,17 +50,62 @@ class TensorGroup:
         self._memories: dict[type, Any] = {}
         self._is_alone = process_group is None
         self._place, self._is_agreed = "layers that are split", False
+        self._is_in_hook = False
+        self._comparison: collectives.Comparison | None = None
 
     def begin(self, what: str) -> None:
-        """A step or a hook begins, on all ranks of the group.
+        """A step begins, on all ranks of the group.
 
         Ranks that are elsewhere would take part in the same sums, or in others by mistake. So before something is sent
-        in it for the first time, ranks compare where they are.
+        in it for the first time, ranks compare where they are. If the last step has sent something this one will, too,
+        and the comparison is under way until then.
 
         Args:
             what: in words that go on from "waits for".
         """
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:  # the last step has sent nothing
+            comparison.wait()
+        elif self._is_agreed and not (self._is_in_hook or self._is_alone):
+            self._comparison = collectives.Comparison(what, self._backend)
         self._place, self._is_agreed = what, False
+
+    @contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Code of the user runs in here, which some ranks may leave out.
+
+        So ranks compare where they are before each collective, or once for those of one :meth:`meeting`.
+        """
+        before = self._place, self._is_agreed, self._is_in_hook
+        self._place, self._is_agreed, self._is_in_hook = "values of split layers in a hook", False, True
+        try:
+            yield
+        finally:
+            self._place, self._is_agreed, self._is_in_hook = before
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """In here all ranks of the group do the same, and compare that now if they are in a hook.
+
+        Args:
+            what: that is, as for :meth:`begin`.
+
+        Raises:
+            ApartError: other ranks do something else.
+        """
+        if not self._is_in_hook or self._is_agreed or self._is_alone or self.size == 1:
+            yield
+            return
+        collectives.barrier(what, self._backend)
+        self._is_agreed = True
+        try:
+            yield
+        finally:
+            self._is_agreed = False
+
+    def numbers(self, number: int, what: str) -> list[int]:
+        """The ranks' ``number``; ``what`` and what is raised as for :meth:`meeting`."""
+        return collectives.gather_numbers(number, what, self._backend)
 
     def _agree(self) -> None:
         """Make sure that the others are where this rank is.
@@ -68,8 +113,12 @@ class TensorGroup:
         Raises:
             ApartError: they are not.
         """
-        self._is_agreed = True
-        collectives.barrier(self._place, self._group)
+        self._is_agreed = not self._is_in_hook
+        if self._is_in_hook or self._comparison is None:
+            collectives.barrier(self._place, self._group)
+            return
+        comparison, self._comparison = self._comparison, None
+        comparison.wait()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -184,7 +233,8 @@ class TensorGroup:
 
     def close(self) -> None:
         """Let go of the process group: nothing can be sent any more."""
-        self._group = None
+        self._group = self._comparison = None
+        self._is_agreed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A copied layer is one of the same ranks.

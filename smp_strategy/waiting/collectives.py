@@ -11,7 +11,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from smp_strategy.waiting.positions import Condition
 from smp_strategy.waiting.watch import Meeting, user_code, watch_of
 
 __all__ = [
+    "Comparison",
     "UnderWay",
     "all_gather",
     "all_reduce",
@@ -41,7 +42,7 @@ __all__ = [
 T = TypeVar("T")
 
 # Tags that no other message has; and how long a description may be.
-_NUMBERS, _TEXTS = (1 << 31) - 2, (1 << 31) - 3
+_NUMBERS, _TEXTS, _COMPARED = (1 << 31) - 2, (1 << 31) - 3, (1 << 31) - 4
 _MOST_BYTES = 2048
 
 
@@ -60,6 +61,40 @@ class UnderWay:
     def wait(self) -> None:
         """Until it is over."""
         watch_of().until(self._meeting, self._work.wait)
+
+
+@final
+class Comparison:
+    """Ranks of a small group compare where they are, as :func:`barrier` does, but compute until they need to know.
+
+    Each sends to each, so that what this rank waits for is on its way when it comes to wait.
+
+    Args:
+        doing: as for :func:`begin`.
+        group: the ranks.
+    """
+
+    def __init__(self, doing: str, group: dist.ProcessGroup) -> None:
+        self._meeting = meeting = watch_of().begin(group, doing)
+        self._mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number], dtype=torch.int64, device="cpu")
+        self._theirs = [torch.empty_like(self._mine) for _ in range(group.size() - 1)]
+        others = [rank for rank in range(group.size()) if rank != group.rank()]
+        try:
+            found = zip(self._theirs, others, strict=True)
+            self._works = [group.recv([theirs], rank, _COMPARED) for theirs, rank in found]
+            self._works += [group.send([self._mine], rank, _COMPARED) for rank in others]
+        except RuntimeError as error:
+            _raise(meeting, error)
+
+    def wait(self) -> None:
+        """Until all are there.
+
+        Raises:
+            ApartError: they are in different calls.
+        """
+        watch_of().until(self._meeting, lambda: [work.wait() for work in self._works])
+        if not all(torch.equal(theirs, self._mine) for theirs in self._theirs):
+            _raise_different(self._meeting)
 
 
 def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.Work | None]) -> UnderWay:
@@ -111,11 +146,15 @@ def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = No
     mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number, number], dtype=torch.int64, device="cpu")
     kinds, places, numbers = _exchanged(mine, meeting, _NUMBERS).t().tolist()
     if len(set(zip(kinds, places, strict=True))) > 1:
-        described = json.dumps([doing, meeting.number, user_code()]).encode()[:_MOST_BYTES]
-        texts = _exchanged(_as_bytes(described.ljust(_MOST_BYTES)), meeting, _TEXTS)
-        everyones = [bytes(text.tolist()).decode(errors="replace").strip() for text in texts]
-        raise ApartError(_different(dict(zip(dist.get_process_group_ranks(group), everyones, strict=True))))
+        _raise_different(meeting)
     return list(numbers)
+
+
+def _raise_different(meeting: Meeting) -> NoReturn:
+    described = json.dumps([meeting.doing, meeting.number, user_code()]).encode()[:_MOST_BYTES]
+    texts = _exchanged(_as_bytes(described.ljust(_MOST_BYTES)), meeting, _TEXTS)
+    everyones = [bytes(text.tolist()).decode(errors="replace").strip() for text in texts]
+    raise ApartError(_different(dict(zip(dist.get_process_group_ranks(meeting.group), everyones, strict=True))))
 
 
 def _exchanged(mine: Tensor, meeting: Meeting, tag: int) -> Tensor:
@@ -238,11 +277,12 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def _raise(meeting: Meeting, error: RuntimeError) -> None:
+def _raise(meeting: Meeting, error: RuntimeError) -> NoReturn:
     def fail() -> None:
         raise error
 
     watch_of().until(meeting, fail)
+    raise error
 
 
 def _different(calls: dict[int, str]) -> str:

@@ -113,8 +113,6 @@ def fit(smp, kind, folder, callbacks):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_ranks_that_part_are_told_so(kind, callbacks, layout, tmp_path):
-    if layout == "tp2" and (callbacks or kind in (CallsTheModel, CallsTheModelInBetween)):
-        pytest.skip("parts of layers that are split are not told apart outside of steps yet")
     found = run_ranks(fit, 2, LAYOUTS[layout], kind, str(tmp_path), callbacks, timeout=60)
     for message, _ in found:
         assert "wait for each other for ever" in message or "same code" in message or "different calls" in message

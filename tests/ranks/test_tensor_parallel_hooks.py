@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy.errors import UnsupportedError
+from smp_strategy.errors import ApartError, PeerFailedError, UnsupportedError
+from smp_strategy.failure import publish_own
 from smp_strategy.testing import run_ranks
+from smp_strategy.waiting import watch
 from tests.ranks.test_tensor_parallel_engine import Setting, Text, assert_close, batch_of, built, engine_for, train
 
 LAYOUTS = {
@@ -98,6 +100,81 @@ def test_a_hook_that_only_some_ranks_run_is_an_error_on_all_of_them(name):
     setting = LAYOUTS[name]
     for told in run_ranks(run_on_some_ranks, setting.ranks, setting):
         assert "on 1 of 2 ranks that have parts" in told
+
+
+def calls_the_model(engine: Any, model: Text, tp_rank: int) -> None:
+    engine.run_hook(lambda: model.loss(batch_of(1, 0)) if tp_rank == 0 else None)
+
+
+def calls_the_model_or_looks(engine: Any, model: Text, tp_rank: int) -> None:
+    layer = model.blocks[0].mlp[0]
+    engine.run_hook(lambda: model.loss(batch_of(1, 0)) if tp_rank == 0 else layer.weight.norm())
+
+
+def calls_it_once_more_before_all_do(engine: Any, model: Text, tp_rank: int) -> None:
+    engine.run_hook(lambda: [model.loss(batch_of(1, 0)) for _ in range(1 + tp_rank)])
+
+
+def calls_it_with_other_shapes(engine: Any, model: Text, tp_rank: int) -> None:
+    batch = {name: each[: 2 + tp_rank] for name, each in batch_of(1, 0).items()}
+    engine.run_hook(lambda: model.loss(batch))
+
+
+def evaluates_instead_of_training(engine: Any, model: Text, tp_rank: int) -> None:
+    if tp_rank == 0:
+        engine.eval_step(model.loss, batch_of(1, 0))
+    engine.train_step(model.loss, batch_of(1, 0), loss_of=lambda loss: loss)
+
+
+def run_apart(setting: Setting, part: Any) -> str:
+    watch.PATIENCE_SECONDS, watch.PAUSE_SECONDS = 1.5, 0.2  # type: ignore[misc]
+    model, optimizer = built()
+    engine = engine_for(setting, model, optimizer)
+    train(engine, model, optimizer, range(2), None)
+    engine.eval_step(model.loss, batch_of(1, 0))
+
+    def go_on() -> None:
+        part(engine, model, engine.mesh.tp_rank)
+        train(engine, model, optimizer, range(1), None)
+
+    with pytest.raises((ApartError, PeerFailedError)) as caught:
+        go_on()
+    publish_own(caught.value)  # as Lightning and Accelerate do, for ranks that only lose their connection
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["t2", "t2 pp2"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        calls_the_model,
+        calls_the_model_or_looks,
+        calls_it_once_more_before_all_do,
+        calls_it_with_other_shapes,
+        evaluates_instead_of_training,
+    ],
+)
+def test_ranks_that_part_are_told_so_instead_of_adding_up_what_does_not_belong_together(part, name):
+    setting = LAYOUTS[name]
+    for told in run_ranks(run_apart, setting.ranks, setting, part, timeout=60):
+        assert "different calls" in told or "wait for each other for ever" in told, told
+
+
+def run_step_that_sends_nothing() -> list[float]:
+    model, optimizer = built()
+    engine = engine_for(LAYOUTS["t2"], model, optimizer)
+    found = []
+    for _ in range(3):
+        found.append(engine.eval_step(lambda batch: batch["tokens"].float().mean(), batch_of(0, 0)).outputs)
+        found.append(engine.eval_step(model.loss, batch_of(0, 0)).outputs)
+    return [torch.as_tensor(each).float().mean().item() for each in found]
+
+
+def test_steps_may_use_layers_that_are_split_or_not():
+    model, _ = built()
+    expected = [batch_of(0, 0)["tokens"].float().mean().item(), model.loss(batch_of(0, 0)).item()] * 3
+    for found in run_ranks(run_step_that_sends_nothing, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def run_copy(setting: Setting) -> Any:

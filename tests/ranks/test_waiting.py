@@ -9,9 +9,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from smp_strategy.agreement import start_alike
 from smp_strategy.errors import ApartError, PeerFailedError
-from smp_strategy.failure import publish
+from smp_strategy.failure import publish, publish_own
 from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.testing import run_ranks
 from smp_strategy.waiting import collectives, watch
@@ -182,7 +184,30 @@ def fail_and_stay():
 
 def test_a_rank_that_has_failed_is_named_while_its_process_lives():
     message, _ = run_ranks(fail_and_stay, 2)
-    assert message.startswith("rank 1 failed first:\nOSError: the disk is full\nrank 0 waited for a sum.")
+    assert message.startswith("rank 1 failed first: OSError: the disk is full\nrank 0 waited for a sum.")
+
+
+def fail_and_start_again():
+    rank, total, first = dist.get_rank(), torch.ones(1), OSError("the disk is full")
+    if rank == 1:
+        assert publish_own(first)
+    start_alike(nn.Linear(2, 2))
+    hurry()
+    if rank == 1:
+        time.sleep(1.5)
+    collectives.all_reduce(total, group=None, doing="a sum").wait()
+    assert total.item() == 2
+    if rank == 0:
+        assert publish_own(ValueError("a mistake"))
+        return "nothing"
+    try:
+        reduced(None, "a sum that never comes")
+    except PeerFailedError as error:
+        return str(error)
+
+
+def test_a_failure_from_before_the_start_ends_no_wait_and_the_next_one_does():
+    assert "rank 0 failed first: ValueError: a mistake" in run_ranks(fail_and_start_again, 2)[1]
 
 
 def exchanges():
