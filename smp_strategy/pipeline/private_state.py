@@ -205,9 +205,14 @@ class PrivateState:
             for setting in self._settings.values():
                 setting.begin()
 
-    def at_barrier(self, microbatch: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def at_barrier(self, microbatch: int) -> Iterator[None]:
         """See :meth:`~smp_strategy.pipeline.switches.Switches.at_barrier`."""
-        return self._switches.at_barrier(microbatch)
+        with self._switches.at_barrier(microbatch):
+            yield
+        # What is frozen or set there (`toggle_optimizer`) is for all, and no change of the next microbatch.
+        for setting in self._settings.values():
+            setting.begin()
 
     def of_now(self) -> Callable[[], AbstractContextManager[None]]:
         """See :meth:`~smp_strategy.pipeline.switches.Switches.of_now`."""
