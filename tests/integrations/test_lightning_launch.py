@@ -23,7 +23,7 @@ def train(folder, root="lightning.pytorch", overrides={}, **options):
     trainer.fit(module, toy_loader())
     results = trainer.test(module, toy_loader(shuffle=False), verbose=False)
     # One write: the ranks share the pipe.
-    sys.stdout.write(f"RANK {trainer.global_rank} OF {trainer.world_size}: {results[0]['test_loss']:.6f}\\n")
+    sys.stdout.write(f"RANK {trainer.global_rank} OF {trainer.num_devices}: {results[0]['test_loss']:.6f}\\n")
 """
 
 

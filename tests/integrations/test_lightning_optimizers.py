@@ -233,7 +233,7 @@ def two_steps(self, batch, batch_idx):
 def test_steps_in_several_parts_are_refused_under_manual_optimization(cut, tmp_path):
     ranks, smp = CUTS[cut]
     overrides = {"training_step": two_steps, "automatic_optimization": False}
-    assert "`first_step` of optimizer 0 in a step" in told(ranks, tmp_path, InTwoSteps, smp, overrides)
+    assert "`first_step` of InTwoSteps in a step" in told(ranks, tmp_path, InTwoSteps, smp, overrides)
 
 
 def one_rank_looks(self, *_):

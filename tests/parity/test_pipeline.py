@@ -106,6 +106,7 @@ def test_no_option_changes_the_numbers(options):
     assert_same(expected, run_ranks(run_pipeline, 2, "text", options, 8)[0][0])
 
 
+@pytest.mark.filterwarnings("ignore:`microbatches` is [48], but the batch has too few samples:UserWarning")
 @pytest.mark.parametrize(("samples", "microbatches"), [(10, 4), (3, 8), (1, 4)])
 def test_uneven_and_small_batches_are_weighted_by_samples(samples, microbatches):
     expected, _ = one_process("text", microbatches, samples)
