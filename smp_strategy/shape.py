@@ -72,6 +72,7 @@ def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], N
             f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
             f"Set it to about {4 * degree}."
         )
+    config.check(degree)
     check_degrees(replace(config, pipeline_parallel_degree=degree), world_size, module)
     return MeshShape.of_world(
         world_size,

@@ -261,9 +261,11 @@ class UsersError(Exception):
 
 
 def raise_in_step(rank: int | None) -> tuple[str, float]:
+    here = torch.distributed.get_rank()
+
     def step(net: Net, x: Tensor) -> Tensor:
         loss = one_after_the_other(net, x)
-        if rank is None or rank == torch.distributed.get_rank():
+        if rank is None or rank == here:
             raise UsersError("from the step")
         return loss * loss.item()
 

@@ -21,6 +21,7 @@ from smp_strategy.storage.stored import Stored
 from smp_strategy.storage.verify import problems_of
 from smp_strategy.storage.writer import ShardedWriter
 from smp_strategy.testing import run_ranks
+from smp_strategy.waiting import collectives
 
 SHAPES = {"a": (12, 8), "b": (24,), "c": (5, 3, 4), "d": (), "e": (0, 4), "f": (1000, 70)}
 DTYPES = {"b": torch.bfloat16, "d": torch.int64}
@@ -260,13 +261,18 @@ def test_training_goes_on_while_a_thread_writes(tmp_path):
 def exchanged(folder):
     rank, size, asked = dist.get_rank(), dist.get_world_size(), []
     writer = ShardedWriter(lambda: dist.new_group(backend="gloo"))
-    gather = dist.all_gather_object
-    dist.all_gather_object = lambda *arguments, **named: (asked.append(1), gather(*arguments, **named))
+    gather = collectives.gather_objects
+
+    def counted(*arguments):
+        asked.append(1)
+        return gather(*arguments)
+
+    collectives.gather_objects = counted
     for step in range(5):
         # The values of the third save are others, and the fourth has another layout on one rank.
         mine = rows(whole("a", step), rank, size) if step < 3 or rank else Block((0, 0), whole("a", step))
         writer.prepare({"w": held("a", [mine]), "step": step}).write(Path(folder, str(step)))
-    dist.all_gather_object = gather
+    collectives.gather_objects = gather
     for step in range(5):
         stored = Stored.open(folder / str(step))
         assert torch.equal(stored.read("w"), whole("a", step))
