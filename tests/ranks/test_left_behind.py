@@ -64,7 +64,8 @@ def threads(_: int) -> int:
     during = threading.active_count()
     engine.close()
     time.sleep(0.2)
-    assert threading.active_count() == 1
+    # The watch of the process group lives as long as that.
+    assert [each.name for each in threading.enumerate()] in (["MainThread"], ["MainThread", "smp watch"])
     return during
 
 

@@ -70,8 +70,10 @@ def recorded(pp: int, options: dict[str, Any], hours_apart: float = 0.0) -> Time
 def clocks_apart(seconds: float):
     """Every rank's clock is so much ahead of that of the rank below."""
 
+    rank = dist.get_rank()  # in a step that is the number of the replica
+
     def clock() -> float:
-        return time.perf_counter() + seconds * dist.get_rank()
+        return time.perf_counter() + seconds * rank
 
     with (
         mock.patch.object(recorder, "perf_counter", clock),
