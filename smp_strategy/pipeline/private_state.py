@@ -25,7 +25,6 @@ from operator import is_
 from typing import Any, final
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.settings import Frozen, TorchSettings
@@ -44,13 +43,6 @@ _CONTAINERS = (dict, list, set, deque)
 # Attributes of every module that hold no values of a step.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# And what is known of some of them.
-_ALL_HOOKS = (
-    *_HOOKS,
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-)
 
 
 @final
@@ -83,9 +75,6 @@ class PrivateState:
         # Attributes of modules, inside of units mostly, that this turn has written to, and what it had found there.
         self._touched: dict[Place, Any] = {}
         self._touchable: dict[int, Any] = {}
-        self._hooks: Sequence[dict[int, Any]] = ()
-        # The next hook that is registered gets this number.
-        self._next_hook = 0
         self._lasting: dict[int, Any] = {}
         self._seen: dict[Place, Any] = {}
         self._in_turn = False
@@ -118,11 +107,10 @@ class PrivateState:
             if isinstance(function, (types.FunctionType, types.MethodType)):
                 self._variables.look_at(function)
         self._written = self._variables.written()
-        self._hooks = [vars(part)[name] for part in parts for name in _ALL_HOOKS]
         self._touchable = {id(held): held for part in parts for held in (vars(part), part._modules)}
         parameters = list(dict.fromkeys(weight for part in parts for weight in part.parameters(recurse=False)))
         self._settings = {id(each): each for each in (Frozen(parameters), TorchSettings())}
-        self._lasting = {**self._touchable, **self._settings, **{id(hooks): hooks for hooks in self._hooks}}
+        self._lasting = {**self._touchable, **self._settings}
 
     def _find(self) -> Iterator[Any]:
         seen: set[int] = set()
@@ -176,9 +164,6 @@ class PrivateState:
                 yield from ((Place(key, name), before) for name, before in holder.plain)
         for key, setting in self._settings.items():
             yield from ((Place(key, name), before) for name, before in setting.changed())
-        if self._next_hook != RemovableHandle.next_id:
-            new = ((hooks, number) for hooks in self._hooks for number in hooks if number >= self._next_hook)
-            yield from ((Place(id(hooks), number), MISSING) for hooks, number in new)
 
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins."""
@@ -186,7 +171,6 @@ class PrivateState:
         for position, holder in enumerate(self._holders.values()):
             holder.enter(own[position] if own else ())
         self._switches.enter(microbatch)
-        self._next_hook = RemovableHandle.next_id
         self._in_turn = True
 
     def leave(self, microbatch: int) -> None:

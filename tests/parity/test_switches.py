@@ -200,15 +200,6 @@ def left_by_an_error(net: Any) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def hooked(net: Any) -> Iterator[None]:
-    handles = [block.register_forward_hook(lambda module, args, result: result * 0.5) for block in net.blocks]
-    handles.append(net.blocks[2].low.register_forward_pre_hook(lambda module, args: (args[0] + 1,)))
-    yield
-    for handle in handles:
-        handle.remove()
-
-
 def around() -> Callable[[Any], Any]:
     """Switches a variable of a closure, by which a method of the net goes."""
     is_on = False
@@ -322,7 +313,7 @@ def steps(*, makers: Any) -> dict[str, Case]:
 
 SWITCHES = (
     *(flag, name, evaluation, number, entry, part, unit, variable, an_object, an_entry_of_a_global, a_class),
-    *(Default, several, left_by_an_error, hooked),
+    *(Default, several, left_by_an_error),
 )
 CASES = {
     **steps(makers=SWITCHES),
@@ -363,7 +354,7 @@ def test_under_every_schedule(schedule):
         check(replace(CASES[case], options=SCHEDULES[schedule], differs=REUSED), 4, (4,))
 
 
-@pytest.mark.parametrize("switched", [variable, flag, an_object, hooked])
+@pytest.mark.parametrize("switched", [variable, flag, an_object])
 def test_what_is_computed_again_finds_what_it_has_found(switched):
     """In backward, when the step has put it back."""
 
