@@ -42,7 +42,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What goes wrong, and what has to be said of it."""
+    """One fault, and the words that the output must have."""
 
     kind: str
     rank: int | None = 1
@@ -121,7 +121,7 @@ def parts() -> tuple[Any, Any]:
 
 
 def train_with_lightning(folder: str) -> None:
-    """What a user would write."""
+    """A script for Lightning, as users write it."""
     import lightning as L
     import torch
 
@@ -165,7 +165,7 @@ def train_with_lightning(folder: str) -> None:
 
 
 def train_with_accelerate(folder: str) -> None:
-    """What a user would write."""
+    """A script for Accelerate, as users write it."""
     import accelerate
     import torch
 
@@ -191,7 +191,7 @@ def train_with_accelerate(folder: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """How a run has ended."""
+    """The end of a run."""
 
     seconds: float
     """From the fault to the end of the last process."""
@@ -201,13 +201,13 @@ class Seen:
 
     @property
     def lines(self) -> list[str]:
-        """Those that our processes have printed."""
+        """Lines of the processes that train."""
         lines = [line for line in self.told.splitlines() if "torch/distributed/elastic" not in line[:120]]
         ends = [number for number, line in enumerate(lines) if "<frozen runpy>" in line]
         return lines[: ends[0] - 1] if ends else lines
 
     def problems(self, fault: Fault, door: str) -> list[str]:
-        """What is not as it should be."""
+        """Differences from what is promised, in words."""
         lines, is_ours = self.lines, door == "lightning"
         said = fault.said if is_ours or fault.kind in ("raise", "memory") else "SIG|exitcode|KeyboardInterrupt"
         wrong = {

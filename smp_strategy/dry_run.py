@@ -21,9 +21,9 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.glue_uses import GlueUses
 from smp_strategy.interception import UnitCalls
 from smp_strategy.measurement.calls import CallLog, UnitCall
-from smp_strategy.pipeline.collectives import Replicas
 from smp_strategy.pipeline.kept import refuse_kept
 from smp_strategy.pipeline.private_state import PrivateState, reached_by_hooks
+from smp_strategy.pipeline.replica_collectives import Replicas
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage

@@ -33,9 +33,9 @@ from smp_strategy.interception import UnitCalls
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
-from smp_strategy.pipeline.collectives import replicas_of
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.private_state import PrivateState, reached_by_hooks
+from smp_strategy.pipeline.replica_collectives import replicas_of
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport

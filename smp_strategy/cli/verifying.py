@@ -9,7 +9,7 @@ from smp_strategy.conversion.opening import located, open_checkpoint
 from smp_strategy.errors import CheckpointError, printable
 from smp_strategy.sizes import show_count
 from smp_strategy.storage.file_loading import load_file
-from smp_strategy.storage.kinds import Kind, kind_of, unreadable
+from smp_strategy.storage.kinds import CheckpointKind, kind_of, unreadable
 from smp_strategy.storage.previous import advice
 from smp_strategy.storage.verify import has_digests, problems_of
 
@@ -54,11 +54,11 @@ def verdict(path: Path) -> tuple[int, list[str]]:
         problems = problems_of(place)
         return (_DAMAGED if problems else _INTACT), [str(each) for each in problems]
     try:
-        if place.is_file() and kind is Kind.TORCH_FILE:
+        if place.is_file() and kind is CheckpointKind.TORCH_FILE:
             load_file(place, weights_only=True)
         else:
             open_checkpoint(place, verify=False)
     except CheckpointError as error:
-        is_readable = kind is Kind.OTHER or isinstance(error.__cause__, UnpicklingError)
+        is_readable = kind is CheckpointKind.OTHER or isinstance(error.__cause__, UnpicklingError)
         return (_UNKNOWN if is_readable else _DAMAGED), [str(error)]
     return _UNKNOWN, ["readable, but another program wrote it, without digests: damage cannot be ruled out"]

@@ -12,7 +12,7 @@ from smp_strategy.conversion.state_folders import open_state, open_weights
 from smp_strategy.conversion.torch_files import open_torch_file
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import commit
-from smp_strategy.storage.kinds import CHECKPOINTS, Kind, kind_of, unreadable
+from smp_strategy.storage.kinds import CHECKPOINTS, CheckpointKind, kind_of, unreadable
 from smp_strategy.storage.tagged import TaggedFolder
 
 __all__ = ["located", "open_checkpoint"]
@@ -42,15 +42,15 @@ def open_checkpoint(
         raise CheckpointError(reason)
     if path.is_file():
         is_index = path.name.endswith(INDEX_ENDING)
-        is_safe = kind is Kind.SAFETENSORS or path.suffix == ".safetensors" or is_index
+        is_safe = kind is CheckpointKind.SAFETENSORS or path.suffix == ".safetensors" or is_index
         return open_safetensors(path) if is_safe else open_torch_file(path, weights_at=weights_at, verify=verify)
-    if kind is Kind.SHARDED:
+    if kind is CheckpointKind.SHARDED:
         return open_sharded(path, weights_at=weights_at)
-    if kind is Kind.STATE:
+    if kind is CheckpointKind.STATE:
         return open_state(path, weights_at=weights_at, verify=verify)
-    if kind is Kind.SAGEMAKER:
+    if kind is CheckpointKind.SAGEMAKER:
         return open_sagemaker(path, like=like)
-    if kind is Kind.WEIGHTS:
+    if kind is CheckpointKind.WEIGHTS:
         return open_weights(path)
     raise CheckpointError(_unknown(path))
 
@@ -64,7 +64,7 @@ def located(path: Path) -> Path:
     commit.recover(path)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
-    return _newest(path) if path.is_dir() and kind_of(path) is Kind.TAGGED else path
+    return _newest(path) if path.is_dir() and kind_of(path) is CheckpointKind.TAGGED else path
 
 
 def _unknown(folder: Path) -> str:

@@ -15,7 +15,7 @@ from smp_strategy.conversion.torch_files import read_dict
 from smp_strategy.errors import CheckpointError
 from smp_strategy.sizes import show_count
 from smp_strategy.storage import folder_digests
-from smp_strategy.storage.kinds import SHARDED_STATE, Kind
+from smp_strategy.storage.kinds import SHARDED_STATE, CheckpointKind
 from smp_strategy.storage.manifest import FILE_NAME as MANIFEST
 
 __all__ = ["open_state", "open_weights"]
@@ -50,7 +50,7 @@ def open_state(path: Path, *, weights_at: str | None = None, verify: bool = True
     left = [each for each in others if each not in taken and not each.name.startswith(("model", "pytorch_model"))]
     if left:
         found.remarks.append(f"{show_count(len(left), 'file')} of Accelerate's left out: schedulers, random states.")
-    found.kind = Kind.STATE.value
+    found.kind = CheckpointKind.STATE.value
     return found
 
 

@@ -2,9 +2,10 @@
 
 Users and Lightning itself call them as in data-parallel training: "my samples and those of the others". The ranks of
 one replica have the same samples, so values are exchanged between replicas only; counting each rank would weigh every
-sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world, but in a
-step the replicas, as all collectives there do (:mod:`smp_strategy.pipeline.collectives`). These are torch's own there,
-which become operations of the step.
+sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world.
+
+In a step all of them concern the replicas. They call torch's own collectives there, which become operations of the step
+(:mod:`smp_strategy.pipeline.replica_collectives`).
 """
 
 from typing import TYPE_CHECKING, Any

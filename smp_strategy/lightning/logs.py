@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.lightning.loggers import merge_arguments, noting
-from smp_strategy.pipeline.joining import Given
+from smp_strategy.pipeline.joining import StepArgument
 
 __all__ = ["DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
 
@@ -190,7 +190,7 @@ def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> t
 def _merge_values(values: list[Any], weights: Sequence[int], reduce_fx: Any) -> Any:
     if len(values) == 1 or not isinstance(values[0], Tensor | Number):
         return values[0]  # a metric object has seen all microbatches itself
-    if all(isinstance(value, Given) for value in values):
+    if all(isinstance(value, StepArgument) for value in values):
         return values[0]  # the index of the batch
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if name != "sum" and not isinstance(values[0], Tensor) and all(value == values[0] for value in values):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from smp_strategy.accelerator import is_host, wait_for_all
 from smp_strategy.measurement.calls import UnitCall
-from smp_strategy.pipeline.collectives import Collectives, Replicas
 from smp_strategy.pipeline.private_state import reached_by_hooks
+from smp_strategy.pipeline.replica_collectives import ReplicaCollectives, Replicas
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
@@ -64,7 +64,7 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
     """
     module = call.callee.module
     assert module is not None
-    alone = Collectives(Replicas(size=num_replicas), meets=False)
+    alone = ReplicaCollectives(Replicas(size=num_replicas), meets=False)
     with (
         closing(alone),
         _untouched(module),

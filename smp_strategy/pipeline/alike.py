@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["AS_IF_ALIKE", "FUNCTIONAL_AS_IF_ALIKE", "Place"]
+__all__ = ["AS_IF_ALIKE", "FUNCTIONAL_AS_IF_ALIKE", "ReplicaNumber"]
 
 
 @final
-class Place(NamedTuple):
+class ReplicaNumber(NamedTuple):
     """A rank's place among those that meet."""
 
     rank: int
@@ -26,7 +26,7 @@ Given = dict[str, Any]
 """Arguments of a collective by name."""
 
 
-def _combined(tensor: Tensor, op: Any, place: Place) -> Tensor:
+def _combined(tensor: Tensor, op: Any, place: ReplicaNumber) -> Tensor:
     """The reduction of as many tensors like this one as there are ranks."""
     kind = str(op).lower().rpartition(".")[2]
     if kind == "sum":
@@ -50,36 +50,36 @@ def _fill(target: Tensor, source: Tensor) -> None:
         target.zero_()
 
 
-def _all_gather(given: Given, place: Place) -> None:
+def _all_gather(given: Given, place: ReplicaNumber) -> None:
     for target in given["tensor_list"]:
         _fill(target, given["tensor"])
 
 
-def _all_gather_into(given: Given, place: Place) -> None:
+def _all_gather_into(given: Given, place: ReplicaNumber) -> None:
     output, mine = given["output_tensor"], given["input_tensor"]
     _fill(output, torch.cat([mine.reshape(-1)] * place.size))
 
 
-def _all_gather_coalesced(given: Given, place: Place) -> None:
+def _all_gather_coalesced(given: Given, place: ReplicaNumber) -> None:
     for targets in given["output_tensor_lists"]:
         for target, mine in zip(targets, given["input_tensor_list"], strict=True):
             _fill(target, mine)
 
 
-def _all_gather_object(given: Given, place: Place) -> None:
+def _all_gather_object(given: Given, place: ReplicaNumber) -> None:
     given["object_list"][:] = [given["obj"]] * place.size
 
 
-def _all_reduce(given: Given, place: Place) -> None:
+def _all_reduce(given: Given, place: ReplicaNumber) -> None:
     given["tensor"].copy_(_combined(given["tensor"], _op_of(given), place))
 
 
-def _all_reduce_coalesced(given: Given, place: Place) -> None:
+def _all_reduce_coalesced(given: Given, place: ReplicaNumber) -> None:
     for tensor in given["tensors"]:
         tensor.copy_(_combined(tensor, _op_of(given), place))
 
 
-def _reduce(given: Given, place: Place) -> None:
+def _reduce(given: Given, place: ReplicaNumber) -> None:
     is_mine = place.rank == _root(given, "dst")
     tensor = given["tensor"]
     tensor.copy_(_combined(tensor, _op_of(given), place) if is_mine else tensor)
@@ -90,51 +90,51 @@ def _root(given: Given, name: str) -> int:
     return int(given.get(f"group_{name}") or 0) if root is None else int(root)
 
 
-def _unchanged(given: Given, place: Place) -> None:
+def _unchanged(given: Given, place: ReplicaNumber) -> None:
     """What comes from another rank looks like what is there."""
     tensor = given["tensor"]
     tensor.copy_(tensor.clone())
 
 
-def _received(given: Given, place: Place) -> int:
+def _received(given: Given, place: ReplicaNumber) -> int:
     _unchanged(given, place)
     return _root(given, "src")
 
 
-def _reduce_scatter(given: Given, place: Place) -> None:
+def _reduce_scatter(given: Given, place: ReplicaNumber) -> None:
     _fill(given["output"], _combined(given["input_list"][place.rank], _op_of(given), place))
 
 
-def _reduce_scatter_into(given: Given, place: Place) -> None:
+def _reduce_scatter_into(given: Given, place: ReplicaNumber) -> None:
     mine = given["input"].reshape(place.size, -1)[place.rank]
     _fill(given["output"], _combined(mine, _op_of(given), place))
 
 
-def _all_to_all(given: Given, place: Place) -> None:
+def _all_to_all(given: Given, place: ReplicaNumber) -> None:
     for target in given["output_tensor_list"]:
         _fill(target, given["input_tensor_list"][place.rank])
 
 
-def _all_to_all_single(given: Given, place: Place) -> None:
+def _all_to_all_single(given: Given, place: ReplicaNumber) -> None:
     _fill(given["output"], _exchanged(given["input"], given.get("input_split_sizes"), place))
 
 
-def _exchanged(tensor: Tensor, sizes: Sequence[int] | None, place: Place) -> Tensor:
+def _exchanged(tensor: Tensor, sizes: Sequence[int] | None, place: ReplicaNumber) -> Tensor:
     pieces = tensor.split(list(sizes)) if sizes else tensor.chunk(place.size)
     return torch.cat([pieces[place.rank]] * place.size)
 
 
-def _gather(given: Given, place: Place) -> None:
+def _gather(given: Given, place: ReplicaNumber) -> None:
     for target in given.get("gather_list") or ():
         _fill(target, given["tensor"])
 
 
-def _gather_object(given: Given, place: Place) -> None:
+def _gather_object(given: Given, place: ReplicaNumber) -> None:
     if given.get("object_gather_list") is not None:
         given["object_gather_list"][:] = [given["obj"]] * place.size
 
 
-def _scatter(given: Given, place: Place) -> None:
+def _scatter(given: Given, place: ReplicaNumber) -> None:
     pieces = given.get("scatter_list")
     if pieces:
         _fill(given["tensor"], pieces[place.rank])
@@ -142,17 +142,17 @@ def _scatter(given: Given, place: Place) -> None:
         _unchanged(given, place)
 
 
-def _scatter_object(given: Given, place: Place) -> None:
+def _scatter_object(given: Given, place: ReplicaNumber) -> None:
     objects = given.get("scatter_object_input_list")
     if objects:
         given["scatter_object_output_list"][0] = objects[place.rank]
 
 
-def _nothing(given: Given, place: Place) -> None:
+def _nothing(given: Given, place: ReplicaNumber) -> None:
     pass
 
 
-AS_IF_ALIKE: dict[str, Callable[[Given, Place], Any]] = {
+AS_IF_ALIKE: dict[str, Callable[[Given, ReplicaNumber], Any]] = {
     "all_gather": _all_gather,
     "all_gather_into_tensor": _all_gather_into,
     "all_gather_single": _all_gather_into,
@@ -186,31 +186,31 @@ AS_IF_ALIKE: dict[str, Callable[[Given, Place], Any]] = {
 """Of ``torch.distributed``: they leave what they bring in their arguments."""
 
 
-def _gathered_along(given: Given, place: Place) -> Tensor:
+def _gathered_along(given: Given, place: ReplicaNumber) -> Tensor:
     return torch.cat([given["self"]] * place.size, given["gather_dim"])
 
 
-def _reduced(given: Given, place: Place) -> Tensor:
+def _reduced(given: Given, place: ReplicaNumber) -> Tensor:
     return _combined(given["self"], given["reduceOp"], place).clone()
 
 
-def _scattered_along(given: Given, place: Place) -> Tensor:
+def _scattered_along(given: Given, place: ReplicaNumber) -> Tensor:
     mine = given["self"].chunk(place.size, given["scatter_dim"])[place.rank]
     return _combined(mine, given["reduceOp"], place).contiguous()
 
 
-def _exchanged_anew(given: Given, place: Place) -> Tensor:
+def _exchanged_anew(given: Given, place: ReplicaNumber) -> Tensor:
     sizes, mine = given.get("output_split_sizes"), given["self"]
     if sizes:
         return mine.new_zeros(sum(sizes), *mine.shape[1:]) + 0 * mine.sum()
     return _exchanged(mine, given.get("input_split_sizes"), place)
 
 
-def _same(given: Given, place: Place) -> Tensor:
+def _same(given: Given, place: ReplicaNumber) -> Tensor:
     return given["self"].clone()
 
 
-FUNCTIONAL_AS_IF_ALIKE: dict[str, Callable[[Given, Place], Tensor]] = {
+FUNCTIONAL_AS_IF_ALIKE: dict[str, Callable[[Given, ReplicaNumber], Tensor]] = {
     "all_gather_tensor": _gathered_along,
     "all_gather_single": _gathered_along,
     "all_gather_tensor_autograd": _gathered_along,

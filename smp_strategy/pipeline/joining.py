@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.samples import Path, are_alike, is_list, rebuild_mapping
 
-__all__ = ["Given", "NotJoined", "given", "merge", "refuse_not_joined"]
+__all__ = ["StepArgument", "NotJoined", "given", "merge", "refuse_not_joined"]
 
 
-class Given(int):
+class StepArgument(int):
     """A whole number that a step was given: no count of its samples. A calculation with it gives ordinary ones."""
 
     def __reduce__(self) -> Any:
@@ -37,7 +37,7 @@ class Given(int):
 
 def given(value: Any) -> Any:
     """``value`` for a step, which may hand it back."""
-    return Given(value) if type(value) is int else value
+    return StepArgument(value) if type(value) is int else value
 
 
 @final
@@ -133,7 +133,7 @@ def _merge_values(outputs: Sequence[Any], sizes: Sequence[int], path: Path) -> A
     if isinstance(first, bool):
         same = all(output is first for output in outputs)
         return first if same else NotJoined(_named(path, first), "these truth values differ")
-    if isinstance(first, Given):
+    if isinstance(first, StepArgument):
         return int(first) if all(output == first for output in outputs) else list(outputs)
     if isinstance(first, int) and type(first) is int:
         return sum(outputs)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.settings import Frozen, TorchSettings
-from smp_strategy.pipeline.switches import MISSING, Place, Switches
+from smp_strategy.pipeline.switches import MISSING, Switches, SwitchPlace
 from smp_strategy.trace.collectors import collectors
 from smp_strategy.trace.variables import Chosen, ClassAttributes, Variable, Variables, variables_of
 
@@ -73,10 +73,10 @@ class PrivateState:
         self._variables: Variables | None = None
         self._written: Sequence[Any] = ()
         # Attributes of modules, inside of units mostly, that this turn has written to, and what it had found there.
-        self._touched: dict[Place, Any] = {}
+        self._touched: dict[SwitchPlace, Any] = {}
         self._touchable: dict[int, Any] = {}
         self._lasting: dict[int, Any] = {}
-        self._seen: dict[Place, Any] = {}
+        self._seen: dict[SwitchPlace, Any] = {}
         self._in_turn = False
 
     def begin(self, step: Callable[..., Any] | None = None) -> None:
@@ -130,7 +130,7 @@ class PrivateState:
         """Code above the units is about to set or delete an attribute of ``module``."""
         if self._in_turn:
             for held in (vars(module), module._modules):
-                place = Place(id(held), name)
+                place = SwitchPlace(id(held), name)
                 if place.key in self._touchable and place not in self._touched:
                     self._touched[place] = held.get(name, MISSING)
 
@@ -152,7 +152,7 @@ class PrivateState:
         for place, before in self._plain_changes():
             self._seen.setdefault(place, before)
 
-    def _plain_changes(self) -> Iterator[tuple[Place, Any]]:
+    def _plain_changes(self) -> Iterator[tuple[SwitchPlace, Any]]:
         """Where there is something else than when the turn began, and what was there then."""
         for place, before in self._touched.items():
             holder = self._holders.get(place.key)
@@ -161,9 +161,9 @@ class PrivateState:
                 yield place, before
         for key, holder in self._holders.items():
             if isinstance(holder, _Names):
-                yield from ((Place(key, name), before) for name, before in holder.plain)
+                yield from ((SwitchPlace(key, name), before) for name, before in holder.plain)
         for key, setting in self._settings.items():
-            yield from ((Place(key, name), before) for name, before in setting.changed())
+            yield from ((SwitchPlace(key, name), before) for name, before in setting.changed())
 
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins."""
@@ -180,7 +180,7 @@ class PrivateState:
         self._touched = {}
         own = self._own[microbatch] = [holder.leave() for holder in self._holders.values()]
         names = zip(self._holders.items(), own, strict=True)
-        dropped = [Place(key, name) for (key, each), left in names if isinstance(each, _Names) for name in left]
+        dropped = [SwitchPlace(key, name) for (key, each), left in names if isinstance(each, _Names) for name in left]
         self._switches.leave(microbatch, written, dropped, was_set)
 
     def end_of(self, microbatch: int) -> None:

@@ -16,7 +16,6 @@ from smp_strategy.accelerator import is_host
 from smp_strategy.activations.traffic import Traffic
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.host_memory import keep_freed_memory
-from smp_strategy.pipeline.collectives import Collectives
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.entrances import watched_entrances
 from smp_strategy.pipeline.global_generators import GlobalGenerators
@@ -26,6 +25,7 @@ from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
+from smp_strategy.pipeline.replica_collectives import ReplicaCollectives
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.stage import Stage
@@ -65,7 +65,7 @@ class Runtime:
         self._told = told
         self._called = called
         self._program: Program | None = None
-        self._collectives = Collectives(stage.replicas, self._active, meets=stage.leftovers is None)
+        self._collectives = ReplicaCollectives(stage.replicas, self._active, meets=stage.leftovers is None)
         self._meeting: Turns | None = None
         self._offload_of_pause = ExitStack()
         self._threads = Threads()

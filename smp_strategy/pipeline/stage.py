@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.activations.activations import Activations
-from smp_strategy.pipeline.collectives import Replicas
 from smp_strategy.pipeline.context import Context
 from smp_strategy.pipeline.global_generators import GlobalGenerators
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.record import Latest, Record
+from smp_strategy.pipeline.replica_collectives import Replicas
 from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["MISSING", "Place", "Switches", "is_same"]
+__all__ = ["MISSING", "SwitchPlace", "Switches", "is_same"]
 
 MISSING: Any = object()
 """What is in a place that is empty."""
@@ -31,7 +31,7 @@ MISSING: Any = object()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class Place(NamedTuple):
+class SwitchPlace(NamedTuple):
     """Where something stands: under a name in a mapping, which is known by a key that is its own."""
 
     key: int
@@ -46,16 +46,16 @@ class Switches:
         self._lasting: Mapping[int, MutableMapping[Any, Any]] = {}
         self._targets: Mapping[int, MutableMapping[Any, Any]] = {}
         # What has become of a place in the end: whether it was put back.
-        self._was_put_back: dict[Place, bool] = {}
+        self._was_put_back: dict[SwitchPlace, bool] = {}
         # Of each microbatch that has not ended: what it has written, and what it had found there.
-        self._own: dict[int, dict[Place, Any]] = {}
-        self._found: dict[int, dict[Place, Any]] = {}
+        self._own: dict[int, dict[SwitchPlace, Any]] = {}
+        self._found: dict[int, dict[SwitchPlace, Any]] = {}
         self._ended: set[int] = set()
         # Guesses that others have gone by: whose value of which place was taken for what stays.
-        self._guessed: set[tuple[int, Place]] = set()
+        self._guessed: set[tuple[int, SwitchPlace]] = set()
         # During a turn: what the microbatch has found in places that it or others have written, and what is else there.
-        self._given: dict[Place, Any] = {}
-        self._outside: dict[Place, Any] = {}
+        self._given: dict[SwitchPlace, Any] = {}
+        self._outside: dict[SwitchPlace, Any] = {}
 
     def begin(
         self, lasting: Mapping[int, MutableMapping[Any, Any]], targets: Mapping[int, MutableMapping[Any, Any]]
@@ -73,7 +73,7 @@ class Switches:
         self._ended.clear()
         self._guessed.clear()
 
-    def learn(self, place: Place, before: Any) -> None:
+    def learn(self, place: SwitchPlace, before: Any) -> None:
         """A pass has ended, in which something else than ``before`` was found in a place."""
         self._was_put_back[place] = is_same(self._get(place), before)
 
@@ -88,9 +88,9 @@ class Switches:
     def leave(
         self,
         microbatch: int,
-        written: Iterable[tuple[Place, Any]],
-        dropped: Iterable[Place] = (),
-        was_set: Collection[Place] = (),
+        written: Iterable[tuple[SwitchPlace, Any]],
+        dropped: Iterable[SwitchPlace] = (),
+        was_set: Collection[SwitchPlace] = (),
     ) -> None:
         """It ends: take out what the microbatch has written.
 
@@ -157,7 +157,7 @@ class Switches:
                         if place in own:
                             own[place] = value
 
-    def of_now(self, written: Iterable[tuple[Place, Any]]) -> Callable[[], AbstractContextManager[None]]:
+    def of_now(self, written: Iterable[tuple[SwitchPlace, Any]]) -> Callable[[], AbstractContextManager[None]]:
         """Opens a context, out of turn, in which code finds what the microbatch whose turn it is finds now.
 
         Args:
@@ -179,9 +179,9 @@ class Switches:
 
         return again
 
-    def _view(self, microbatch: int) -> dict[Place, Any]:
+    def _view(self, microbatch: int) -> dict[SwitchPlace, Any]:
         """What it finds in places that it has written, or others before it that have not ended."""
-        view: dict[Place, Any] = {}
+        view: dict[SwitchPlace, Any] = {}
         for number in sorted(number for number in self._own if number < microbatch):
             for place, value in self._own[number].items():
                 was_put_back = self._was_put_back.get(place)
@@ -207,16 +207,16 @@ class Switches:
                 value += (0 if now is MISSING else now) - (before if _is_number(before) else 0)
             self._set(place, value)
 
-    def _get(self, place: Place) -> Any:
+    def _get(self, place: SwitchPlace) -> Any:
         return self._target(place).get(place.name, MISSING)
 
-    def _set(self, place: Place, value: Any) -> None:
+    def _set(self, place: SwitchPlace, value: Any) -> None:
         if value is MISSING:
             self._target(place).pop(place.name, None)
         else:
             self._target(place)[place.name] = value
 
-    def _target(self, place: Place) -> MutableMapping[Any, Any]:
+    def _target(self, place: SwitchPlace) -> MutableMapping[Any, Any]:
         found = self._targets.get(place.key)
         return self._lasting[place.key] if found is None else found
 

@@ -20,7 +20,7 @@ from smp_strategy.storage.manifest import FORMAT, Manifest
 __all__ = [
     "CHECKPOINTS",
     "SHARDED_STATE",
-    "Kind",
+    "CheckpointKind",
     "check_replaceable",
     "foreign_entries",
     "has_manifest",
@@ -33,7 +33,7 @@ __all__ = [
 SHARDED_STATE: Final = "sharded_state"
 
 
-class Kind(enum.Enum):
+class CheckpointKind(enum.Enum):
     """Kinds of checkpoints, and what is often taken for one. The values are for people."""
 
     TORCH_FILE = "PyTorch file"
@@ -54,17 +54,19 @@ class Kind(enum.Enum):
 
 
 _REMEDIES: Final = {
-    Kind.DEEPSPEED: "Make one file of it, by the `zero_to_fp32.py` that DeepSpeed has put into it, and give that",
-    Kind.FSDP_STATE: "Give the folder `pytorch_model_fsdp_0` in it, or the file `pytorch_model_fsdp.bin`",
-    Kind.MEGATRON: "Make a Hugging Face folder of it, by Megatron's own tools, and give that",
-    Kind.TORCHSCRIPT: "Save its `state_dict()` by `torch.save`, and give that",
-    Kind.GGUF: "Give the safetensors that it was made of",
-    Kind.ZIP: "Give the file that is in it, if it has one",
-    Kind.EMPTY: "It may be left of a save that was interrupted: give another one",
+    CheckpointKind.DEEPSPEED: "Make one file of it by the `zero_to_fp32.py` that is in it, and give that",
+    CheckpointKind.FSDP_STATE: "Give the folder `pytorch_model_fsdp_0` in it, or the file `pytorch_model_fsdp.bin`",
+    CheckpointKind.MEGATRON: "Make a Hugging Face folder of it, by Megatron's own tools, and give that",
+    CheckpointKind.TORCHSCRIPT: "Save its `state_dict()` by `torch.save`, and give that",
+    CheckpointKind.GGUF: "Give the safetensors that it was made of",
+    CheckpointKind.ZIP: "Give the file that is in it, if it has one",
+    CheckpointKind.EMPTY: "It may be left of a save that was interrupted: give another one",
 }
 
 # What can be read.
-CHECKPOINTS: Final = tuple(kind for kind in Kind if kind not in _REMEDIES and kind is not Kind.OTHER)
+CHECKPOINTS: Final = tuple(
+    kind for kind in CheckpointKind if kind not in _REMEDIES and kind is not CheckpointKind.OTHER
+)
 _NUMBERED: Final = r"(-\d{5}-of-\d{5}|_\d+)?"
 _WEIGHTS: Final = rf"(model|pytorch_model){_NUMBERED}\.(safetensors|bin)(\.index\.json)?"
 # What comes with weights of Hugging Face; not what people write themselves (README.md, train.py).
@@ -76,13 +78,13 @@ _BESIDE_WEIGHTS: Final = (
 )
 # By kind, what such a folder has; a folder of another kind is never replaced.
 _PARTS: Final = {
-    Kind.SHARDED: r"\.metadata|.*__\d+_\d+\.distcp|meta\.pt",
-    Kind.WEIGHTS: rf"{_WEIGHTS}|{_BESIDE_WEIGHTS}",
-    Kind.STATE: (
+    CheckpointKind.SHARDED: r"\.metadata|.*__\d+_\d+\.distcp|meta\.pt",
+    CheckpointKind.WEIGHTS: rf"{_WEIGHTS}|{_BESIDE_WEIGHTS}",
+    CheckpointKind.STATE: (
         rf"{_WEIGHTS}|(optimizer|scheduler|sampler|dl_state_dict)(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|"
         r"custom_checkpoint_\d+\.pkl|smp_strategy\.bin"
     ),
-    Kind.SAGEMAKER: r"(model|optimizer)(_\d+){1,3}\.pt|user_content\.pt|fp32_states(_\d+){1,3}\.pt",
+    CheckpointKind.SAGEMAKER: r"(model|optimizer)(_\d+){1,3}\.pt|user_content\.pt|fp32_states(_\d+){1,3}\.pt",
 }
 # Files that systems put anywhere: of NFS for what is deleted and still open, and of a file manager.
 _NOBODYS: Final = r"\.nfs[0-9a-f]+|\.DS_Store"
@@ -94,16 +96,16 @@ _OLD_TORCH: Final = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _MOST_NAMED: Final = 5
 
 
-def kind_of(path: Path) -> Kind:
+def kind_of(path: Path) -> CheckpointKind:
     """What ``path`` is, which must be there; links are followed."""
     return _kind_of_folder(path) if path.is_dir() else _kind_of_file(path)
 
 
-def unreadable(path: Path, kind: Kind) -> str | None:
+def unreadable(path: Path, kind: CheckpointKind) -> str | None:
     """Why it cannot be read as a checkpoint, and what to do; ``None``: it can, or its kind is not known."""
     if kind not in _REMEDIES:
         return None
-    article = "is" if kind is Kind.EMPTY else "is a"
+    article = "is" if kind is CheckpointKind.EMPTY else "is a"
     return f"{path} {article} {kind.value}, which cannot be read as a checkpoint. {_REMEDIES[kind]}."
 
 
@@ -118,7 +120,7 @@ def foreign_entries(folder: Path) -> list[str]:
     for name in names:
         each = folder / name
         if each.is_dir() and not each.is_symlink():
-            if name == SHARDED_STATE and kind is Kind.STATE:
+            if name == SHARDED_STATE and kind is CheckpointKind.STATE:
                 foreign += [f"{name}/{inner}" for inner in foreign_entries(each)]
             else:
                 foreign.append(name)
@@ -161,7 +163,7 @@ def check_replaceable(target: Path) -> None:
 def has_manifest(folder: Path) -> bool:
     """Whether it has digests of ours, damaged ones included; other programs write files of that name, too."""
     is_there = (folder / MANIFEST).is_file()
-    return is_there and (_kind_of_folder(folder) is not Kind.WEIGHTS or _listed(folder)[1])
+    return is_there and (_kind_of_folder(folder) is not CheckpointKind.WEIGHTS or _listed(folder)[1])
 
 
 def _entries(folder: Path) -> list[str]:
@@ -181,56 +183,56 @@ def _listed(folder: Path) -> tuple[set[str], bool]:
         return set(), FORMAT.encode() in data[:100]
 
 
-def _kind_of_folder(folder: Path) -> Kind:
+def _kind_of_folder(folder: Path) -> CheckpointKind:
     names = _entries(folder)
     if not names:
-        return Kind.EMPTY
-    return next(_matching(folder, names), Kind.OTHER)
+        return CheckpointKind.EMPTY
+    return next(_matching(folder, names), CheckpointKind.OTHER)
 
 
-def _matching(folder: Path, names: list[str]) -> Iterator[Kind]:
+def _matching(folder: Path, names: list[str]) -> Iterator[CheckpointKind]:
     def has(pattern: str) -> bool:
         return any(re.fullmatch(pattern, name) for name in names)
 
     listed, is_ours = _listed(folder)
     if ".metadata" in names or has(r".*__\d+_\d+\.distcp"):
-        yield Kind.SHARDED
+        yield CheckpointKind.SHARDED
     if has(r"pytorch_model_fsdp(_\d+)?(\.bin)?"):
-        yield Kind.FSDP_STATE
+        yield CheckpointKind.FSDP_STATE
     if SHARDED_STATE in names or has(r"random_states_\d+\.pkl") or (has(_WEIGHTS) and has(r"optimizer(_\d+)?\.bin")):
-        yield Kind.STATE
+        yield CheckpointKind.STATE
     if has(r"model(_\d+){1,3}\.pt"):
-        yield Kind.SAGEMAKER
+        yield CheckpointKind.SAGEMAKER
     if "newest" in names:
-        yield Kind.TAGGED
+        yield CheckpointKind.TAGGED
     inside = _entries(folder / "checkpoint") if (folder / "checkpoint").is_dir() else []
     if has(_DEEPSPEED) or any(re.fullmatch(_DEEPSPEED, name) for name in inside):
-        yield Kind.DEEPSPEED
+        yield CheckpointKind.DEEPSPEED
     if "latest_checkpointed_iteration.txt" in names or has(r"mp_rank_\d+(_\d+)?"):
-        yield Kind.MEGATRON
+        yield CheckpointKind.MEGATRON
     if has(_WEIGHTS) or has(r".*\.safetensors"):
-        yield Kind.WEIGHTS
+        yield CheckpointKind.WEIGHTS
     if is_ours:
-        yield Kind.SHARDED if "meta.pt" in listed else Kind.STATE
+        yield CheckpointKind.SHARDED if "meta.pt" in listed else CheckpointKind.STATE
 
 
-def _kind_of_file(file: Path) -> Kind:
+def _kind_of_file(file: Path) -> CheckpointKind:
     with open(file, "rb") as opened:
         start = opened.read(1024)
         size = opened.seek(0, os.SEEK_END)
     if not start:
-        return Kind.EMPTY
+        return CheckpointKind.EMPTY
     if start.startswith(b"PK"):
         return _kind_of_archive(file, start, size)
     if start.startswith(_OLD_TORCH):
-        return Kind.TORCH_FILE
+        return CheckpointKind.TORCH_FILE
     if start.startswith(b"GGUF"):
-        return Kind.GGUF
+        return CheckpointKind.GGUF
     is_header = start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
-    return Kind.SAFETENSORS if is_header else Kind.OTHER
+    return CheckpointKind.SAFETENSORS if is_header else CheckpointKind.OTHER
 
 
-def _kind_of_archive(file: Path, start: bytes, size: int) -> Kind:
+def _kind_of_archive(file: Path, start: bytes, size: int) -> CheckpointKind:
     """Of a damaged one the directory, which is at its end, may be lacking: its first record or our digests tell."""
     try:
         with zipfile.ZipFile(file) as archive:
@@ -241,5 +243,5 @@ def _kind_of_archive(file: Path, start: bytes, size: int) -> Kind:
     if "data.pkl" not in names:
         with open(file, "rb") as opened:
             opened.seek(max(size - 1024, 0))
-            return Kind.TORCH_FILE if b"smp_strategy:xxh3_128:" in opened.read() else Kind.ZIP
-    return Kind.TORCHSCRIPT if "constants.pkl" in names else Kind.TORCH_FILE
+            return CheckpointKind.TORCH_FILE if b"smp_strategy:xxh3_128:" in opened.read() else CheckpointKind.ZIP
+    return CheckpointKind.TORCHSCRIPT if "constants.pkl" in names else CheckpointKind.TORCH_FILE

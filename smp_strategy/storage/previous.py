@@ -12,13 +12,13 @@ from typing import Final
 
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage import commit
-from smp_strategy.storage.kinds import Kind, kind_of
+from smp_strategy.storage.kinds import CheckpointKind, kind_of
 from smp_strategy.storage.opening import is_sharded, opened
 from smp_strategy.storage.verify import has_digests, problems_of
 
 __all__ = ["advice", "previous"]
 
-_KINDS: Final = (Kind.TORCH_FILE, Kind.SHARDED, Kind.STATE)
+_KINDS: Final = (CheckpointKind.TORCH_FILE, CheckpointKind.SHARDED, CheckpointKind.STATE)
 _MOST_TRIED: Final = 10
 
 

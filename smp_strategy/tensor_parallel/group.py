@@ -51,7 +51,7 @@ class TensorGroup:
         self._is_alone = process_group is None
         self._place, self._is_agreed = "layers that are split", False
         self._is_in_hook = False
-        self._comparison: collectives.Comparison | None = None
+        self._comparison: collectives.PlaceComparison | None = None
 
     def begin(self, what: str) -> None:
         """A step begins, on all ranks of the group.
@@ -67,7 +67,7 @@ class TensorGroup:
         if comparison is not None:  # the last step has sent nothing
             comparison.wait()
         elif self._is_agreed and not (self._is_in_hook or self._is_alone):
-            self._comparison = collectives.Comparison(what, self._backend)
+            self._comparison = collectives.PlaceComparison(what, self._backend)
         self._place, self._is_agreed = what, False
 
     @contextmanager

@@ -22,7 +22,7 @@ from smp_strategy.waiting.positions import Condition
 from smp_strategy.waiting.watch import Meeting, user_code, watch_of
 
 __all__ = [
-    "Comparison",
+    "PlaceComparison",
     "UnderWay",
     "all_gather",
     "all_reduce",
@@ -64,7 +64,7 @@ class UnderWay:
 
 
 @final
-class Comparison:
+class PlaceComparison:
     """Ranks of a small group compare where they are, as :func:`barrier` does, but compute until they need to know.
 
     Each sends to each, so that what this rank waits for is on its way when it comes to wait.

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.pipeline.alike import AS_IF_ALIKE, Place
+from smp_strategy.pipeline.alike import AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -37,7 +37,7 @@ def done_by_both():
     found = []
     for (name, really), (_, alone) in zip(calls(), calls(), strict=True):
         getattr(dist, name)(**really)
-        AS_IF_ALIKE[name](alone, Place(dist.get_rank(), RANKS))
+        AS_IF_ALIKE[name](alone, ReplicaNumber(dist.get_rank(), RANKS))
         if name != "reduce" or dist.get_rank() == 0:  # elsewhere the backend leaves what it likes
             keys = [key for key in really if key != "op"]
             found.append((name, [really[key] for key in keys], [alone[key] for key in keys]))
@@ -58,8 +58,8 @@ def test_a_single_rank_keeps_what_it_brings(size, rows, data):
     rank = data.draw(st.integers(0, size - 1))
     mine = torch.randn(rows, 3)
     gathered, reduced = torch.zeros(size * rows, 3), mine.clone()
-    AS_IF_ALIKE["all_gather_into_tensor"]({"output_tensor": gathered, "input_tensor": mine}, Place(rank, size))
-    AS_IF_ALIKE["all_reduce"]({"tensor": reduced}, Place(rank, size))
+    AS_IF_ALIKE["all_gather_into_tensor"]({"output_tensor": gathered, "input_tensor": mine}, ReplicaNumber(rank, size))
+    AS_IF_ALIKE["all_reduce"]({"tensor": reduced}, ReplicaNumber(rank, size))
     assert torch.equal(gathered, mine.repeat(size, 1))
     assert torch.equal(reduced, mine * size)
 
@@ -70,5 +70,5 @@ def test_sizes_that_only_others_know_keep_their_places(name):
     given = {"tensor_list": places, "tensor": tensor(2)}
     if name == "all_to_all":
         given = {"output_tensor_list": places, "input_tensor_list": [tensor(2), tensor(1)]}
-    AS_IF_ALIKE[name](given, Place(0, 2))
+    AS_IF_ALIKE[name](given, ReplicaNumber(0, 2))
     assert [each.tolist() for each in places] == [[1.0, 2.0], [0.0, 0.0, 0.0]]

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.switches import MISSING, Place, Switches, is_same
+from smp_strategy.pipeline.switches import MISSING, Switches, SwitchPlace, is_same
 
 KEY = 1
 
@@ -29,7 +29,7 @@ class Turns:
         for name, value in written.items():
             self.values[name] = found[name] + 1 if value == "count" else value
         changes = [(name, outside.get(name, MISSING)) for name in written]
-        self.switches.leave(microbatch, [(Place(KEY, name), before) for name, before in changes])
+        self.switches.leave(microbatch, [(SwitchPlace(KEY, name), before) for name, before in changes])
         return found
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from smp_strategy.errors import CheckpointError
 from smp_strategy.storage.commit import begin, commit, link, replacing
 from smp_strategy.storage.full_file import write_full
-from smp_strategy.storage.kinds import Kind, foreign_entries, kind_of, reason_to_keep, unreadable
+from smp_strategy.storage.kinds import CheckpointKind, foreign_entries, kind_of, reason_to_keep, unreadable
 from smp_strategy.storage.writer import ShardedWriter
 
 
@@ -31,11 +31,11 @@ def folder(path, *names):
 def test_files_are_what_their_bytes_are_and_not_what_they_are_called(tmp_path, new_zip):
     path = tmp_path / "x.safetensors.bak"
     torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=new_zip)
-    assert kind_of(path) is Kind.TORCH_FILE
+    assert kind_of(path) is CheckpointKind.TORCH_FILE
     path.write_bytes(path.read_bytes()[:300])  # cut off: it is a damaged one, and no other kind
-    assert kind_of(path) is Kind.TORCH_FILE
+    assert kind_of(path) is CheckpointKind.TORCH_FILE
     save_file({"w": torch.ones(3)}, path)
-    assert kind_of(path) is Kind.SAFETENSORS
+    assert kind_of(path) is CheckpointKind.SAFETENSORS
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -44,7 +44,11 @@ def test_archives_of_others_are_named_and_not_taken_for_checkpoints(tmp_path):
         archive.writestr("a/readme.txt", "text")
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "program.ckpt")
     (tmp_path / "empty.ckpt").touch()
-    for name, kind in [("data", Kind.ZIP), ("program", Kind.TORCHSCRIPT), ("empty", Kind.EMPTY)]:
+    for name, kind in [
+        ("data", CheckpointKind.ZIP),
+        ("program", CheckpointKind.TORCHSCRIPT),
+        ("empty", CheckpointKind.EMPTY),
+    ]:
         path = tmp_path / f"{name}.ckpt"
         assert kind_of(path) is kind
         assert str(path) in unreadable(path, kind)
@@ -53,17 +57,17 @@ def test_archives_of_others_are_named_and_not_taken_for_checkpoints(tmp_path):
 @pytest.mark.parametrize(
     ("names", "kind"),
     [
-        (["config.json", "model.safetensors"], Kind.WEIGHTS),
-        (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"], Kind.WEIGHTS),
-        (["model.safetensors", "optimizer.bin", "random_states_0.pkl"], Kind.STATE),
-        (["model_0_0.pt"], Kind.SAGEMAKER),
-        (["newest", "a_partial/"], Kind.TAGGED),
-        (["latest", "global_step5/mp_rank_00_model_states.pt"], Kind.DEEPSPEED),
-        (["checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest"], Kind.DEEPSPEED),
-        (["pytorch_model_fsdp_0/.metadata", "random_states_0.pkl"], Kind.FSDP_STATE),
-        (["latest_checkpointed_iteration.txt", "iter_0000010/"], Kind.MEGATRON),
-        (["config.json", "src/"], Kind.OTHER),
-        ([], Kind.EMPTY),
+        (["config.json", "model.safetensors"], CheckpointKind.WEIGHTS),
+        (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"], CheckpointKind.WEIGHTS),
+        (["model.safetensors", "optimizer.bin", "random_states_0.pkl"], CheckpointKind.STATE),
+        (["model_0_0.pt"], CheckpointKind.SAGEMAKER),
+        (["newest", "a_partial/"], CheckpointKind.TAGGED),
+        (["latest", "global_step5/mp_rank_00_model_states.pt"], CheckpointKind.DEEPSPEED),
+        (["checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt", "latest"], CheckpointKind.DEEPSPEED),
+        (["pytorch_model_fsdp_0/.metadata", "random_states_0.pkl"], CheckpointKind.FSDP_STATE),
+        (["latest_checkpointed_iteration.txt", "iter_0000010/"], CheckpointKind.MEGATRON),
+        (["config.json", "src/"], CheckpointKind.OTHER),
+        ([], CheckpointKind.EMPTY),
     ],
 )
 def test_folders_are_what_is_in_them(tmp_path, names, kind):

@@ -29,14 +29,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.mesh import ProcessMesh
-from smp_strategy.pipeline.alike import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, Place
+from smp_strategy.pipeline.alike import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.trace.tree import flatten
 
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["Collectives", "Replicas", "replicas_of"]
+__all__ = ["ReplicaCollectives", "Replicas", "replicas_of"]
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "__new__", "__init__"})
 _OBJECTS = frozenset({"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"})
@@ -67,9 +67,9 @@ class Replicas:
     """Whether each of them has everything of its replica."""
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ReplicaNumber:
         """Where this rank stands."""
-        return Place(self.rank, self.size)
+        return ReplicaNumber(self.rank, self.size)
 
 
 def replicas_of(mesh: ProcessMesh) -> Replicas:
@@ -83,7 +83,7 @@ def replicas_of(mesh: ProcessMesh) -> Replicas:
     )
 
 
-class _Entry(NamedTuple):
+class _Exchanged(NamedTuple):
     """A function of torch whose work can be exchanged."""
 
     name: str
@@ -95,16 +95,16 @@ class _Entry(NamedTuple):
     is_functional: bool = False
 
 
-def _entry(owner: Any, name: str, *, is_functional: bool = False) -> _Entry:
+def _entry(owner: Any, name: str, *, is_functional: bool = False) -> _Exchanged:
     function = inspect.unwrap(getattr(owner, name))
     assert isinstance(function, FunctionType)
     assert function.__kwdefaults__ is None
     original = FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
     signature = inspect.signature(function)
-    return _Entry(name, function, original, signature, is_functional)
+    return _Exchanged(name, function, original, signature, is_functional)
 
 
-def _entries() -> Iterator[_Entry]:
+def _entries() -> Iterator[_Exchanged]:
     for name in (*AS_IF_ALIKE, "get_rank", "get_world_size", *_MAKERS):
         if hasattr(c10d, name):
             yield _entry(c10d, name)
@@ -123,11 +123,11 @@ class _Exchange:
     """What the functions know while their work is exchanged: who has a use for that, and whose step is open."""
 
     def __init__(self) -> None:
-        self.users: list[Collectives] = []
-        self.opened: list[Collectives] = []
+        self.users: list[ReplicaCollectives] = []
+        self.opened: list[ReplicaCollectives] = []
 
 
-def _elsewhere(*args: Any, smp_entry: _Entry, smp_exchange: _Exchange, **kwargs: Any) -> Any:
+def _elsewhere(*args: Any, smp_entry: _Exchanged, smp_exchange: _Exchange, **kwargs: Any) -> Any:
     """Its code is what the functions do instead."""
     if not smp_exchange.opened:
         return smp_entry.original(*args, **kwargs)
@@ -172,7 +172,7 @@ class _Done:
 
 
 @final
-class Collectives:
+class ReplicaCollectives:
     """See the module docstring.
 
     Args:
@@ -239,7 +239,7 @@ class Collectives:
             "microbatches run one after the other."
         )
 
-    def answer(self, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(self, entry: _Exchanged, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a call in a step returns."""
         if self._is_aside or _asks_package():
             return entry.original(*args, **kwargs)
@@ -259,7 +259,7 @@ class Collectives:
             return self._in_program(entry, program, given)
         return self._carry_out(entry, given)
 
-    def _in_program(self, entry: _Entry, program: "Program", given: dict[str, Any]) -> Any:
+    def _in_program(self, entry: _Exchanged, program: "Program", given: dict[str, Any]) -> Any:
         """Placed tensors are given to it in the glue: it happens where they are."""
         if entry.name in _MESSAGES:
             raise UnsupportedError(
@@ -278,12 +278,12 @@ class Collectives:
         result = program.operation(entry.name, self._runs[id(entry.function)], (), given)
         return _Done() if is_pending else result
 
-    def _run(self, entry: _Entry, /, **given: Any) -> Any:
+    def _run(self, entry: _Exchanged, /, **given: Any) -> Any:
         """The operation of the program."""
         result = self._carry_out(entry, given)
         return result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
 
-    def _carry_out(self, entry: _Entry, given: dict[str, Any]) -> Any:
+    def _carry_out(self, entry: _Exchanged, given: dict[str, Any]) -> Any:
         group, replicas = given.get("group"), self._replicas
         if self._is_default(group) or group is replicas.group:
             _check_lists(entry.name, given, replicas.size)
@@ -300,10 +300,10 @@ class Collectives:
             return entry.original(**given)
         self._refuse_mixing(entry.name, group)
         if not self._meets_now and isinstance(group, dist.ProcessGroup):
-            return self._alone(entry, given, Place(group.rank(), group.size()))
+            return self._alone(entry, given, ReplicaNumber(group.rank(), group.size()))
         return entry.original(**given)
 
-    def _alone(self, entry: _Entry, given: dict[str, Any], place: Place) -> Any:
+    def _alone(self, entry: _Exchanged, given: dict[str, Any], place: ReplicaNumber) -> Any:
         if entry.name in ("__new__", "__init__"):
             return entry.original(**given)
         if entry.is_functional:
