@@ -26,6 +26,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from smp_strategy.pipeline.buffer_writes import BufferWrites
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.settings import Frozen, TorchSettings
 from smp_strategy.pipeline.switches import MISSING, Switches, SwitchPlace
@@ -70,6 +71,7 @@ class PrivateState:
         self._holders: dict[int, _Names | _Items] = {}
         self._settings: dict[int, Frozen | TorchSettings] = {}
         self._own: dict[int, list[Any]] = {}
+        self._buffer_writes = BufferWrites(())
         self._variables: Variables | None = None
         self._written: Sequence[Any] = ()
         # Attributes of modules, inside of units mostly, that this turn has written to, and what it had found there.
@@ -99,6 +101,7 @@ class PrivateState:
         self._switches.begin(self._lasting, names)
         for setting in self._settings.values():
             setting.begin()
+        self._buffer_writes = BufferWrites(self._glue)
 
     def _look_around(self, step: Callable[..., Any] | None) -> None:
         parts = [*self._glue, *(part for unit in self._units for part in unit.modules())]
@@ -182,6 +185,7 @@ class PrivateState:
         names = zip(self._holders.items(), own, strict=True)
         dropped = [SwitchPlace(key, name) for (key, each), left in names if isinstance(each, _Names) for name in left]
         self._switches.leave(microbatch, written, dropped, was_set)
+        self._buffer_writes.note(microbatch)
 
     def end_of(self, microbatch: int) -> None:
         """All of ``microbatch`` has run; see :meth:`~smp_strategy.pipeline.switches.Switches.end`."""

@@ -291,3 +291,65 @@ def test_a_running_sum_over_microbatches_is_refused_whenever_it_is_read(step):
     messages = {message for message in run_ranks(refusal, 2, step) if message}
     assert len(messages) == 1
     assert re.search(r"A tensor of microbatch \d is used in microbatch \d", messages.pop())
+
+
+def mean_in_two_operations(net: Keeper, x: Tensor) -> Tensor:
+    h = net(x)
+    net.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+    return h.pow(2).mean()
+
+
+def sums_before_and_after(net: Keeper, x: Tensor) -> Tensor:
+    net.mean += x.mean(0)
+    h = net(x)
+    net.mean *= 1 - 0.1 * float(h.detach().mean())
+    return h.pow(2).mean()
+
+
+def mean_in_one_operation(net: Keeper, x: Tensor) -> Tensor:
+    h = net(x)
+    net.mean.lerp_(h.detach().mean(0), 0.1)
+    return h.pow(2).mean()
+
+
+def count_before_and_after(net: Keeper, x: Tensor) -> Tensor:
+    net.number += len(x)
+    h = net(x)
+    net.number += int(h.detach().mean() < 100)
+    return h.pow(2).mean()
+
+
+def with_buffers(net: Keeper) -> None:
+    net.register_buffer("mean", torch.ones(WIDTH))
+    net.register_buffer("number", torch.zeros((), dtype=torch.int64))
+
+
+def changed_in_turns(step: Any) -> str:
+    try:
+        train(with_buffers, step, 2)
+    except UnsupportedError as error:
+        return str(error)
+    except PeerFailedError:
+        return ""
+    return "not refused"
+
+
+@pytest.mark.parametrize("step", [mean_in_two_operations, sums_before_and_after])
+def test_a_buffer_that_microbatches_would_change_in_turns_is_refused(step):
+    messages = {message for message in run_ranks(changed_in_turns, 2, step) if message}
+    assert len(messages) == 1
+    assert re.search(r"The buffer `mean` is changed in place more than once by microbatch \d", messages.pop())
+
+
+def buffers_after(pp: int, step: Any) -> tuple[Tensor, Tensor]:
+    net, *_ = train(with_buffers, step, pp)
+    return net.mean, net.number
+
+
+@pytest.mark.parametrize("step", [mean_in_one_operation, count_before_and_after])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_buffer_that_each_microbatch_changes_at_once_has_the_values_of_one_process(pp, step):
+    expected, _ = alone(with_buffers, step)
+    for mean, number in run_ranks(buffers_after, pp, pp, step):
+        assert torch.allclose(mean, expected.mean)
+        assert number == expected.number
