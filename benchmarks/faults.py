@@ -73,6 +73,9 @@ FAULTS = {
     "sigterm-0": Fault(kind="sigterm", rank=0, said="SIGTERM", codes=(143,)),
     "sigterm-1": Fault(kind="sigterm", said="SIGTERM", codes=(143,)),
     "sigterm-group": Fault(kind="sigterm-group", rank=0, said="SIGTERM", codes=(143,)),
+    "stop-1": Fault(kind="stop", said="Rank 1 has given no sign of life"),
+    "reads-1": Fault(kind="part", place="read", said="wait for each other for ever|did not run the same code"),
+    "should-stop-1": Fault(kind="part", place="stop", said="wait for each other for ever|different calls"),
     "ctrl-c": Fault(kind="ctrl-c", rank=0, said="KeyboardInterrupt", codes=(1,)),
 }
 
@@ -80,11 +83,11 @@ FAULTS = {
 # --- in each of the processes that train ------------------------------------------------------------------------------
 
 
-def strike(place: str, number: int) -> None:
-    """Let the fault happen if this is where and when."""
+def strike(place: str, number: int) -> bool:
+    """Let the fault happen if this is where and when; whether it is, for faults that the caller lets happen."""
     kind, rank, where = json.loads(os.environ["FAULT"])
     if place != where or number != STEP or rank not in (None, int(os.environ.get("LOCAL_RANK", "0"))):
-        return
+        return False
     Path(os.environ["STRUCK"]).touch()
     if kind == "raise":
         raise ValueError("a mistake of the user")
@@ -99,6 +102,7 @@ def strike(place: str, number: int) -> None:
         os.kill(os.getpid(), numbers[kind])
     if kind in ("sigterm-group", "ctrl-c"):
         os.killpg(0, signal.SIGINT if kind == "ctrl-c" else signal.SIGTERM)
+    return True
 
 
 def parts() -> tuple[Any, Any]:
@@ -135,7 +139,14 @@ def train_with_lightning(folder: str) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             time.sleep(0.01)
             strike("step", batch_idx)
-            return (self.net(batch) - batch).square().mean()
+            loss = (self.net(batch) - batch).square().mean()
+            if strike("read", batch_idx):
+                loss.item()
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if strike("stop", batch_idx):
+                self.trainer.should_stop = True
 
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             strike("validation", batch_idx)
@@ -176,6 +187,10 @@ def train_with_accelerate(folder: str) -> None:
         time.sleep(0.01)
         strike("step", number)
         loss = (net(batch) - batch).square().mean()
+        if strike("read", number):
+            loss.item()
+        if strike("stop", number):
+            return
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -61,6 +61,7 @@ _MOST_LATEST: Final = 32
 # No message has this tag: a receive with it never ends.
 _NO_TAG: Final = (1 << 31) - 1
 _LOG: Final = logging.getLogger("smp_strategy")
+# The default process group is the process's own, and so is what watches it.
 _WATCHES: "Final[WeakKeyDictionary[dist.ProcessGroup, Watch]]" = WeakKeyDictionary()
 
 T = TypeVar("T")
