@@ -137,7 +137,7 @@ def run_apart(setting: Setting, part: Any) -> str:
         part(engine, model, engine.mesh.tp_rank)
         train(engine, model, optimizer, range(1), None)
 
-    with pytest.raises((ApartError, PeerFailedError)) as caught:
+    with pytest.raises((ApartError, PeerFailedError, UnsupportedError)) as caught:
         go_on()
     publish_own(caught.value)  # as Lightning and Accelerate do, for ranks that only lose their connection
     return str(caught.value)
@@ -157,7 +157,9 @@ def run_apart(setting: Setting, part: Any) -> str:
 def test_ranks_that_part_are_told_so_instead_of_adding_up_what_does_not_belong_together(part, name):
     setting = LAYOUTS[name]
     for told in run_ranks(run_apart, setting.ranks, setting, part, timeout=60):
-        assert "different calls" in told or "wait for each other for ever" in told, told
+        # Who compares first is a matter of time: the calls, or at the end of the hook what was used in it.
+        reasons = ("different calls", "wait for each other for ever", "on 1 of 2 ranks that have parts")
+        assert any(reason in told for reason in reasons), told
 
 
 def run_step_that_sends_nothing() -> list[float]:
