@@ -2,16 +2,20 @@
 
 A traceback of a step in Lightning is a hundred lines of which the user has written five, and every rank prints one: its
 own, or that of the connection that it has lost. So tracebacks are cut to the user's frames and the innermost one
-(:func:`shorten`), and only the rank that failed first prints one (:func:`keep_short`). Another says what it knows in a
-line. ``SMP_FULL_TRACEBACK=1`` leaves everything as it is.
+(:func:`shorten`), also those in the message of an error of a data loader's process, and only the rank that failed first
+prints one (:func:`keep_short`). Another says what it knows in a line. ``SMP_FULL_TRACEBACK=1`` leaves everything as it
+is.
 """
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Final
+
+import torch.distributed as dist
 
 from smp_strategy.errors import PeerFailedError
 from smp_strategy.failure import is_library, publish_own
@@ -23,6 +27,10 @@ _NUM_FIRST, _NUM_LAST = 2, 6
 _NOTE: Final = "(Frames of libraries are left out; SMP_FULL_TRACEBACK=1 shows all.)"
 # Of one machine: the lines of very many ranks would bury the first.
 _NUM_SPEAKERS: Final = 8
+# How torch passes on an error of a data loader's process: as text, with a traceback in it.
+_PASSED_ON: Final = "Original Traceback (most recent call last):"
+_LIBRARY_FRAME: Final = re.compile(r'^  File "[^"\n]*/(?:site|dist)-packages/[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
+_OF_RANK: Final = re.compile(r"rank (\d+) failed first: ")
 
 
 def shorten(error: BaseException) -> None:
@@ -35,6 +43,8 @@ def shorten(error: BaseException) -> None:
         kept = chosen([is_library(entry.tb_frame.f_globals) for entry in frames])
         is_cut |= len(kept) < len(frames)
         each.__traceback__ = _joined([frames[number] for number in kept])
+        if each.args and isinstance(each.args[0], str) and _PASSED_ON in each.args[0]:
+            each.args = (_LIBRARY_FRAME.sub("", each.args[0]), *each.args[1:])
     if is_cut and _NOTE not in getattr(error, "__notes__", ()):
         error.add_note(_NOTE)
 
@@ -74,11 +84,19 @@ def keep_short() -> None:
 
 
 def _in_a_line(error: BaseException) -> PeerFailedError:
-    """The same without a traceback; of an error of this rank's own, which came later than another's, the first line."""
+    """The same without a traceback; the first line of what another rank says itself, or of an error that came later."""
     if isinstance(error, PeerFailedError):
-        return PeerFailedError(str(error))
+        text = str(error)
+        first, is_longer, _ = text.partition("\n")
+        culprit = _OF_RANK.match(text)
+        is_anothers = culprit is not None and int(culprit[1]) != _rank()
+        return PeerFailedError(f"{first} (the rest is in its output)" if is_anothers and is_longer else text)
     said = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
     return PeerFailedError(f"another rank failed first; here it was {said}")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
 
 
 def _shows_everything() -> bool:

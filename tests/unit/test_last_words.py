@@ -105,3 +105,32 @@ def test_what_another_rank_has_failed_of_is_one_line():
 def test_an_error_of_ones_own_keeps_its_traceback():
     assert printed("def mine():\n    1 / 0\nmine()").count("ZeroDivisionError") == 1
     assert "in mine" in printed("def mine():\n    1 / 0\nmine()")
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 3)])
+def test_a_long_story_is_told_by_the_rank_whose_it_is(local_rank, lines):
+    body = """
+        from smp_strategy import PeerFailedError
+        raise PeerFailedError("rank 1 failed first: a story:\\\\nof rank 0\\\\nof rank 1")
+    """
+    told = printed(body, LOCAL_RANK=local_rank)
+    assert told.splitlines()[0].startswith("smp_strategy.errors.PeerFailedError: rank 1 failed first: a story:")
+    assert len(told.splitlines()) == lines
+    assert ("the rest is in its output" in told) == (lines == 1)
+
+
+class Failing(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise ValueError("a mistake of the user")
+
+
+def test_what_a_process_of_a_data_loader_tells_has_the_users_frames_only():
+    _, text = shown(lambda: list(torch.utils.data.DataLoader(Failing(), num_workers=1)))
+    told = text.partition("Original Traceback (most recent call last):\n")[2]
+    assert told.splitlines()[0].endswith("in __getitem__")
+    assert 'raise ValueError("a mistake of the user")' in told
+    assert "worker.py" not in told
+    assert "ValueError: a mistake of the user" in told
