@@ -111,7 +111,7 @@ def test_an_error_of_ones_own_keeps_its_traceback():
 def test_a_long_story_is_told_by_the_rank_whose_it_is(local_rank, lines):
     body = """
         from smp_strategy import PeerFailedError
-        raise PeerFailedError("rank 1 failed first: a story:\\\\nof rank 0\\\\nof rank 1")
+        raise PeerFailedError("rank 1 failed first: a story:\\nof rank 0\\nof rank 1")
     """
     told = printed(body, LOCAL_RANK=local_rank)
     assert told.splitlines()[0].startswith("smp_strategy.errors.PeerFailedError: rank 1 failed first: a story:")
