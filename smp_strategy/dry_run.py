@@ -32,12 +32,13 @@ from smp_strategy.stage_tensors import home_of
 from smp_strategy.trace.attributes import attributes_restored, refill, tensors_restored
 from smp_strategy.trace.collectors import collectors
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.objects import objects_restored
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import Callee, ValueNeededError
 from smp_strategy.trace.variables import variables_restored
 from smp_strategy.units import Unit
 
-__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real"]
+__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real", "untouched"]
 
 
 @final
@@ -186,7 +187,7 @@ def _survey(
             try:
                 with (
                     seeded(0, device),
-                    _untouched(module, units, computes),
+                    untouched(module, units, computes),
                     variables_restored(module.modules(), step),
                     uses,
                 ):
@@ -234,9 +235,14 @@ def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iterator[None]:
+def untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iterator[None]:
     """Undo what the step does to the module (buffers, attributes, and what lists and dicts in attributes hold) and to
     containers in context variables; let it print nothing.
+
+    Args:
+        module: the whole one.
+        units: of it.
+        computes: whether the units run for real.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
@@ -250,7 +256,13 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
     collected = [(container, container.copy()) for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     inside = [part for unit in units for part in unit.module.modules()]
-    with attributes_restored(module.modules()), tensors_restored(inside), redirect_stdout(io.StringIO()):
+    held = [value for part in module.modules() for value in vars(part).values()]
+    with (
+        attributes_restored(module.modules()),
+        objects_restored(held),
+        tensors_restored(inside),
+        redirect_stdout(io.StringIO()),
+    ):
         try:
             yield
         finally:

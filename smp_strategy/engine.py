@@ -264,12 +264,12 @@ class Engine(SavedState, Inspection):
         if was_surveyed and is_new and needs_look:
             self.share.settle()
             self.layout.look(First(kind, step, microbatches), self._optimizers)
+        if is_new and not self.config.skip_tracing:
+            self.layout.rehearse(First(kind, step, microbatches), self._optimizers, self._keep_shared)
 
     def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
-        """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns. Collective.
-
-        Before the first step this is the look that decides about the partition, if there is one.
-        """
+        """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns; before the first
+        step, this is the look that decides about the partition. Collective."""
         first = First("train", self._in_precision(step), self._cut(batch, "look")[0], loss_of)
         if self._calls.runtime is None:
             self._prepare(*first)

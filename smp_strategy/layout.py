@@ -30,6 +30,7 @@ from smp_strategy.delayed import DelayedModule
 from smp_strategy.dry_run import Surroundings, look_for_exposed, rescaled_tables, run_for_real
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.interception import UnitCalls
+from smp_strategy.interleaving import find_turn_rule
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
@@ -41,7 +42,7 @@ from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.pipeline.turns import Step
 from smp_strategy.readers import Read
-from smp_strategy.report import render_batch, render_layout
+from smp_strategy.report import render_batch, render_layout, render_order
 from smp_strategy.share import Share
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
@@ -291,6 +292,34 @@ class Layout:
                 f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
             )
 
+    def rehearse(self, kind: First, optimizers: Sequence[Optimizer], keep_shared: Iterable[nn.Module]) -> None:
+        """Find out how far microbatches of a new kind of step may take turns.
+
+        Args:
+            kind: of step.
+            optimizers: what trains the module.
+            keep_shared: modules whose attributes add up over microbatches.
+        """
+        assert self.partition is not None
+        config, num_stages = self._config, self._mesh.pp
+        # Those that run their backward themselves stop at barriers, up to which one microbatch runs after the other.
+        if num_stages == 1 or config.num_microbatches(num_stages) == 1 or kind.kind == "manual":
+            return
+        glue, units = self._glue_and_units(keep_shared)
+        rule = find_turn_rule(
+            kind.step,
+            kind.microbatches[0],
+            self.surroundings(optimizers),
+            stage_of=self.partition.stage_of,
+            num_stages=num_stages,
+            keeper=lambda: self._keeper(glue, units),
+        )
+        if rule is None:
+            return
+        self.timetables.turn_rules[kind.kind] = rule
+        if rule.gate is None:
+            self._report(render_order(kind.kind, rule.names))
+
     def refuse_rescaled(self) -> None:
         """Training begins.
 
@@ -396,7 +425,10 @@ class Layout:
         if self._config.compile:
             for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
-        return Runtime(stage, PrivateState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches))
+        return Runtime(stage, self._keeper(glue, units))
+
+    def _keeper(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> PrivateState:
+        return PrivateState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches)
 
     def _activations(self, glue: Sequence[nn.Module]) -> Activations:
         """What becomes of what units, and parts of them, keep for backward."""

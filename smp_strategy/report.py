@@ -1,6 +1,7 @@
 """What the user is shown once: the mesh, and the partition with its reasons."""
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -10,7 +11,7 @@ from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.partitioner.partition import Partition
 from smp_strategy.tensor_parallel.report import Report
 
-__all__ = ["render_batch", "render_layout"]
+__all__ = ["render_batch", "render_layout", "render_order"]
 
 
 def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: Report | None = None) -> str:
@@ -41,6 +42,21 @@ def render_batch(num_samples: int, shape: MeshShape) -> str:
     """
     replicas = f"{shape.dp} replicas read {num_samples} each" if shape.dp > 1 else "one replica reads them all"
     return f"A training step sees {num_samples * shape.dp} samples: {replicas}. Accumulated batches come on top."
+
+
+def render_order(kind: str, names: Sequence[str]) -> str:
+    """Why microbatches do not take turns.
+
+    Args:
+        kind: of step.
+        names: where they leave what the next one finds.
+    """
+    where = f"`{'`, `'.join(names[:3])}`" if names else "attributes or variables"
+    return (
+        f"Microbatches of a step ({kind}) run one after the other, and stages do not overlap: each begins with what "
+        f"the one before it has left in {where}. Change that once per batch (in `on_train_batch_end`, say), and stages "
+        "will overlap."
+    )
 
 
 def _sharding(shape: MeshShape, config: SMPConfig, has_units: bool) -> list[str]:

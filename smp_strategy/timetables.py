@@ -18,6 +18,7 @@ from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.pipeline.search import Losses, search
 from smp_strategy.pipeline.simulate import simulate
 from smp_strategy.pipeline.step_graph import StepGraph
+from smp_strategy.pipeline.turn_rules import TurnRule
 from smp_strategy.pipeline.turns import Job, StepRun
 from smp_strategy.planning import policies_of
 from smp_strategy.trace.events import Trace
@@ -48,6 +49,7 @@ class Timetables:
 
     Attributes:
         recorded: the latest training step that had a timetable.
+        turn_rules: of kinds of steps in which microbatches depend on each other.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Timetables:
         self._agree = agree
         self._is_reported = False
         self.recorded: Recorded | None = None
+        self.turn_rules: dict[str, TurnRule] = {}
         # The latest trace of each kind of step.
         self._traces: dict[str, Trace] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -79,7 +82,10 @@ class Timetables:
             microbatches: of the batch.
             number: of the training step.
         """
-        plan = self.of(kind, len(microbatches))
+        plan, rule = self.of(kind, len(microbatches)), self.turn_rules.get(kind)
+        if rule is not None and plan is not None:
+            is_on_path = rule.gate is not None and rule.path == self._traces[kind].names
+            plan, job = (plan, replace(job, gate=rule.gate)) if is_on_path else (None, job)
         if plan is not None:
             if kind == "train" and not self._is_reported and len(plan.stages) > 1:
                 self._report(timetable(plan))

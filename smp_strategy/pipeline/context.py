@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, final
 
 from smp_strategy.activations.activations import Activations
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.weights import WithWeights
 from smp_strategy.trace.exposed import Leftovers
@@ -40,3 +41,5 @@ class Context:
     """Decides what units keep for backward."""
     leftovers: Leftovers | None
     """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
+    rehearsal: Rehearsal | None
+    """Set where they run to see what happens when they take turns."""

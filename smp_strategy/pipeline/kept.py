@@ -9,14 +9,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
+from torch import Tensor
+
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.trace.exposed import Former
+from smp_strategy.trace.fake import imitate
+from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten_call, unflatten_call
 
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["Kept", "KeptInSurveyError", "call_with_known", "refuse_kept"]
+__all__ = ["Kept", "KeptInSurveyError", "call_with_known", "refuse_kept", "without_others"]
 
 
 class KeptInSurveyError(UnsupportedError):
@@ -80,6 +85,22 @@ def call_with_known(
     share([tensor for tensor in kept if tensor.known is None])
     args, kwargs = unflatten_call([_known(leaf) for leaf in leaves], structure)
     return function(*args, **kwargs)
+
+
+def without_others(value: Any, program: "Program") -> Any:
+    """What a unit of ``program`` finds in its attribute: no tensor of another microbatch or step takes part in it."""
+    if not isinstance(value, Tensor) or (isinstance(value, PlacedTensor) and value.program is program):
+        return value
+
+    def tensor() -> Tensor:
+        if program.is_predicting:
+            return imitate(dataclasses.replace(TensorSpec.of(value), requires_grad=False))
+        if isinstance(value, PlacedTensor):
+            assert value.origin is not None
+            return value.origin[1].detach()
+        return value
+
+    return Former(tensor)
 
 
 def _known(leaf: Any) -> Any:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from smp_strategy.pipeline.buffer_writes import BufferWrites
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.rehearsal import frozen
 from smp_strategy.pipeline.settings import Frozen, TorchSettings
 from smp_strategy.pipeline.switches import MISSING, Switches, SwitchPlace
 from smp_strategy.trace.collectors import collectors
@@ -168,6 +169,19 @@ class PrivateState:
         for key, setting in self._settings.items():
             yield from ((SwitchPlace(key, name), before) for name, before in setting.changed())
 
+    def found(self) -> dict[tuple[int, Any], Any]:
+        """What is in all places now, to be compared."""
+        found: dict[tuple[int, Any], Any] = {}
+        for key, holder in self._holders.items():
+            if isinstance(holder, _Names):
+                found |= {(key, name): frozen(value) for name, value in holder.target.items()}
+            else:
+                found[key, type(holder.target).__name__] = frozen(list(holder.target))
+        for place in self._switches.places:
+            if place.key in self._lasting:
+                found[place] = frozen(self._lasting[place.key].get(place.name, MISSING))
+        return found
+
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins."""
         own = self._own.get(microbatch)
@@ -285,13 +299,13 @@ class _Items:
     """A list, a deque or a set."""
 
     def __init__(self, target: Any) -> None:
-        self._target = target
+        self.target = target
         self._shared: list[Any] = []
 
     def enter(self, own: Any) -> None:
-        self._shared = list(self._target)
+        self._shared = list(self.target)
         if own:
-            items = list(self._target)
+            items = list(self.target)
             for index, item, replaces in own:
                 if replaces and index < len(items):
                     items[index] = item
@@ -300,7 +314,7 @@ class _Items:
             self._fill(items)
 
     def leave(self) -> list[tuple[int, Any, bool]]:
-        shared, items = self._shared, list(self._target)
+        shared, items = self._shared, list(self.target)
         self._shared = []
         if len(items) == len(shared) and all(map(is_, items, shared)):
             return []
@@ -318,7 +332,7 @@ class _Items:
         return [(index, item, False) for index, item in new]
 
     def put_back(self, found: list[Any]) -> None:
-        items = list(self._target)
+        items = list(self.target)
         for own in found:
             for index, item, replaces in own:
                 if replaces and index < len(items):
@@ -328,11 +342,11 @@ class _Items:
         self._fill(items)
 
     def _fill(self, items: list[Any]) -> None:
-        self._target.clear()
-        if isinstance(self._target, set):
-            self._target.update(items)
+        self.target.clear()
+        if isinstance(self.target, set):
+            self.target.update(items)
         else:
-            self._target.extend(items)
+            self.target.extend(items)
 
 
 def _key(target: Any) -> int:

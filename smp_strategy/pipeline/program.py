@@ -30,7 +30,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.backward_hooks import with_backward_hooks
 from smp_strategy.pipeline.context import Context
 from smp_strategy.pipeline.global_generators import GlobalGenerators
-from smp_strategy.pipeline.kept import Kept, call_with_known
+from smp_strategy.pipeline.kept import Kept, call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.modes import NOTHING
 from smp_strategy.pipeline.outcome import MESSAGE, assemble, check_tensor, decode, encode, made_tensors
@@ -40,12 +40,13 @@ from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
+from smp_strategy.pipeline.turn_rules import Gate
 from smp_strategy.trace.cached_weights import CachedWeights
 from smp_strategy.trace.dispatch import Meter
 from smp_strategy.trace.effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.trace.events import Event, Value
 from smp_strategy.trace.exposed import STATE, Former, left_behind, put_state, state_of
-from smp_strategy.trace.fake import imitate, is_left_behind, tensors_of
+from smp_strategy.trace.fake import is_left_behind, tensors_of
 from smp_strategy.trace.prediction import (
     Callee,
     Prediction,
@@ -87,6 +88,7 @@ class Program:
         microbatch: its number in the step.
         seed: where its random numbers derive from, unless ``generators`` are given.
         generators: it draws from the global ones, as all stages do; ``None``: from streams of its own.
+        gate: where it waits for others, if it does.
         record: of the calls that it will make.
         graph: the real tensors of this microbatch on this stage.
     """
@@ -98,12 +100,13 @@ class Program:
         microbatch: int,
         seed: int,
         generators: GlobalGenerators | None,
+        gate: Gate | None,
         record: Record,
         graph: LocalGraph,
     ) -> None:
         self.microbatch = microbatch
         self.graph = graph
-        self.is_survey = context.leftovers is not None
+        self.is_survey = context.leftovers is not None or context.rehearsal is not None
         self._leftovers = context.leftovers
         self.record = record
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
@@ -117,6 +120,8 @@ class Program:
         self._asked: Treatment | None = None
         self._seed = seed
         self._generators = generators
+        self._gate = gate
+        self._rehearsal = context.rehearsal
         self._stage = context.stage
         self._oracle = context.oracle
         self._active = context.active
@@ -185,29 +190,16 @@ class Program:
         """Call a unit."""
         if callee.exposed:
             before = state_of(callee.exposed)
-            state = {label: self._without_others(value) for label, value in before.items()}
+            state = {label: without_others(value, self) for label, value in before.items()}
             callee, kwargs = callee.with_state(), {**kwargs, STATE: state}
         result = self._call("unit", name, callee, args, kwargs)
         if isinstance(result, Changed):
             result = apply_changes(result, (args, kwargs))
         if callee.exposed:
             put_state(callee.exposed, {k: before[k] if isinstance(v, Former) else v for k, v in state.items()})
+        if self._gate is not None:
+            self._gate.reach(len(self.record.events))
         return result
-
-    def _without_others(self, value: Any) -> Any:
-        """What a unit finds in its attribute: no tensor of another microbatch or step takes part in this one."""
-        if not isinstance(value, Tensor) or (isinstance(value, PlacedTensor) and value.program is self):
-            return value
-
-        def tensor() -> Tensor:
-            if self.is_predicting:
-                return imitate(dataclasses.replace(TensorSpec.of(value), requires_grad=False))
-            if isinstance(value, PlacedTensor):
-                assert value.origin is not None
-                return value.origin[1].detach()
-            return value
-
-        return Former(tensor)
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
@@ -217,7 +209,10 @@ class Program:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
         self._refuse_hidden(name)
-        return self._call("op", name, Callee(function, function), args, kwargs)
+        result = self._call("op", name, Callee(function, function), args, kwargs)
+        if self._gate is not None:
+            self._gate.reach(len(self.record.events))
+        return result
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let Python code see values: every stage gets them and computes ``function`` from them."""
@@ -227,15 +222,19 @@ class Program:
                 return program.read(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
         self._refuse_hidden(name)
-        if not self.computes_here:
+        if not self.computes_here and self._rehearsal is None:
             raise ValueNeededError(name)
         if self._reads_refused:
             raise UnsupportedError(f"`{name}` reads a value in a step. {self._reads_refused}")
         leaves, structure = flatten_call(args, kwargs)
         placed, _ = self._open(leaves)
         self._exchange(self.record.place(Event("read", name, _values(placed), ())), placed)
-        args, kwargs = unflatten_call([self.graph.real(leaf) for leaf in leaves], structure)
-        return function(*args, **kwargs)
+        real = self.graph.real if self._rehearsal is None else self._rehearsal.real
+        args, kwargs = unflatten_call([real(leaf) for leaf in leaves], structure)
+        result = function(*args, **kwargs)
+        if self._gate is not None:
+            self._gate.reach(len(self.record.events))
+        return result
 
     def hook_gradient(self, tensor: PlacedTensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Call ``hook`` with the gradient of ``tensor`` on the stage that made it."""
@@ -269,6 +268,8 @@ class Program:
                 return self.read(name, callee.function, args, kwargs)
             placed += [self._take(leaves[position]) for position in plain]
         event, placement = self.record.call(kind, name, _values(placed), prediction)
+        if self._rehearsal is not None:
+            self._rehearsal.note(self.microbatch, len(self.record.events), name, placement, leaves)
         if placement.moves:
             self._exchange(placement, placed)
         ran = self._run(call, prediction.random, prediction.changed) if self._stage in placement.stages else None
@@ -413,6 +414,8 @@ class Program:
     def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
         if placement.moves and self.computes_here:
             self.graph.exchange(placement, placed)
+        elif self._rehearsal is not None:
+            self._rehearsal.exchange(self.microbatch, placement)
 
     # Tensors of other times and kinds
 

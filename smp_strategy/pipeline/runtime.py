@@ -27,12 +27,13 @@ from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.replica_collectives import ReplicaCollectives
 from smp_strategy.pipeline.rng import derive_seed
+from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
 from smp_strategy.pipeline.written import WatchedWrites
-from smp_strategy.trace.events import Trace
+from smp_strategy.trace.events import Event, Trace
 from smp_strategy.trace.prediction import Callee
 from smp_strategy.trace.tree import flatten
 
@@ -65,7 +66,7 @@ class Runtime:
         self._told = told
         self._called = called
         self._program: Program | None = None
-        self._collectives = ReplicaCollectives(stage.replicas, self._active, meets=stage.leftovers is None)
+        self._collectives = ReplicaCollectives(stage.replicas, self._active, meets=not stage.is_dry)
         self._meeting: Turns | None = None
         self._offload_of_pause = ExitStack()
         self._threads = Threads()
@@ -146,11 +147,11 @@ class Runtime:
                         stack.enter_context(job.around_last())
                     self._stage.activations.offload.reach(position)
                     recorder.note(action, turns.do)
-                    turns.prepare(early[position])
-                    turns.share_results(at_once=position >= tail)
                     if turns.has_left_plan:
                         self._stage.activations.offload.leave_plan()
                         break
+                    turns.prepare(early[position])
+                    turns.share_results(at_once=position >= tail)
                 turns.finish(lambda: plan is None or is_in_order(plan))
             turns.agree()
             self._flush()
@@ -281,6 +282,20 @@ class Runtime:
         loss = loss_of(output) if loss_of else None
         return trace_of(program, loss)
 
+    def rehearse(self, job: Job, microbatches: Sequence[Any], *, in_order: bool) -> list[tuple[Event, Placement]]:
+        """Let microbatches of a dry run take turns: see :meth:`~smp_strategy.pipeline.turns.Turns.rehearse`."""
+        assert self._stage.rehearsal is not None
+        turns = self._turns(job, microbatches)
+        try:
+            with (
+                watched_entrances(self._active),
+                self._collectives.open(),
+                self._stage.streams.seeded(derive_seed(job.seed, BETWEEN_TURNS)),
+            ):
+                return turns.rehearse(self._stage.rehearsal, in_order=in_order)
+        finally:
+            turns.cancel()
+
     def run_alone(self, code: Callable[[Program], Any], generators: GlobalGenerators) -> Any:
         """Run code of the glue once, on every stage, outside of the microbatches.
 
@@ -328,10 +343,17 @@ class Runtime:
         """What has gone between the device and the host in the latest step with backward."""
         return self._stage.activations.offload.traffic
 
-    def _touch(self, module: nn.Module, name: str) -> None:
-        """An attribute of ``module`` is about to be set or deleted."""
-        if self._written is not None and self._program is not None and not self._program.is_in_unit:
-            self._written(module, name)
+    def _touch(self, module: nn.Module, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """An attribute of ``module`` is about to be set or deleted; returns what it is set to."""
+        program = self._program
+        if self._written is None or program is None or program.is_in_unit:
+            return values
+        self._written(module, name)
+        is_placed = len(values) == 1 and isinstance(values[0], PlacedTensor) and not values[0].requires_grad
+        if is_placed and name in vars(module).get("_buffers", ()):
+            # Buffers outlive the step, and every stage has them.
+            return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
+        return values
 
     def _enter(self, program: Program | None) -> None:
         if self._program is not None:

@@ -16,10 +16,12 @@ from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.program import Program
 from smp_strategy.pipeline.record import Latest, Record
+from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.replica_collectives import Replicas
 from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.routing import Router
 from smp_strategy.pipeline.transport import Receipt, Transport
+from smp_strategy.pipeline.turn_rules import Gate
 from smp_strategy.pipeline.weights import WithWeights, weights_are_there
 from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.oracle import Oracle
@@ -58,6 +60,13 @@ class Stage:
     """The record that new programs begin by following."""
     leftovers: Leftovers | None = None
     """Set where programs run to be looked at only: what units leave in attributes."""
+    rehearsal: Rehearsal | None = None
+    """Set where they run to see what happens when they take turns."""
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether what programs compute is thrown away."""
+        return self.leftovers is not None or self.rehearsal is not None
 
     @cached_property
     def streams(self) -> Streams:
@@ -72,6 +81,7 @@ class Stage:
         generators: GlobalGenerators | None = None,
         pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
         expected: Sequence[object] | None = None,
+        gate: Gate | None = None,
         active: Callable[[], Program | None] = lambda: None,
     ) -> Program:
         """A new program on this stage; see :class:`~smp_strategy.pipeline.program.Program`."""
@@ -85,12 +95,14 @@ class Stage:
             activations=self.activations,
             reads_refused=self.reads_refused,
             leftovers=self.leftovers,
+            rehearsal=self.rehearsal,
         )
         return Program(
             context,
             microbatch=microbatch,
             seed=seed,
             generators=generators,
+            gate=gate,
             record=Record(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
             graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
         )

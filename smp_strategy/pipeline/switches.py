@@ -53,6 +53,13 @@ class Switches:
         self._ended: set[int] = set()
         # Guesses that others have gone by: whose value of which place was taken for what stays.
         self._guessed: set[tuple[int, SwitchPlace]] = set()
+        # Places that rehearsed steps have changed: how far microbatches may take turns goes by that.
+        self._rehearsed: set[SwitchPlace] = set()
+        # Microbatches that have begun, and places that others before them have changed since.
+        self._begun: set[int] = set()
+        self._overtaken: set[tuple[int, SwitchPlace]] = set()
+        # By how much the first microbatch has changed numbers in this step.
+        self._counted: dict[SwitchPlace, Any] = {}
         # During a turn: what the microbatch has found in places that it or others have written, and what is else there.
         self._given: dict[SwitchPlace, Any] = {}
         self._outside: dict[SwitchPlace, Any] = {}
@@ -70,8 +77,26 @@ class Switches:
         self._was_put_back = {place: was for place, was in known if place.key in targets or place.key in lasting}
         self._lasting, self._targets = lasting, targets
         self._own, self._found = {}, {}
-        self._ended.clear()
-        self._guessed.clear()
+        for each in (self._ended, self._guessed, self._begun, self._overtaken, self._counted):
+            each.clear()
+
+    @property
+    def places(self) -> Collection[SwitchPlace]:
+        """Those that are known."""
+        return self._was_put_back.keys()
+
+    def rehearse(self, places: Iterable[SwitchPlace]) -> None:
+        """Steps that change ``places`` have been rehearsed: see :mod:`smp_strategy.interleaving`."""
+        self._rehearsed.update(places)
+
+    @contextmanager
+    def learning_nothing(self) -> Iterator[None]:
+        """What becomes of places in here does not count."""
+        before = dict(self._was_put_back)
+        try:
+            yield
+        finally:
+            self._was_put_back = before
 
     def learn(self, place: SwitchPlace, before: Any) -> None:
         """A pass has ended, in which something else than ``before`` was found in a place."""
@@ -79,6 +104,7 @@ class Switches:
 
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins: let it find what is its own."""
+        self._begun.add(microbatch)
         if self._own:
             self._given = self._view(microbatch)
             self._outside = {place: self._get(place) for place in self._given}
@@ -113,6 +139,8 @@ class Switches:
                 continue
             found.setdefault(place, before)
             own[place] = value
+            later = {number for number in self._begun if number > microbatch and place not in self._own.get(number, ())}
+            self._overtaken.update((number, place) for number in later - self._ended)
         for place, before in (*outside.items(), *changed.items()):
             self._set(place, before)
         for place in dropped:
@@ -203,9 +231,17 @@ class Switches:
             self._was_put_back[place] = was_put_back
             if was_put_back:
                 continue
+            if _is_number(value):
+                self._check_counted(microbatch, place, value - (before if _is_number(before) else 0))
             if _is_number(value) and not is_same(now, before) and _is_number(0 if now is MISSING else now):
                 value += (0 if now is MISSING else now) - (before if _is_number(before) else 0)
             self._set(place, value)
+
+    def _check_counted(self, microbatch: int, place: SwitchPlace, change: Any) -> None:
+        """Refuse a number that may have been read before others have changed it, unless all change it alike."""
+        is_alike = change == self._counted.setdefault(place, change)
+        if (microbatch, place) in self._overtaken and place not in self._rehearsed and not is_alike:
+            raise _late_state(place.name)
 
     def _get(self, place: SwitchPlace) -> Any:
         return self._target(place).get(place.name, MISSING)
@@ -253,4 +289,13 @@ def _late_switch(name: Any, value: Any) -> UnsupportedError:
         "that take turns have gone by the other value, as they do by what a step counts. Let the step do that from "
         "the first time on (with a factor of 1, say), use `True` and `False` or a name instead of a number, or set "
         "`microbatches=1`."
+    )
+
+
+def _late_state(name: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"The step changes `{name}`, and did not when it was surveyed: microbatches take turns, so that one may have "
+        "read it before another has changed it. Let the step do that from the first time on (times 0, say), do it once "
+        "per batch (in `on_train_batch_end`), or set `active_microbatches=1`, under which microbatches run one after "
+        "the other."
     )

@@ -21,12 +21,15 @@ from smp_strategy.pipeline.ending import Ending
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.rng import derive_seed
+from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.transport import Receipt
-from smp_strategy.trace.events import Trace
+from smp_strategy.pipeline.turn_rules import Gate
+from smp_strategy.trace.events import Event, Trace
 from smp_strategy.waiting.watch import PATIENCE_SECONDS, PAUSE_SECONDS
 
 __all__ = ["Barrier", "Job", "Step", "StepRun", "Turns", "trace_of"]
@@ -54,6 +57,8 @@ class Job:
     """Factor of each microbatch's loss."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for; ``None`` where there is no plan."""
+    gate: int | None = None
+    """After how many events a microbatch waits for those before it to end, if it does."""
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered from the last backward action of the plan on: gradients to which nothing is added in here are final."""
 
@@ -133,6 +138,8 @@ class Turns:
         self._private = private
         self._improvises = improvises
         self._waiting: dict[int, Sequence[Receipt]] = {}
+        # Microbatches that are at the gate.
+        self._at_gate = set[int]()
         # The microbatch that has begun before the plan says so, if one has, and whether that makes sense.
         self._begun_early: int | None = None
         self._receives_first = True
@@ -155,12 +162,43 @@ class Turns:
                 self._waiting[number] = receipts
                 coroutine.pause()
 
+        def wait_at_gate() -> None:
+            self._at_gate.add(number)
+            if self._is_held(number):
+                self._waiting[number] = []
+                coroutine.pause()
+
+        job = self._job
         program = self._stage.program(
-            microbatch=number, seed=seed, pause=pause, expected=self._job.expected, active=self._active
+            microbatch=number,
+            seed=seed,
+            pause=pause,
+            expected=job.expected,
+            gate=None if job.gate is None or number == 0 else Gate(job.gate, wait_at_gate),
+            active=self._active,
         )
-        step = self._job.step
+        step = job.step
         coroutine = Coroutine(lambda: step(microbatch), self._threads, seed=seed, streams=self._stage.streams)
         return program, coroutine
+
+    def _is_held(self, number: int) -> bool:
+        """Whether a microbatch is at the gate, and one before it has not ended."""
+        return number in self._at_gate and not all(each.finished for each in self._coroutines[:number])
+
+    def rehearse(self, rehearsal: Rehearsal, *, in_order: bool) -> list[tuple[Event, Placement]]:
+        """Let the microbatches run through, without backward; returns the events of the last one, with their places.
+
+        Args:
+            rehearsal: tells where they pause.
+            in_order: one after the other; otherwise all go on by one pause in turn.
+        """
+        rehearsal.pause = lambda number: self._coroutines[number].pause()
+        numbers = range(len(self._programs))
+        while not all(coroutine.finished for coroutine in self._coroutines):
+            for number in numbers:
+                while not self._is_held(number) and not self._resume(number) and in_order:
+                    pass
+        return self._programs[-1].record.events
 
     def program_order(self) -> list[Action]:
         """Each microbatch forward and backward, one after the other, all segments at once."""
@@ -228,7 +266,9 @@ class Turns:
 
     def _advance(self, number: int) -> bool:
         """Let a microbatch go on forward if it can."""
-        if self._coroutines[number].finished or not self._have_arrived(self._waiting.get(number, ())):
+        if self._coroutines[number].finished or self._is_held(number):
+            return False
+        if not self._have_arrived(self._waiting.get(number, ())):
             return False
         self._resume(number)
         return True
@@ -384,14 +424,20 @@ class Turns:
                 return
             if self._waiting.get(number) and self.has_left_plan:
                 return
+            if self._is_held(number):
+                if self.has_left_plan or program.graph.current == segment:  # others come first, by the plan
+                    return
+                for earlier in range(number):
+                    self._forward(earlier, ALL_SEGMENTS)
             for receipt in self._waiting.get(number, ()):
                 receipt.wait()
             self._resume(number)
 
-    def _resume(self, number: int) -> None:
+    def _resume(self, number: int) -> bool:
+        """Let a microbatch go on, and say whether it has ended."""
         coroutine = self._coroutines[number]
         if coroutine.finished:
-            return
+            return True
         self._enter(self._programs[number])
         self._offload.enter((number, self._programs[number].graph.current))
         if self._private is not None:
@@ -412,6 +458,7 @@ class Turns:
             if self._job.loss_of is not None:
                 self._begin_backward(number)
         self.has_left_plan |= self._programs[number].record.left_plan
+        return finished
 
     def _begin_backward(self, number: int) -> None:
         assert self._job.loss_of is not None

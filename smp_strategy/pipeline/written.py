@@ -1,4 +1,4 @@
-"""Which attributes of modules does code write to?
+"""Which attributes of modules does code write to, and what?
 
 Code above the units may switch attributes of any of thousands of modules inside of them (``block.adapt = False``,
 ``model.eval()``). To compare all of them at every pause would take as long as a small step, so their writing is
@@ -17,9 +17,12 @@ _METHODS = ("__setattr__", "__delattr__")
 
 @final
 class WatchedWrites:
-    """From now on, until it is closed, ``note(module, name)`` is called before an attribute is set or deleted."""
+    """From now on, until it is closed, ``note(module, name, values)`` is called before an attribute is set or deleted.
 
-    def __init__(self, note: Callable[[nn.Module, str], None]) -> None:
+    ``values`` holds what it is set to, or nothing; what is returned is set instead.
+    """
+
+    def __init__(self, note: Callable[[nn.Module, str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
         # Empty: nothing is noted any more, where somebody else has wrapped the methods since.
         self._note = [note]
         self._before = {name: vars(nn.Module)[name] for name in _METHODS}
@@ -30,10 +33,10 @@ class WatchedWrites:
     def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
         notes = self._note
 
-        def write(module: nn.Module, name: str, *value: Any) -> None:
+        def write(module: nn.Module, name: str, *values: Any) -> None:
             for note in notes:
-                note(module, name)
-            method(module, name, *value)
+                values = note(module, name, values)
+            method(module, name, *values)
 
         return write
 

@@ -70,6 +70,11 @@ class Trace:
     signature: int = field(init=False)
     """Equal for microbatches that took the same path."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the events, or their kinds where they have none."""
+        return tuple(event.name or event.kind for event in self.events)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", tuple(event.signature for event in self.events))
         object.__setattr__(self, "signature", hash((self.path, self.loss)))

@@ -6,22 +6,20 @@ the classes, and the lists, dicts and sets in all of them. Libraries are left al
 cache, a registry) is not the user's.
 """
 
-import argparse
 import copy
 import dis
 import functools
 import inspect
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, final
 
 from torch import nn
 
 from smp_strategy.trace.attributes import containers_in, refill
+from smp_strategy.trace.libraries import is_of_library, is_ours, is_own_object
+from smp_strategy.trace.objects import objects_restored
 
 __all__ = ["Chosen", "ClassAttributes", "Variable", "Variables", "variables_of", "variables_restored"]
 
@@ -29,10 +27,6 @@ _MISSING = object()
 _GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _CELL = ("STORE_DEREF", "DELETE_DEREF")
 _ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
-# Folders of libraries, of this environment or of others that it is made of.
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
-# Of libraries, but made of what the user has put there.
-_BARE = (SimpleNamespace, argparse.Namespace)
 
 
 @contextmanager
@@ -40,12 +34,20 @@ def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | 
     """Afterwards variables that code of ``modules`` and ``step`` name hold what they held before."""
     found = variables_of(modules, step)
     contents = [(each, copy.copy(each)) for each in containers_in(found.values())]
-    try:
-        yield
-    finally:
-        found.restore()
-        for container, inside in contents:
-            refill(container, inside)
+    written = [(each, dict(each)) for each in found.written()]
+    with objects_restored(found.values()):
+        try:
+            yield
+        finally:
+            found.restore()
+            for container, inside in contents:
+                refill(container, inside)
+            for names, before in written:
+                for name in names.keys() - before.keys():
+                    del names[name]
+                for name, value in before.items():
+                    if names.get(name, _MISSING) is not value:
+                        names[name] = value
 
 
 def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> "Variables":
@@ -69,12 +71,10 @@ class Variables:
         self._classes: list[type] = []
         self._codes: list[tuple[FunctionType, CodeType]] = []
         self._seen = set[int]()
-        self._installed: dict[str, bool] = {}
-        self._libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 
     def look_at_class(self, kind: type) -> None:
         """Take in what its functions name, and its attributes."""
-        if id(kind) in self._seen or self._is_of_library(kind):
+        if id(kind) in self._seen or is_of_library(kind):
             return
         self._seen.add(id(kind))
         for value in vars(kind).values():
@@ -90,8 +90,8 @@ class Variables:
         if function is None or id(function) in self._seen:
             return
         self._seen.add(id(function))
-        if self._is_of_library(function):
-            if _is_ours(function):  # around the user's
+        if is_of_library(function):
+            if is_ours(function):  # around the user's
                 for cell in function.__closure__ or ():
                     self.look_at(_contents(cell))
             return
@@ -142,17 +142,8 @@ class Variables:
         """Classes, modules and objects of the user's that are named."""
         owners: dict[int, Any] = {id(kind): kind for kind in self._classes}
         for value in self.values():
-            kind = value if isinstance(value, type) else type(value)
-            is_module = isinstance(value, ModuleType)
-            if is_module or isinstance(value, type):
-                is_own = not self._is_of_library(value)
-            else:
-                is_own = isinstance(value, _BARE) or (
-                    isinstance(getattr(value, "__dict__", None), dict)
-                    and not isinstance(value, nn.Module)
-                    and not self._is_of_library(kind)
-                )
-            if is_own:
+            is_named = isinstance(value, (type, ModuleType))
+            if not is_of_library(value) if is_named else is_own_object(value):
                 owners[id(value)] = value
         return list(owners.values())
 
@@ -167,26 +158,6 @@ class Variables:
             if held is not _MISSING and _contents(cell) is not held:
                 cell.cell_contents = held
 
-    def _is_of_library(self, defined: type | FunctionType | ModuleType) -> bool:
-        """Whether it is defined in what is installed, in Python's own modules or in this package."""
-        if isinstance(defined, ModuleType):
-            return self._is_installed(defined)
-        if defined.__module__ in {"__main__", "__mp_main__"}:  # a script, or a notebook, which has no file
-            return False
-        if _is_ours(defined):
-            return True
-        return self._is_installed(sys.modules.get(defined.__module__))
-
-    def _is_installed(self, module: ModuleType | None) -> bool:
-        name = getattr(module, "__name__", "")
-        if name not in self._installed:
-            file = getattr(module, "__file__", None)
-            self._installed[name] = file is None or (
-                not _INSTALLED.isdisjoint(Path(file).parts)
-                or any(Path(file).is_relative_to(library) for library in self._libraries)
-            )
-        return self._installed[name]
-
 
 def _function_of(value: Any) -> FunctionType | None:
     """The function that a method, a partial or what wraps a function calls."""
@@ -195,10 +166,6 @@ def _function_of(value: Any) -> FunctionType | None:
     value = getattr(value, "__func__", value)
     value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
     return value if isinstance(value, FunctionType) else None
-
-
-def _is_ours(defined: type | FunctionType) -> bool:
-    return defined.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _codes(code: CodeType) -> list[CodeType]:

@@ -1,0 +1,107 @@
+"""What programs of a dry run do when they take turns as those of one stage would.
+
+They compute nothing. What Python code reads is made up, the same whenever a step is rehearsed. Where a message would
+have to come to the stage, the program pauses. Plain values that it gives to calls that run there are noted: what the
+order of turns changes shows in them.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.routing import Placement
+from smp_strategy.trace.libraries import is_own_object
+
+__all__ = ["Rehearsal", "frozen"]
+
+# Of larger tensors so many elements are compared, evenly distributed.
+_MOST_ELEMENTS = 1 << 20
+# And of containers in each other.
+_MOST_ENTRIES = 100
+_MOST_LEVELS = 3
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+@final
+class Rehearsal:
+    """See the module docstring.
+
+    Args:
+        stage: whose turns these are; -1: none waits for anything.
+        truth: what is made up for truth values.
+
+    Attributes:
+        noted: what programs did and gave to calls, by microbatch and position.
+        pause: called with the number of a microbatch where it has to wait.
+    """
+
+    def __init__(self, stage: int, *, truth: bool) -> None:
+        self.noted: dict[tuple[Any, ...], Any] = {}
+        self.pause: Callable[[int], None] = lambda microbatch: None
+        self._stage = stage
+        self._truth = truth
+
+    def note(self, microbatch: int, position: int, name: str, placement: Placement, leaves: list[Any]) -> None:
+        """The event ``name``, which gets ``leaves``, is the one at ``position``."""
+        self.noted[microbatch, position] = name
+        for number, leaf in enumerate(leaves):
+            self.noted[microbatch, position, number, placement.stages] = frozen(leaf)
+
+    def seen_by(self, stage: int) -> dict[tuple[Any, ...], Any]:
+        """What was noted of calls that run on ``stage``, and names of all."""
+        return {key: value for key, value in self.noted.items() if len(key) == 2 or stage in key[3]}
+
+    def exchange(self, microbatch: int, placement: Placement) -> None:
+        """Values move for an event."""
+        if any(move.target.stage == self._stage for move in placement.moves):
+            self.pause(microbatch)
+
+    def real(self, leaf: Any) -> Any:
+        """What Python code sees of an argument."""
+        if not isinstance(leaf, PlacedTensor):
+            return leaf
+        spec = leaf.spec
+        if spec.dtype == torch.bool:
+            return torch.full(spec.size, self._truth)
+        if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+            return torch.ones(spec.size, dtype=spec.dtype)
+        # Another one for each microbatch and value, between 0 and 1.
+        fraction = (0.5 + leaf.program.microbatch * 0.381966 + leaf.value.id * 0.618034) % 1.0
+        return torch.full(spec.size, 0.1 + 0.8 * fraction, dtype=spec.dtype)
+
+
+def frozen(value: Any, levels: int = _MOST_LEVELS) -> Any:
+    """``value`` as it is now, to be compared with others; something that equals anything of its type if unknown."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if type(value) is Tensor:
+        return _digest(value)
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":
+        return (value.shape, value.dtype, hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest())
+    if levels and isinstance(value, dict):
+        inside = list(value.items())[-_MOST_ENTRIES:]
+        return ("dict", len(value), tuple((repr(name), frozen(each, levels - 1)) for name, each in inside))
+    if levels and isinstance(value, (list, tuple)):
+        return ("list", len(value), tuple(frozen(each, levels - 1) for each in value[-_MOST_ENTRIES:]))
+    if levels and is_own_object(value):
+        return (type(value).__name__, frozen(vars(value), levels - 1))
+    if isinstance(value, (set, frozenset)) and all(isinstance(each, _PLAIN) for each in value):
+        return ("set", tuple(sorted(map(repr, value))))
+    return type(value).__name__
+
+
+def _digest(tensor: Tensor) -> Any:
+    about = (tuple(tensor.shape), tensor.dtype)
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return about
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        flat = flat[:: -(-len(flat) // _MOST_ELEMENTS)].contiguous()
+        content = torch.view_as_real(flat).contiguous() if flat.is_complex() else flat
+        data = content.view(torch.uint8).cpu().numpy().tobytes()
+    return (*about, hashlib.blake2b(data, digest_size=8).hexdigest())
