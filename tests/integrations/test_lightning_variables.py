@@ -52,3 +52,51 @@ def test_variables_around_the_step_hold_what_they_hold_in_one_process(pp, reads,
         assert found == pytest.approx(expected, rel=1e-5)
         for mine, plain in zip(others, lists, strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain), rtol=1e-5, atol=1e-6)
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value, count):
+        self.sum += value * count
+        self.count += count
+
+
+def add_up(folder, smp, num_sanity_val_steps):
+    """What the step, in whichever kind, has added up, of values that it reads."""
+
+    def loss_of(self, batch):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        loss = loss_of(self, batch)
+        self.total += loss.item() * len(batch[0])
+        self.meters["train"].update(loss.item(), len(batch[0]))
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.val_total += float(loss_of(self, batch)) * len(batch[0])
+
+    def test_step(self, batch, batch_idx):
+        self.meters["test"].sum += loss_of(self, batch).item() * len(batch[0])
+
+    steps = {"training_step": training_step, "validation_step": validation_step, "test_step": test_step}
+    sums = {"total": 0.0, "val_total": 0.0, "meters": {"train": Meter(), "test": Meter()}}
+    module = toy_module(**steps, **sums)
+    trainer = toy_trainer(folder, smp=smp, max_epochs=2, num_sanity_val_steps=num_sanity_val_steps)
+    loader = toy_loader(shuffle=False)
+    trainer.fit(module, loader, loader)
+    trainer.test(module, loader, verbose=False)
+    meters = [(meter.sum, meter.count) for meter in module.meters.values()]
+    return [module.total, module.val_total, *meters[0], *meters[1]]
+
+
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 2])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_sums_over_values_are_those_of_one_process(pp, num_sanity_val_steps, tmp_path):
+    with quiet():
+        [expected] = on_ranks(add_up, 1, tmp_path / "one", None, num_sanity_val_steps)
+    smp = {"pipeline_parallel_degree": pp, "microbatches": 4}
+    for found in on_ranks(add_up, pp, tmp_path / "smp", smp, num_sanity_val_steps):
+        assert found == pytest.approx(expected, rel=1e-5)
