@@ -10,12 +10,11 @@ Steps that leave nothing but tensors, which nearly all do, are rehearsed once.
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple, final
 
 from smp_strategy.dry_run import Surroundings, untouched
 from smp_strategy.pipeline.private_state import PrivateState
-from smp_strategy.pipeline.rehearsal import Rehearsal
+from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
 from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
@@ -59,10 +58,14 @@ def find_turn_rule(
     for truth in (False, True):
         rehearsals = _Rehearsals(step, microbatch, surroundings, stage_of, num_stages, keeper, truth)
         # The step is the user's code, and the values that it reads are made up: it may raise anything.
-        with suppress(Exception):
+        try:
             ordered = rehearsals.run(-1, in_order=True)
             surroundings.calls.switches.rehearse(ordered.left)
             return rehearsals.rule(ordered) if ordered.left else None
+        except EndlessError:
+            return None
+        except Exception:
+            continue
     return None
 
 
@@ -127,7 +130,7 @@ class _Rehearsals:
         for stage in range(self._num_stages):
             try:
                 other = self.run(stage, in_order=False, gate=gate)
-            except Exception:  # of the user's code, or a refusal: in order there was none
+            except (Exception, EndlessError):  # of the user's code, or a refusal: in order there was none
                 return set(ordered.seen_by(stage))
             found |= self._changed(ordered, other, stage)
         return found

@@ -17,7 +17,10 @@ from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.trace.libraries import is_own_object
 
-__all__ = ["Rehearsal", "frozen"]
+__all__ = ["EndlessError", "Rehearsal", "frozen"]
+
+# Calls and reads of all microbatches. Loops that end where values say so (beam search) may not end with made-up ones.
+_MOST_EVENTS = 10_000
 
 # Of larger tensors so many elements are compared, evenly distributed.
 _MOST_ELEMENTS = 1 << 20
@@ -25,6 +28,10 @@ _MOST_ELEMENTS = 1 << 20
 _MOST_ENTRIES = 100
 _MOST_LEVELS = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class EndlessError(BaseException):
+    """The step goes on and on; no ``except Exception`` of the user's swallows it."""
 
 
 @final
@@ -45,9 +52,16 @@ class Rehearsal:
         self.pause: Callable[[int], None] = lambda microbatch: None
         self._stage = stage
         self._truth = truth
+        self._num_events = 0
+
+    def _count(self) -> None:
+        self._num_events += 1
+        if self._num_events > _MOST_EVENTS:
+            raise EndlessError
 
     def note(self, microbatch: int, position: int, name: str, placement: Placement, leaves: list[Any]) -> None:
         """The event ``name``, which gets ``leaves``, is the one at ``position``."""
+        self._count()
         self.noted[microbatch, position] = name
         for number, leaf in enumerate(leaves):
             self.noted[microbatch, position, number, placement.stages] = frozen(leaf)
@@ -63,6 +77,7 @@ class Rehearsal:
 
     def real(self, leaf: Any) -> Any:
         """What Python code sees of an argument."""
+        self._count()
         if not isinstance(leaf, PlacedTensor):
             return leaf
         spec = leaf.spec

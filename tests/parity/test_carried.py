@@ -253,3 +253,17 @@ def mean_in_one_operation(net: Any, x: Tensor) -> Tensor:
 )
 def test_stages_overlap_as_far_as_they_may(step, way):
     assert set(run_ranks(how_it_runs, 2, step)) == {way}
+
+
+def until_a_value_says_so(net: Any, x: Tensor) -> Tensor:
+    """With made-up values this never ends."""
+    y = net.body(x)
+    while not (y.abs() < 0.5).all():
+        y = y * 0.5
+    net.count += 1
+    return mean_square(y)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_loop_that_ends_when_a_value_says_so(pp):
+    check(Case(lambda: Net(until_a_value_says_so), differs=REUSED), pp, (4,))
