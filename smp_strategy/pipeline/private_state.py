@@ -107,9 +107,6 @@ class PrivateState:
     def _look_around(self, step: Callable[..., Any] | None) -> None:
         parts = [*self._glue, *(part for unit in self._units for part in unit.modules())]
         self._variables = variables_of(parts, step)
-        for function in (each for part in self._glue for each in vars(part).values()):
-            if isinstance(function, (types.FunctionType, types.MethodType)):
-                self._variables.look_at(function)
         self._written = self._variables.written()
         self._touchable = {id(held): held for part in parts for held in (vars(part), part._modules)}
         parameters = list(dict.fromkeys(weight for part in parts for weight in part.parameters(recurse=False)))

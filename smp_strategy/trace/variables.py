@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 from torch import nn
@@ -52,9 +52,12 @@ def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | 
 
 def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> "Variables":
     """The variables that code of ``modules`` and ``step`` name."""
-    found = Variables()
+    found, modules = Variables(), list(modules)
     for kind in {each for module in modules for each in type(module).__mro__}:
         found.look_at_class(kind)
+    for value in (each for module in modules for each in vars(module).values()):
+        if isinstance(value, (FunctionType, MethodType)):
+            found.look_at(value)
     if step is not None:
         found.look_at(step)
     return found
