@@ -32,6 +32,7 @@ from smp_strategy.stage_tensors import home_of
 from smp_strategy.trace.attributes import attributes_restored, refill, tensors_restored
 from smp_strategy.trace.collectors import collectors
 from smp_strategy.trace.events import Trace
+from smp_strategy.trace.iterators import iterators_rewound
 from smp_strategy.trace.objects import objects_restored
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.trace.prediction import Callee, ValueNeededError
@@ -184,6 +185,8 @@ def _survey(
         while True:
             leftovers.next_round()
             log.calls.clear()
+            # Before `uses` sees what is done to tensors.
+            first, second = copy.deepcopy(microbatch), copy.deepcopy(microbatch)
             try:
                 with (
                     seeded(0, device),
@@ -192,10 +195,10 @@ def _survey(
                     uses,
                 ):
                     with private.learning(step):
-                        trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+                        trace = runtime.survey(step, first, loss_of)
                     calls_made = tuple(log.calls)
                     if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
-                        _try_another(runtime, private, step, copy.deepcopy(microbatch), loss_of)
+                        _try_another(runtime, private, step, second, loss_of)
             except Exception:
                 if not leftovers.has_news:
                     raise
@@ -258,6 +261,7 @@ def untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Itera
     inside = [part for unit in units for part in unit.module.modules()]
     held = [value for part in module.modules() for value in vars(part).values()]
     with (
+        iterators_rewound(map(vars, module.modules())),
         attributes_restored(module.modules()),
         objects_restored(held),
         tensors_restored(inside),

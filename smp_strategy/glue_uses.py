@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from smp_strategy.pipeline.placed import METADATA
 from smp_strategy.trace.exposed import Leftovers
-from smp_strategy.trace.tree import leaves_of
+from smp_strategy.trace.tree import given_to, leaves_of
 from smp_strategy.units import Unit
 
 __all__ = ["GlueUses"]
@@ -50,10 +50,11 @@ class GlueUses(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in METADATA and func not in _SWITCHES:
             unit = self._running_unit()
+            used = given_to(func, args, kwargs)
             if unit is None:
-                self.note((args, kwargs))
+                self.note(used)
             else:
-                self._leftovers.refuse_use(unit, (args, kwargs))
+                self._leftovers.refuse_use(unit, used)
         return func(*args, **kwargs)
 
     def note(self, arguments: Any) -> None:

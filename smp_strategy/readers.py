@@ -35,6 +35,8 @@ class Read(NamedTuple):
     """How many samples it was put together of."""
     lists: frozenset[tuple[Any, ...]] = frozenset()
     """Paths of lists in it whose entries are tensors of these samples, one of each."""
+    others: tuple[int, ...] = ()
+    """Other numbers, of samples that other loaders have put into it."""
 
 
 class Reading(Protocol):

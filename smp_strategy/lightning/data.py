@@ -107,8 +107,11 @@ class DataStream(Readers):
 
     def read_of(self, batch: Any) -> Read | None:
         """What a loader knows of ``batch``, if it is a loader's and has a tensor."""
-        tensor = _tensor_in(batch)
-        return next((read for found, read in self._arrived if tensor is not None and found() is tensor), None)
+        tensors = {id(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        reads = [read for found, read in self._arrived if id(found()) in tensors]
+        if not reads:
+            return None
+        return reads[0]._replace(others=tuple(sorted({read.number for read in reads} - {reads[0].number})))
 
 
 def _tensor_in(batch: Any) -> Tensor | None:

@@ -3,6 +3,7 @@
 Code may read it, copy it and load it again (to undo an update, say). Pickling is refused, and with it ``torch.save``.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, NoReturn
@@ -36,7 +37,9 @@ class _OwnState(dict[Any, Any]):
 
 def mark_own_states(optimizer: Optimizer) -> None:
     """From now on ``optimizer`` has the state of a part of its parameters, or of parts of them."""
-    if _mark not in optimizer._optimizer_state_dict_post_hooks.values():
+    # Wrappers around another optimizer may have left `Optimizer.__init__` out.
+    hooks = vars(optimizer).setdefault("_optimizer_state_dict_post_hooks", OrderedDict())
+    if _mark not in hooks.values():
         optimizer.register_state_dict_post_hook(_mark)
 
 

@@ -54,7 +54,10 @@ def hooks_around_step(optimizer: Optimizer, in_sight: Callable[[Callable[[], Non
 
 
 def _hooks(optimizer: Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
-    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    # A wrapper around another optimizer may have left `Optimizer.__init__` out.
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    pre, post = (vars(optimizer).get(name, {}) for name in names)
+    return pre, post
 
 
 def _call(hooks: list[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> None:

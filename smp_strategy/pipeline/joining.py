@@ -105,6 +105,8 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
         lengths = [len(sequence) for sequence in sequences]
         is_sorted = first.sorted_indices is None and lengths == sorted(lengths, reverse=True)
         return pack_sequence(sequences, enforce_sorted=is_sorted)
+    if isinstance(first, torch.Size):
+        return _merge_shapes(outputs, sizes, path)
     if isinstance(first, (list, tuple)):
         return _merge_sequences(outputs, sizes, path)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
@@ -176,6 +178,15 @@ def _merge_arrays(outputs: Sequence[Any], sizes: Sequence[int], path: Path) -> A
     if same and (not is_whole or is_bool or not bool(first.any())):
         return first
     return NotJoined(_named(path, first), _why_not(outputs))
+
+
+def _merge_shapes(outputs: Sequence[torch.Size], sizes: Sequence[int], path: Path) -> Any:
+    first = outputs[0]
+    if any(shape[1:] != first[1:] for shape in outputs):
+        return NotJoined(_named(path, first), "they differ")
+    if all(len(shape) and shape[0] == size for shape, size in zip(outputs, sizes, strict=True)):
+        return torch.Size((sum(sizes), *first[1:]))
+    return first if all(shape == first for shape in outputs) else NotJoined(_named(path, first), "they differ")
 
 
 def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int], path: Path) -> Any:

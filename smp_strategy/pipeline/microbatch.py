@@ -51,6 +51,12 @@ def split(batch: Any, num_microbatches: int, known: Read | None = None) -> tuple
     sizes = (1,) * num_microbatches if samples.number is None else sizes_of(samples.number, num_microbatches)
     if len(sizes) == 1:
         return [batch], sizes if num_microbatches > 1 else (max(sizes[0], 1),)
+    if known is not None and known.others:
+        raise UnsupportedError(
+            f"The batch is made of batches of {known.number} and {', '.join(map(str, known.others))} samples, by "
+            "several data loaders, and cannot be cut between samples. Let the loaders have one batch size, or set "
+            "`microbatches=1`."
+        )
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     cut = [
         _cut(batch, slice(start, start + size), samples, (len(sizes), index))

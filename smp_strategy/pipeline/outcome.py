@@ -8,7 +8,7 @@ Where there is no prediction, the stage that ran the call tells the others: the 
 
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,20 @@ from smp_strategy.trace.prediction import Absent, Made, Prediction, Same, is_con
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten
 
-__all__ = ["MESSAGE", "assemble", "check_tensor", "decode", "encode", "made_tensors"]
+__all__ = ["MESSAGE", "Ran", "assemble", "check_tensor", "decode", "encode", "made_tensors"]
 
 MESSAGE_BYTES = 1 << 15
 MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), False)
 """Metadata of a description: other stages must know the size of every message beforehand."""
+
+
+class Ran(NamedTuple):
+    """A call that happened on this stage."""
+
+    inputs: list[Any]
+    """Its flattened arguments."""
+    output: Any
+    """What it returned."""
 
 
 def made_tensors(

@@ -11,6 +11,7 @@ into four kinds:
 """
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, final
 
@@ -27,7 +28,7 @@ from smp_strategy.trace.spec import TensorSpec
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["METADATA", "Memory", "PlacedTensor"]
+__all__ = ["METADATA", "Memory", "PlacedTensor", "number_of"]
 
 METADATA: frozenset[Any] = frozenset(
     {
@@ -309,3 +310,8 @@ def _where() -> str:
         if module.split(".")[0] not in ("torch", "smp_strategy"):
             return f" (in {frame.filename}, line {frame.lineno})"
     return ""
+
+
+def number_of(bound: Any) -> Any:
+    """A bound of a slice as Python would see it, which reads tensors."""
+    return operator.index(bound) if isinstance(bound, Tensor) else bound

@@ -13,7 +13,6 @@ the call first and describes the result to the others, who wait for that.
 
 import dataclasses
 import functools
-import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -33,8 +32,8 @@ from smp_strategy.pipeline.global_generators import GlobalGenerators
 from smp_strategy.pipeline.kept import Kept, call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.modes import NOTHING
-from smp_strategy.pipeline.outcome import MESSAGE, assemble, check_tensor, decode, encode, made_tensors
-from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.outcome import MESSAGE, Ran, assemble, check_tensor, decode, encode, made_tensors
+from smp_strategy.pipeline.placed import PlacedTensor, number_of
 from smp_strategy.pipeline.plain import is_plain, must_run_everywhere, refuse_changed_plain
 from smp_strategy.pipeline.record import Record
 from smp_strategy.pipeline.rng import derive_seed
@@ -62,6 +61,9 @@ from smp_strategy.trace.tree import flatten_call, unflatten_call
 
 __all__ = ["Program"]
 
+# No other seed derives from that of a program by this number.
+_OPERATIONS = -2
+
 
 class _Call(NamedTuple):
     kind: Literal["unit", "op"]
@@ -70,13 +72,6 @@ class _Call(NamedTuple):
     leaves: list[Any]
     structure: Any
     placed: list[PlacedTensor]
-
-
-class _Ran(NamedTuple):
-    """A call that happened on this stage."""
-
-    inputs: list[Any]
-    output: Any
 
 
 @final
@@ -119,6 +114,7 @@ class Program:
         # What the glue asks for the units that it calls just now.
         self._asked: Treatment | None = None
         self._seed = seed
+        self._num_draws = 0
         self._generators = generators
         self._gate = gate
         self._rehearsal = context.rehearsal
@@ -267,6 +263,7 @@ class Program:
             if plain and must_run_everywhere(name, leaves, prediction, plain):
                 return self.read(name, callee.function, args, kwargs)
             placed += [self._take(leaves[position]) for position in plain]
+        self._num_draws += prediction.random and kind == "op"
         event, placement = self.record.call(kind, name, _values(placed), prediction)
         if self._rehearsal is not None:
             self._rehearsal.note(self.microbatch, len(self.record.events), name, placement, leaves)
@@ -281,6 +278,7 @@ class Program:
         """A call with a result that cannot be predicted: its stage runs it, and the others wait to be told."""
         if not self.computes_here:
             raise ValueNeededError(f"{call.name}: {why.reason}")
+        self._num_draws += call.kind == "op"
         message = self.record.value(MESSAGE)
         position = len(self.record.events)
         placement = self.record.place(Event(call.kind, call.name, _values(call.placed), (message,)), is_whole=False)
@@ -303,7 +301,7 @@ class Program:
         self.record.complete(position, values, prediction)
         return self._hand_out(call, prediction, segment, values, ran)
 
-    def _observe(self, call: _Call) -> tuple[_Ran, Prediction]:
+    def _observe(self, call: _Call) -> tuple[Ran, Prediction]:
         """Run ``call`` and describe what it did; costs are worth measuring in a survey only."""
         leaves = [self.graph.real(leaf) for leaf in call.leaves]
         versions = versions_of(leaves)
@@ -325,7 +323,7 @@ class Program:
         prediction: Prediction,
         segment: SegmentId,
         values: Sequence[Value],
-        ran: _Ran | None,
+        ran: Ran | None,
     ) -> Any:
         """What the program goes on with, on every stage."""
         if ran is None and prediction.is_plain:
@@ -348,7 +346,7 @@ class Program:
             leaves[position].origin = leaves[position].current = here
         return assemble(prediction, results, leaves, constants)
 
-    def _run(self, call: _Call, random: bool, changed: Collection[int] = ()) -> _Ran:
+    def _run(self, call: _Call, random: bool, changed: Collection[int] = ()) -> Ran:
         self.graph.begin_work()
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
@@ -362,7 +360,9 @@ class Program:
             function = with_backward_hooks(call.callee.module, function)
         seeded = None
         if random and self._generators is None:
-            seeded = functools.partial(self._streams.seeded, derive_seed(self._seed, len(self.record.events)))
+            # Operations count for themselves: how many units there are goes by the layout.
+            place = (_OPERATIONS, self._num_draws) if call.kind == "op" else (len(self.record.events),)
+            seeded = functools.partial(self._streams.seeded, derive_seed(self._seed, *place))
         if call.kind == "unit" and call.callee.module is not None:
             about = UnitCall(
                 call.name,
@@ -377,7 +377,7 @@ class Program:
         self.enclosing = call.callee.module
         try:
             with NOTHING if seeded is None else seeded(), noting:
-                return _Ran(inputs, function(*args, **kwargs))
+                return Ran(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None
 
@@ -437,7 +437,7 @@ class Program:
                     given.append(leaf.spec)
                     continue
             if isinstance(leaf, slice):
-                leaf = leaves[position] = slice(*map(_number_of, (leaf.start, leaf.stop, leaf.step)))
+                leaf = leaves[position] = slice(*map(number_of, (leaf.start, leaf.stop, leaf.step)))
             if not isinstance(leaf, Tensor):
                 given.append(leaf)
             elif is_left_behind(leaf):
@@ -492,8 +492,3 @@ class Program:
 
 def _values(placed: Sequence[PlacedTensor]) -> tuple[Value, ...]:
     return tuple([tensor.value for tensor in placed])
-
-
-def _number_of(bound: Any) -> Any:
-    """A bound of a slice as Python would see it, which reads tensors."""
-    return operator.index(bound) if isinstance(bound, Tensor) else bound

@@ -118,7 +118,7 @@ class Stage:
 
     def begin_to_make_real(self, tree: Any) -> Callable[[], Any]:
         """Begin to do so; returns what waits for it."""
-        leaves, structure = flatten(tree)
+        leaves, structure = flatten(tree, lambda nest: type(nest) is torch.Size)  # which would become a tuple
         placed = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
         for tensor in placed:
             if not tensor.program.closed:

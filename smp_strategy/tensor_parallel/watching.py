@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.stage_tensors import HARMLESS
 from smp_strategy.tensor_parallel.plan import Block, How, linear_sizes
+from smp_strategy.trace.tree import given_to
 
 __all__ = ["Pair", "Watched", "pair_blocks", "read_by_others", "watch"]
 
@@ -171,7 +172,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        read = [leaf for leaf in pytree.tree_leaves(given_to(func, args, kwargs)) if isinstance(leaf, Tensor)]
         of_weight = self._weight(args[0]) if func in _CASTS else None
         if func not in _NO_READS and of_weight is None:
             for key in filter(None, map(self._weight, read)):

@@ -2,13 +2,18 @@
 
 Of objects of the user's classes all attributes are put back. Of those of libraries only numbers are, which they count
 by: an object that they have made meanwhile (a connection, a file) stays, because they would make another one.
+Generators of random numbers go on where they were.
 """
 
-from collections.abc import Iterable, Iterator
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from smp_strategy.trace.libraries import is_own_object
@@ -24,12 +29,11 @@ _MOST_BYTES = 1 << 26
 
 @contextmanager
 def objects_restored(values: Iterable[Any]) -> Iterator[None]:
-    """Afterwards objects and arrays among ``values``, and in them, hold what they held before."""
+    """Afterwards objects, arrays and generators among ``values``, and in them, hold what they held before."""
     objects: dict[int, Any] = {}
-    arrays: dict[int, Any] = {}
-    _look_for(values, objects, arrays, _MOST_LEVELS)
+    others: dict[int, Callable[[], object]] = {}
+    _look_for(values, objects, others, _MOST_LEVELS)
     before = [(each, _attributes(each)) for each in objects.values()]
-    contents = [(each, each.copy()) for each in arrays.values()]
     try:
         yield
     finally:
@@ -38,25 +42,27 @@ def objects_restored(values: Iterable[Any]) -> Iterator[None]:
                 for name in vars(each).keys() - attributes.keys():
                     del vars(each)[name]
             vars(each).update(attributes)
-        for array, content in contents:
-            array[...] = content
+        for put_back in others.values():
+            put_back()
 
 
-def _look_for(values: Iterable[Any], objects: dict[int, Any], arrays: dict[int, Any], levels: int) -> None:
+def _look_for(
+    values: Iterable[Any], objects: dict[int, Any], others: dict[int, Callable[[], object]], levels: int
+) -> None:
     for value in values:
-        if id(value) in objects or id(value) in arrays:
+        if id(value) in objects or id(value) in others:
             continue
-        if isinstance(value, np.ndarray):
-            if value.flags.writeable and value.nbytes <= _MOST_BYTES:
-                arrays[id(value)] = value
+        put_back = _put_back(value)
+        if put_back is not None:
+            others[id(value)] = put_back
         elif isinstance(value, (dict, list, tuple)) and levels:
             inside = value.values() if isinstance(value, dict) else value
             if len(value) <= _MOST_ENTRIES:
-                _look_for(list(inside), objects, arrays, levels - 1)
+                _look_for(list(inside), objects, others, levels - 1)
         elif is_own_object(value):
             objects[id(value)] = value
             if levels:
-                _look_for(list(vars(value).values()), objects, arrays, levels - 1)
+                _look_for(list(vars(value).values()), objects, others, levels - 1)
         elif isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, (nn.Module, Tensor, type)):
             objects[id(value)] = value
 
@@ -65,3 +71,18 @@ def _attributes(value: Any) -> dict[str, Any]:
     if is_own_object(value):
         return dict(vars(value))
     return {name: held for name, held in vars(value).items() if type(held) in (int, float)}
+
+
+def _put_back(value: Any) -> Callable[[], object] | None:
+    """Lets an array or a generator of random numbers be what it is now."""
+    if isinstance(value, np.ndarray) and value.flags.writeable and value.nbytes <= _MOST_BYTES:
+        return partial(np.copyto, value, value.copy())
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
+    return None

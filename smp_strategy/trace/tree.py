@@ -10,13 +10,13 @@ operation, several times: these hold tuples and lists at most.
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["flatten", "flatten_call", "leaves_of", "unflatten_call"]
+__all__ = ["flatten", "flatten_call", "given_to", "leaves_of", "unflatten_call"]
 
 
 # Asked for first, because most arguments are of these.
@@ -33,16 +33,21 @@ class FlatCall(NamedTuple):
 _flat_call = functools.lru_cache(maxsize=1024)(FlatCall)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of ``tree`` and how to put them together again; a dataclass is registered when it is first met."""
-    leaves, structure = pytree.tree_flatten(tree)
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """The leaves of ``tree`` and how to put them together again; a dataclass is registered when it is first met.
+
+    Args:
+        tree: any nest.
+        is_leaf: what else is not taken apart.
+    """
+    leaves, structure = pytree.tree_flatten(tree, is_leaf)
     unknown = [kind for kind in {type(leaf) for leaf in leaves} if hasattr(kind, "__dataclass_fields__")]
     known = False
     for kind in unknown:
         if all(field.init for field in dataclasses.fields(kind)):
             pytree.register_dataclass(kind)
             known = True
-    return flatten(tree) if known else (leaves, structure)
+    return flatten(tree, is_leaf) if known else (leaves, structure)
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -53,6 +58,11 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
         if not (kind in _PLAIN or isinstance(leaf, Tensor) or _is_leaf(kind)):  # type: ignore[arg-type]
             return flatten((args, kwargs))
     return leaves, _flat_call(len(args), tuple(kwargs))
+
+
+def given_to(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of an operation: of a deep copy the tensor, but not the notes of what is half copied already."""
+    return args[:1] if function is Tensor.__deepcopy__ else (args, kwargs)
 
 
 def leaves_of(tree: Any) -> list[Any]:

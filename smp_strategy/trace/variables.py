@@ -18,6 +18,7 @@ from typing import Any, final
 from torch import nn
 
 from smp_strategy.trace.attributes import containers_in, refill
+from smp_strategy.trace.iterators import iterators_rewound
 from smp_strategy.trace.libraries import is_of_library, is_ours, is_own_object
 from smp_strategy.trace.objects import objects_restored
 
@@ -35,7 +36,7 @@ def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | 
     found = variables_of(modules, step)
     contents = [(each, copy.copy(each)) for each in containers_in(found.values())]
     written = [(each, dict(each)) for each in found.written()]
-    with objects_restored(found.values()):
+    with iterators_rewound(found.holders()), objects_restored(found.values()):
         try:
             yield
         finally:
@@ -112,6 +113,14 @@ class Variables:
         """What they hold."""
         held = [value for _, value in (*self._of_modules.values(), *self._of_functions.values())]
         return [*held, *self._of_classes]
+
+    def holders(self) -> list[MutableMapping[str, Any]]:
+        """Namespaces and cells that hold them."""
+        named: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for (key, name), (variables, _) in self._of_modules.items():
+            named.setdefault(key, (variables, []))[1].append(name)
+        cells = [Variable(cell) for cell, _ in self._of_functions.values()]
+        return [*(Chosen(*each) for each in named.values()), *cells]
 
     def values_of_now(self) -> list[Any]:
         """What they hold by now."""

@@ -1,8 +1,12 @@
 """Batches of every shape, and whatever steps return and log of them, are what one process makes of them."""
 
+import copy
+from dataclasses import dataclass
+
 import pytest
 import torch
-from lightning_toy import CLASSES, FEATURES, metrics_of, on_ranks, toy_loader, toy_module, toy_trainer
+from lightning.pytorch.utilities import CombinedLoader
+from lightning_toy import CLASSES, FEATURES, metrics_of, on_ranks, quiet, toy_loader, toy_module, toy_trainer
 from test_lightning_outputs import compare, smp
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -177,3 +181,74 @@ def with_fewer(folder, smp_options):
 def test_fewer_microbatches_than_asked_for_are_told(tmp_path):
     for [report] in on_ranks(with_fewer, 2, tmp_path, smp(2, microbatches=16)):
         assert "with 8 microbatches" in report
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
+    names: list[str]
+
+
+def as_pair(samples):
+    x, y = (torch.stack(each) for each in zip(*samples, strict=True))
+    return Pair(x, y, [f"sample {number}" for number in range(len(x))])
+
+
+def twice(folder, smp_options):
+    """A later run meets the dataclass when it is known already."""
+    losses = []
+
+    def step(self, batch, batch_idx):
+        assert len(batch.names) == len(copy.deepcopy(batch).x)
+        return nn.functional.cross_entropy(self.net(batch.x), batch.y)
+
+    def validate(self, batch, batch_idx):
+        losses.append(step(self, batch, batch_idx).item())
+
+    steps = {"training_step": step, "validation_step": validate}
+    module = toy_module(**steps, on_train_batch_start=lambda self, batch, batch_idx: None)
+    loader = DataLoader(toy_loader(shuffle=False).dataset, batch_size=4, collate_fn=as_pair)
+    toy_trainer(folder, smp=smp_options, max_epochs=1).fit(module, loader)
+    toy_trainer(folder, smp=smp_options).validate(module, loader, verbose=False)
+    return [sum(losses) / len(losses)], module.state_dict()
+
+
+@pytest.mark.parametrize("options", [smp(2), {"tensor_parallel_degree": 2}], ids=["pp2", "tp2"])
+def test_dataclasses_are_copied_in_later_runs_too(options, tmp_path):
+    with quiet():
+        [(expected, weights)] = on_ranks(twice, 1, tmp_path / "one", None)
+    for found, theirs in on_ranks(twice, 2, tmp_path / "smp", options):
+        assert found == pytest.approx(expected, rel=1e-4)
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def of_two_loaders(folder, smp_options, sizes):
+    def step(self, batch, batch_idx):
+        (x, y), (weak, strong) = batch["labelled"], batch["unlabelled"]
+        gap = (self.net(weak) - self.net(strong)).square().mean()
+        return nn.functional.cross_entropy(self.net(x), y) + gap
+
+    def views(samples):
+        x = torch.stack([sample[0] for sample in samples])
+        return [x, x * 1.1]
+
+    data = toy_loader(shuffle=False).dataset
+    loaders = {
+        "labelled": DataLoader(data, batch_size=sizes[0]),
+        "unlabelled": DataLoader(data, batch_size=sizes[1], collate_fn=views),
+    }
+    module = toy_module(training_step=step, on_train_batch_start=lambda self, batch, batch_idx: None)
+    toy_trainer(folder, smp=smp_options, max_steps=3).fit(module, CombinedLoader(loaders, "min_size"))
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (2, 8)])
+def test_loaders_with_batches_of_different_sizes_are_refused(sizes, tmp_path):
+    with pytest.raises(RuntimeError, match=rf"batches of {sizes[0]} and {sizes[1]} samples, by several data loaders"):
+        on_ranks(of_two_loaders, 2, tmp_path, smp(2), sizes)
+
+
+def test_loaders_with_batches_of_one_size_are_cut(tmp_path):
+    compare(of_two_loaders, 2, tmp_path, (4, 4))

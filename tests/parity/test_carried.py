@@ -1,5 +1,6 @@
 """What a microbatch leaves, the next one finds, as in one process: sums, means, counts, lists, buffers."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from smp_strategy.testing import run_ranks
 
 from .compare import REUSED, WIDTH, Blocks, Case, check, mean_square, refusal
 
+GENERATOR = torch.Generator()
+ENDLESS = itertools.cycle([0.1])
 TOTAL = 0.0
 NAMED = {"sum": 0.0}
 METER = SimpleNamespace(sum=0.0, count=0)
@@ -25,7 +28,7 @@ class Net(Blocks):
     """Four blocks, and places where a step may leave something."""
 
     def __init__(self, step: Callable[[Any, Tensor], Tensor]) -> None:
-        global TOTAL
+        global TOTAL, ENDLESS
         super().__init__(step)
         self.level, self.count = 0.5, 0
         self.history: list[float] = []
@@ -37,6 +40,10 @@ class Net(Blocks):
         self.note = lambda number: notes.append(number)
         self.num_notes = lambda: len(notes)
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.factors = iter([0.1 * number for number in range(1, 90)])
+        self.generator = np.random.default_rng(0)
+        GENERATOR.manual_seed(0)
+        ENDLESS = itertools.cycle([0.1, 0.2, 0.3])
         TOTAL = NAMED["sum"] = METER.sum = 0.0
         METER.count = Blocks.calls = 0
 
@@ -161,11 +168,19 @@ def counts_everywhere(net: Any, x: Tensor) -> Tensor:
     return mean_square(net.body(x))
 
 
+def draws_of_its_own(net: Any, x: Tensor) -> Tensor:
+    """From generators and iterators that are the user's, which no survey has moved on."""
+    factor = next(net.factors) + net.generator.random() + float(torch.rand((), generator=GENERATOR)) + next(ENDLESS)
+    loss = mean_square(net.body(x * factor)) * next(net.factors)
+    net.history.append(factor)
+    return loss
+
+
 STEPS = (
     *(running_sum, running_sum_of_a_global, running_sum_in_a_dict, running_sums_in_an_object, running_sums_in_an_array),
     *(running_mean, list_made_anew, mean_in_two_operations, mean_made_anew, centered_by_what_came_before),
     *(scaled_by_the_last_loss, scaled_in_the_midst, another_way_every_other_time, warmed_up, by_what_was_noted),
-    counts_everywhere,
+    *(counts_everywhere, draws_of_its_own),
 )
 CASES = {step.__name__: Case(lambda step=step: Net(step), differs=REUSED) for step in STEPS}
 CHUNKS = {"pipeline": "1f1b", "virtual_pipeline_degree": 2}

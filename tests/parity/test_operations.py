@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .compare import GLUE, USES, WIDTH, Blocks, Case, check, mean_square, steps_of
 
@@ -300,3 +300,23 @@ def sampled(net: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("pp", [2, 4])
 def test_samples_do_not_depend_on_the_number_of_stages(pp: int) -> None:
     check(Case(lambda: Blocks(sampled), draws=True, differs=USES), pp)
+
+
+class InARow(nn.Module):
+    """Units are as many as stages need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+    def loss(self, batch: Any) -> Tensor:
+        x = F.dropout(batch["x"], 0.3)
+        y = self.net(x + torch.randn_like(x))
+        return mean_square(F.dropout(y, 0.5)) + (y * torch.rand_like(y)).mean() + F.dropout(self.net(y), 0.5).mean()
+
+    batch = staticmethod(Blocks.batch)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_draws_above_the_units_do_not_depend_on_how_many_these_are(pp: int) -> None:
+    check(Case(InARow, draws=True, differs=USES), pp)

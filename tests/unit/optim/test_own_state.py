@@ -9,6 +9,7 @@ from torch import nn
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.optim.own_state import mark_own_states
+from smp_strategy.optim.step_hooks import has_step_hooks
 
 
 def trained() -> torch.optim.Optimizer:
@@ -39,3 +40,22 @@ def test_they_can_be_kept_and_loaded_again() -> None:
     for number, state in enumerate(optimizer.state.values()):
         assert torch.equal(state["exp_avg"], before[number])
     assert kept["param_groups"][0]["params"] == [0, 1]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Around another one, as Lookahead is usually written: without the constructor of its class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+def test_wrappers_without_hooks_are_marked_too() -> None:
+    wrapper = Wrapper(trained())
+    mark_own_states(wrapper)
+    mark_own_states(wrapper)
+    assert not has_step_hooks(wrapper)
+    assert len(wrapper._optimizer_state_dict_post_hooks) == 1

@@ -128,3 +128,12 @@ def test_what_can_be_joined_in_several_ways_is_refused_when_it_is_used(outputs, 
     with pytest.raises(UnsupportedError, match=message):
         refuse_not_joined(merged)
     assert refuse_not_joined({"loss": 1.0}) == {"loss": 1.0}
+
+
+def test_shapes_are_those_of_the_whole_batch():
+    merged = merge([torch.Size((2, 8)), torch.Size((1, 8))], (2, 1))
+    assert merged == torch.Size((3, 8))
+    assert isinstance(merged, torch.Size)
+    assert merge([torch.Size((8, 8)), torch.Size((8, 8))], (2, 1)) == torch.Size((8, 8))
+    with pytest.raises(UnsupportedError, match="they differ"):
+        len(merge([torch.Size((2, 8)), torch.Size((1, 9))], (2, 1)))

@@ -1,12 +1,16 @@
-"""What code does to objects is undone."""
+"""What code does to objects, generators and iterators is undone."""
 
 import collections
+import itertools
 import logging
+import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from smp_strategy.trace.iterators import iterators_rewound
 from smp_strategy.trace.objects import objects_restored
 
 
@@ -56,3 +60,60 @@ def test_classes_and_circles_are_no_obstacle():
     with objects_restored([Meter, meter, collections.Counter("aa")]):
         meter.update(1.0)
     assert meter.count == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda generator: torch.rand((), generator=generator).item()),
+        (lambda: np.random.default_rng(1), lambda generator: generator.random()),
+        (lambda: np.random.Generator(np.random.MT19937(1)), lambda generator: generator.random()),
+        (lambda: np.random.RandomState(1), lambda generator: generator.rand()),
+        (lambda: random.Random(1), lambda generator: generator.random()),
+    ],
+)
+def test_generators_go_on_where_they_were(make, draw):
+    expected = make()
+    wanted = [draw(expected) for _ in range(3)]
+    generator = make()
+    found = [draw(generator)]
+    with objects_restored([{"inner": generator}]):
+        draw(generator)
+        draw(generator)
+    assert [*found, draw(generator), draw(generator)] == wanted
+
+
+def numbers():
+    yield from range(1, 10)
+
+
+@pytest.mark.parametrize(
+    "make", [numbers, lambda: iter([1, 2, 3, 4, 5, 6]), lambda: itertools.count(1), lambda: map(abs, range(-1, -9, -1))]
+)
+def test_iterators_give_once_more_what_they_have_given(make):
+    holder = {"it": make(), "other": 1}
+    found = [next(holder["it"])]
+    for _ in range(2):
+        with iterators_rewound([holder]):
+            assert next(holder["it"]) == 2
+            assert next(holder["it"]) == 3
+    found += [next(holder["it"]) for _ in range(2)]
+    with iterators_rewound([holder]):
+        next(holder["it"])
+    assert [*found, *itertools.islice(holder["it"], 2)] == [1, 2, 3, 4, 5]
+
+
+def test_an_iterator_that_nobody_has_asked_is_itself_again():
+    holder = {"it": numbers()}
+    before = holder["it"]
+    with iterators_rewound([holder]):
+        assert holder["it"].gi_frame is before.gi_frame, "in all else it is that iterator"
+    assert holder["it"] is before
+
+
+def test_an_iterator_ends_when_it_ended():
+    holder = {"it": iter([1, 2])}
+    with iterators_rewound([holder]):
+        assert list(holder["it"]) == [1, 2]
+    assert list(holder["it"]) == [1, 2]
+    assert list(holder["it"]) == []
