@@ -185,8 +185,6 @@ def _survey(
         while True:
             leftovers.next_round()
             log.calls.clear()
-            # Before `uses` sees what is done to tensors.
-            first, second = copy.deepcopy(microbatch), copy.deepcopy(microbatch)
             try:
                 with (
                     seeded(0, device),
@@ -195,10 +193,10 @@ def _survey(
                     uses,
                 ):
                     with private.learning(step):
-                        trace = runtime.survey(step, first, loss_of)
+                        trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
                     if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
-                        _try_another(runtime, private, step, second, loss_of)
+                        _try_another(runtime, private, step, copy.deepcopy(microbatch), loss_of)
             except Exception:
                 if not leftovers.has_news:
                     raise
