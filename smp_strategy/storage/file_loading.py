@@ -42,4 +42,10 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
             ) from error
         if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
             raise  # of a class of the user
-        raise DamagedError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error
+        told = f"{type(error).__name__}: {reason}" if _begins_well(path) else "no file of PyTorch begins as it does."
+        raise DamagedError(f"{path} is damaged, or no checkpoint: {told}") from error
+
+
+def _begins_well(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2).startswith((b"PK", b"\x80"))  # an archive, or a pickle

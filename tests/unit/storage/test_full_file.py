@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.errors import CheckpointError
+from smp_strategy.errors import CheckpointError, DamagedError
 from smp_strategy.storage import full_digests
+from smp_strategy.storage.file_loading import load_file
 from smp_strategy.storage.full_file import read_full, write_full
 from smp_strategy.storage.verify import problems_of
 
@@ -259,3 +260,10 @@ def test_nothing_large_is_copied_to_memory():
     torch.save({"w": big}, listening)
     assert max(parts) == full_digests._WINDOW
     assert [length for _, length in listening.heard] == [big.nbytes]
+
+
+@pytest.mark.parametrize("content", [b"hello world", b"", b"\x00" * 100, b"{}"])
+def test_a_file_of_another_kind_is_told_so_in_words(content, tmp_path):
+    (tmp_path / "other.ckpt").write_bytes(content)
+    with pytest.raises(DamagedError, match="is damaged, or no checkpoint: no file of PyTorch begins as it does"):
+        load_file(tmp_path / "other.ckpt", weights_only=True)
