@@ -35,6 +35,9 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
+        if not _begins_well(path):
+            told = f"{path} is damaged, or no checkpoint: no file of PyTorch begins as it does."
+            raise DamagedError(told) from error
         if weights_only and isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
                 f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it; or "
@@ -42,8 +45,7 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
             ) from error
         if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
             raise  # of a class of the user
-        told = f"{type(error).__name__}: {reason}" if _begins_well(path) else "no file of PyTorch begins as it does."
-        raise DamagedError(f"{path} is damaged, or no checkpoint: {told}") from error
+        raise DamagedError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error
 
 
 def _begins_well(path: Path) -> bool:
