@@ -17,7 +17,7 @@ from torch import Tensor
 from smp_strategy.config import SMPConfig
 from smp_strategy.lightning.data import DataStream
 from smp_strategy.lightning.factory import Tree
-from smp_strategy.lightning.process_counts import asked_by_lightning, count_replicas
+from smp_strategy.lightning.process_counts import asked_by_lightning, asked_to_make_data, find_replica
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.waiting import collectives
 
@@ -56,18 +56,26 @@ class CommunicationHooks(Host):
         num_ranks = len(self.parallel_devices) if self.parallel_devices is not None else 0
         if asked_by_lightning() or not num_ranks:
             return num_ranks
-        return max(1, self._count_replicas(num_ranks * self.num_nodes) // self.num_nodes)
+        return max(1, self._replica(num_ranks * self.num_nodes)[0] // self.num_nodes)
 
     @property
     def world_size(self) -> int:
         """Ranks on all machines; to user code, replicas."""
         num_ranks: int = super().world_size
-        return num_ranks if asked_by_lightning() else self._count_replicas(num_ranks)
+        return num_ranks if asked_by_lightning() else self._replica(num_ranks)[0]
 
-    def _count_replicas(self, num_ranks: int) -> int:
+    @property
+    def global_rank(self) -> int:
+        """This rank among all; to user code that makes data, this replica among all."""
+        rank: int = super().global_rank
+        return self._replica(int(super().world_size), rank)[1] if asked_to_make_data() else rank
+
+    def _replica(self, num_ranks: int, rank: int = 0) -> tuple[int, int]:
+        """How many replicas there are, and which of them ``rank`` belongs to."""
         if self._data_stream is not None:
-            return int(self.distributed_sampler_kwargs["num_replicas"])
-        return count_replicas(self.config, self.lightning_module, num_ranks)
+            kwargs = self.distributed_sampler_kwargs
+            return int(kwargs["num_replicas"]), int(kwargs["rank"])
+        return find_replica(self.config, self.lightning_module, num_ranks, rank)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""

@@ -13,6 +13,7 @@ any data-parallel strategy: ``on_after_backward`` sees what has arrived so far.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.engine import Engine
 from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.logs import LogRecorder
+from smp_strategy.lightning.metrics import share_value
 
 __all__ = ["UserHooks", "copies_of"]
 
@@ -105,7 +107,7 @@ class UserHooks:
         return not str(getattr(getattr(owner, name), "__module__", "")).startswith(f"{self._tree.root}.")
 
     def _logging(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        recorder = LogRecorder(self._module)
+        recorder = LogRecorder(self._module, share=partial(share_value, self._engine))
 
         def run(*args: Any, **kwargs: Any) -> Any:
             def noted() -> Any:

@@ -9,7 +9,7 @@ and logged once, on every rank alike, so that checkpoint and early-stopping deci
     microbatch 1   log("loss", 4.0)   log("acc", 1.0)  --+->  log("loss", 3.0)   log("acc", 0.75)
 
 The microbatches of a step take turns in threads of their own; each thread has its own notes. Calls of loggers and
-``self.print`` are noted in the same way.
+``self.print`` are noted in the same way. For metric objects see :mod:`smp_strategy.lightning.batch_values`.
 """
 
 import threading
@@ -22,7 +22,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torchmetrics import Metric
 
+from smp_strategy.lightning.batch_values import NotedMetric, Share
 from smp_strategy.lightning.loggers import merge_arguments, noting
 from smp_strategy.pipeline.joining import StepArgument
 
@@ -62,11 +64,15 @@ class LogRecorder:
         module: the LightningModule.
         tells_size: whether values are logged with the number of samples in the step, because Lightning sees another
             one: that in the batch of this rank.
+        share: lets all stages log the value of a metric that is on one of them.
     """
 
-    def __init__(self, module: nn.Module, *, tells_size: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, *, tells_size: bool = False, share: Share = lambda metric, value: value
+    ) -> None:
         self._module = module
         self._tells_size = tells_size
+        self._share = share
         self._log: Callable[..., None] = module.log  # type: ignore[assignment]
         self._print: Callable[..., None] = getattr(module, "print", print)
         self._notes = threading.local()
@@ -103,6 +109,8 @@ class LogRecorder:
         """Log what the microbatches noted, once; the values must be real by now."""
         for call, value in merge_calls(notes, sizes):
             size = {"batch_size": sum(sizes)} if self._tells_size else {}
+            if isinstance(value, NotedMetric):
+                value = value.settle(self._share)
             self._log(call.name, value, *call.flags, **{**size, **call.options})
         for function, args, kwargs in direct_calls(notes, sizes):
             function(*args, **kwargs)
@@ -130,7 +138,9 @@ class LogRecorder:
 
 
 def _as_it_is_now(value: Any) -> Any:
-    """The step may go on to change a tensor in place; what counts is the value at this moment."""
+    """The step may go on to change a tensor in place, or to use a metric; what counts is the value at this moment."""
+    if isinstance(value, Metric):
+        return NotedMetric.now(value)
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
@@ -188,8 +198,10 @@ def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> t
 
 
 def _merge_values(values: list[Any], weights: Sequence[int], reduce_fx: Any) -> Any:
+    if all(isinstance(value, NotedMetric) for value in values):
+        return NotedMetric.merged(values)
     if len(values) == 1 or not isinstance(values[0], Tensor | Number):
-        return values[0]  # a metric object has seen all microbatches itself
+        return values[0]
     if all(isinstance(value, StepArgument) for value in values):
         return values[0]  # the index of the batch
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")

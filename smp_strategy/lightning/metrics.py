@@ -6,7 +6,11 @@ same on every rank of a replica; the sums stay equal there, and ``compute`` adds
 
 The values travel to all stages: a metric of the logits costs as many bytes as the logits have.
 
-A metric inside of a unit is updated where the unit runs. Outside of steps, ``compute`` gives all stages its sums first.
+``forward`` returns what the metric is in the microbatch; what is logged of it is that of the whole batch
+(:mod:`smp_strategy.lightning.batch_values`).
+
+A metric inside of a unit is updated where the unit runs. Outside of steps, ``compute`` gives all stages its sums first,
+and what is logged of a step the value.
 """
 
 import functools
@@ -19,10 +23,11 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from smp_strategy.engine import Engine
+from smp_strategy.lightning.batch_values import is_settling, noted_forward, see_state
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.waiting import collectives
 
-__all__ = ["MetricUpdates", "metrics_of"]
+__all__ = ["MetricUpdates", "metrics_of", "share_value"]
 
 
 class MetricUpdates:
@@ -41,7 +46,7 @@ class MetricUpdates:
     def install(self) -> None:
         """Replace them on the instances."""
         for metric in self._metrics:
-            self._replace(metric, "forward", self._with_values(metric.forward, _unknown))
+            self._replace(metric, "forward", self._with_forward(metric))
             self._replace(metric, "update", self._with_values(metric.update, lambda: None))
             self._replace(metric, "compute", self._with_sums(metric))
             if metric.process_group is None:
@@ -62,6 +67,10 @@ class MetricUpdates:
         self._before.append((metric, name, (own[name],) if name in own else None))
         own[name] = value
 
+    def _with_forward(self, metric: Metric) -> Callable[..., Any]:
+        forward = functools.wraps(metric.forward)(noted_forward(metric, metric.forward))
+        return self._with_values(forward, _unknown)
+
     def _with_values(self, method: Callable[..., Any], unknown: Callable[[], Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +83,8 @@ class MetricUpdates:
 
         @functools.wraps(compute)
         def run() -> Any:
-            stage = None if self._engine.is_in_step else self._engine.stage_of(metric)
+            see_state(metric)
+            stage = None if self._engine.is_in_step or is_settling() else self._engine.stage_of(metric)
             if stage is not None:
                 _share_sums(metric, stage, self._engine.mesh)
             return compute()
@@ -94,6 +104,18 @@ def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:
         for name, value in sums.items():
             setattr(metric, name, pytree.tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), value))
         metric._computed = None
+
+
+def share_value(engine: Engine, metric: Metric, value: Any) -> Any:
+    """The ``value`` that ``metric`` has on the stage that runs it; if only one does, collective over the stages."""
+    stage, mesh = engine.stage_of(metric), engine.mesh
+    if stage is None or mesh.pp == 1:
+        return value
+    told = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value) if mesh.stage == stage else None
+    told = collectives.tell(told, mesh.stage_ranks[stage], "what a metric has on one stage", mesh.pp_group)
+    if mesh.stage == stage:
+        return value
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(metric.device), told)
 
 
 def metrics_of(module: nn.Module) -> list[Metric]:

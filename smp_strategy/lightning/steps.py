@@ -7,13 +7,16 @@ tensors may be placed on other ranks, so nothing here reads a value.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.lightning.batch_values import NotedForwards, settle
 from smp_strategy.lightning.logs import LogRecorder
+from smp_strategy.lightning.metrics import share_value
 from smp_strategy.pipeline.joining import given, merge, refuse_not_joined
 from smp_strategy.step_results import loss_that_commits
 
@@ -47,7 +50,7 @@ def run_training_step(
     Returns:
         What the step returned, merged; the loss hands its gradients over in ``backward()``.
     """
-    recorder = LogRecorder(module, tells_size=not engine.config.prescaled_batch)
+    recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.train_step(
@@ -72,7 +75,7 @@ def accumulation_window(trainer: Any) -> tuple[int, int]:
 
 def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:
     """Run ``module.training_step`` under manual optimization; returns the merged outputs."""
-    recorder = LogRecorder(module, tells_size=not engine.config.prescaled_batch)
+    recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.manual_step(step, args[0])
@@ -88,12 +91,16 @@ def run_eval_step(
         context: entered around the forward of each microbatch.
         is_joint: all ranks of a replica have read this batch.
     """
-    recorder = LogRecorder(module, tells_size=not is_joint)
+    recorder = _recorder(engine, module, is_joint=is_joint)
     step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.eval_step(step, args[0], kind=name, is_joint=is_joint)
     merged = merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
     return refuse_not_joined(merged) if name == "predict_step" else merged  # predictions are there to be used
+
+
+def _recorder(engine: "Engine", module: Any, *, is_joint: bool) -> LogRecorder:
+    return LogRecorder(module, tells_size=not is_joint, share=partial(share_value, engine))
 
 
 def _microbatch_step(
@@ -102,9 +109,10 @@ def _microbatch_step(
     rest = [given(value) for value in rest]
 
     def run(microbatch: Any) -> Any:
-        with recorder.notes() as notes, context():
+        forwards = NotedForwards()
+        with recorder.notes() as notes, forwards.open(), context():
             output = step(microbatch, *rest)
-        return output, notes
+        return output, notes, forwards
 
     return run
 
@@ -120,7 +128,7 @@ def _process_wide(context: Context) -> AbstractContextManager[Any]:
     return context() if str(getattr(plugin, "precision", "")).endswith("-true") else nullcontext()
 
 
-def _loss_of(returned: tuple[Any, Any]) -> Tensor | None:
+def _loss_of(returned: tuple[Any, Any, Any]) -> Tensor | None:
     output = returned[0]
     if output is None:
         return None
@@ -133,6 +141,7 @@ def _loss_of(returned: tuple[Any, Any]) -> Tensor | None:
     )
 
 
-def _replay(recorder: LogRecorder, returned: Sequence[tuple[Any, Any]], sizes: Sequence[int]) -> list[Any]:
-    recorder.replay([notes for _, notes in returned], sizes)
-    return [output for output, _ in returned]
+def _replay(recorder: LogRecorder, returned: Sequence[tuple[Any, Any, Any]], sizes: Sequence[int]) -> list[Any]:
+    recorder.replay([notes for _, notes, _ in returned], sizes)
+    settle([forwards for _, _, forwards in returned])
+    return [output for output, _, _ in returned]
