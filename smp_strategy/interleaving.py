@@ -9,7 +9,7 @@ Steps that leave nothing but tensors, which nearly all do, are rehearsed once.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from smp_strategy.dry_run import Surroundings, untouched
@@ -74,13 +74,9 @@ class _Outcome(NamedTuple):
 
     rehearsal: Rehearsal
     events: list[tuple[Event, Placement]]
-    before: Mapping[tuple[int, Any], Any]
-    state: Mapping[tuple[int, Any], Any]
-
-    @property
-    def left(self) -> list[SwitchPlace]:
-        """Places in which there is something else than before."""
-        return [SwitchPlace(*key) for key, value in self.state.items() if self.before.get(key) != value]
+    state: Mapping[SwitchPlace, Any]
+    left: Sequence[SwitchPlace]
+    """Places in which there is something else than before, with their keys."""
 
     def seen_by(self, stage: int) -> dict[Any, Any]:
         """All that can be compared, as ``stage`` sees it."""
@@ -155,7 +151,7 @@ class _Rehearsals:
         )
         private = self._keeper()
         microbatches = [copy.deepcopy(self._microbatch) for _ in range(self._num_microbatches)]
-        before, runtime = calls.runtime, Runtime(dry, private)
+        runtime_before, runtime = calls.runtime, Runtime(dry, private)
         calls.runtime = runtime
         try:
             with (
@@ -165,9 +161,11 @@ class _Rehearsals:
                 calls.switches.learning_nothing(),
             ):
                 private.begin(self._step)
-                found = private.found()
+                before = private.found()
                 events = runtime.rehearse(Job(step=self._step, seed=0, gate=gate), microbatches, in_order=in_order)
-                return _Outcome(rehearsal, events, found, private.found())
+                state = private.found()
+                left = private.with_keys(place for place, value in state.items() if before.get(place) != value)
+                return _Outcome(rehearsal, events, state, left)
         finally:
             runtime.close()
-            calls.runtime = before
+            calls.runtime = runtime_before

@@ -55,6 +55,7 @@ from smp_strategy.timetables import Timetables
 from smp_strategy.trace.events import Trace
 from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import Unit
+from smp_strategy.waiting import collectives
 
 __all__ = ["First", "Layout"]
 
@@ -293,7 +294,7 @@ class Layout:
             )
 
     def rehearse(self, kind: First, optimizers: Sequence[Optimizer], keep_shared: Iterable[nn.Module]) -> None:
-        """Find out how far microbatches of a new kind of step may take turns.
+        """Find out how far microbatches of a new kind of step may take turns. Collective over the replica's ranks.
 
         Args:
             kind: of step.
@@ -314,8 +315,12 @@ class Layout:
             num_stages=num_stages,
             keeper=lambda: self._keeper(glue, units),
         )
-        if rule is None:
+        rules = collectives.gather_objects(rule, "how far microbatches may take turns", self._mesh.replica_group)
+        found = [each for each in rules if each is not None]
+        if not found:
             return
+        # One that another rank has not found out, or otherwise, must not be a plan of this one alone.
+        rule = found[0] if len(set(rules)) == 1 else found[0]._replace(gate=None)
         self.timetables.turn_rules[kind.kind] = rule
         if rule.gate is None:
             self._report(render_order(kind.kind, rule.names))

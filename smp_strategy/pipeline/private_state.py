@@ -166,18 +166,26 @@ class PrivateState:
         for key, setting in self._settings.items():
             yield from ((SwitchPlace(key, name), before) for name, before in setting.changed())
 
-    def found(self) -> dict[tuple[int, Any], Any]:
-        """What is in all places now, to be compared."""
-        found: dict[tuple[int, Any], Any] = {}
-        for key, holder in self._holders.items():
+    def found(self) -> dict[SwitchPlace, Any]:
+        """What is in all places now, to be compared. In the place of keys, which are of this process, and may come to
+        mean others, stand numbers in the order in which places are found."""
+        found: dict[SwitchPlace, Any] = {}
+        for number, holder in enumerate(self._holders.values()):
             if isinstance(holder, _Names):
-                found |= {(key, name): frozen(value) for name, value in holder.target.items()}
+                found |= {SwitchPlace(number, name): frozen(value) for name, value in holder.target.items()}
             else:
-                found[key, type(holder.target).__name__] = frozen(list(holder.target))
-        for place in self._switches.places:
-            if place.key in self._lasting:
-                found[place] = frozen(self._lasting[place.key].get(place.name, MISSING))
+                found[SwitchPlace(number, type(holder.target).__name__)] = frozen(list(holder.target))
+        for number, key in enumerate(self._lasting, len(self._holders)):
+            for place in self._switches.places:
+                if place.key == key:
+                    value = self._lasting[key].get(place.name, MISSING)
+                    found[SwitchPlace(number, place.name)] = frozen(value)
         return found
+
+    def with_keys(self, places: Iterable[SwitchPlace]) -> list[SwitchPlace]:
+        """Places that :meth:`found` has told, with their keys."""
+        keys = [*self._holders, *self._lasting]
+        return [place._replace(key=keys[place.key]) for place in places]
 
     def enter(self, microbatch: int) -> None:
         """A turn of ``microbatch`` begins."""
@@ -415,7 +423,7 @@ def _visit(value: Any, level: int, seen: set[int]) -> Iterator[Any]:
         for name, item in inside:
             if not (level == 0 and name in _OF_EVERY_MODULE):
                 yield from _visit(item, level + 1, seen)
-    elif level == 1 and hasattr(value, "__dict__") and not callable(value):
+    elif level == 1 and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, Iterator):
         seen.add(id(value))
         yield from _visit(vars(value), level, seen)
 
