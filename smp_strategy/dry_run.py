@@ -253,7 +253,7 @@ def untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Itera
     versions = {key: parameter._version for key, parameter in placed.items()}
     # Those of other stages, where the module is spread already, cannot change here.
     present = [b for owner in module.modules() for b in owner._buffers.values() if b is not None and home_of(b) is None]
-    buffers = [(buffer, buffer.clone()) for buffer in present]
+    buffers = [(buffer, _version(buffer), buffer.clone()) for buffer in present]
     collected = [(container, container.copy()) for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     inside = [part for unit in units for part in unit.module.modules()]
@@ -273,8 +273,12 @@ def untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Itera
             for container, contents in collected:
                 refill(container, contents)
             with torch.no_grad():
-                for buffer, value in (*buffers, *rescaled.values()):
-                    buffer.copy_(value)
+                for buffer, version, value in buffers:
+                    # What is as it was must not look as if it had changed. Kernels that run may tell nobody.
+                    if computes or version is None or version != _version(buffer):
+                        buffer.copy_(value)
+                for table, value in rescaled.values():
+                    table.copy_(value)
     changed = {key for key, parameter in placed.items() if parameter._version != versions[key]} - rescaled.keys()
     names = [name for name, parameter in module.named_parameters() if id(parameter) in changed]
     if names:
@@ -282,3 +286,7 @@ def untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Itera
             f"The step changes {', '.join(names[:3])}{' ...' * (len(names) > 3)} in place from outside of the units "
             "that own them, but each stage has the weights of its own units only. Move this into a module."
         )
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
