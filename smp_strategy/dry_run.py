@@ -39,7 +39,7 @@ from smp_strategy.trace.prediction import Callee, ValueNeededError
 from smp_strategy.trace.variables import variables_restored
 from smp_strategy.units import Unit
 
-__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real", "untouched"]
+__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real", "undone"]
 
 
 @final
@@ -186,12 +186,7 @@ def _survey(
             leftovers.next_round()
             log.calls.clear()
             try:
-                with (
-                    seeded(0, device),
-                    untouched(module, units, computes),
-                    variables_restored(module.modules(), step),
-                    uses,
-                ):
+                with undone(step, surroundings, computes=computes), uses:
                     with private.learning(step):
                         trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
@@ -236,14 +231,30 @@ def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iterator[None]:
-    """Undo what the step does to the module (buffers, attributes, and what lists and dicts in attributes hold) and to
-    containers in context variables; let it print nothing.
+def undone(step: Step, surroundings: Surroundings, *, computes: bool) -> Iterator[None]:
+    """In here ``step`` runs without a trace: it draws from random streams of its own, and its changes are undone.
 
     Args:
-        module: the whole one.
-        units: of it.
+        step: the user's code.
+        surroundings: what it runs on.
         computes: whether the units run for real.
+
+    Raises:
+        UnsupportedError: the glue changes parameters of units in place.
+    """
+    module = surroundings.module
+    with (
+        seeded(0, surroundings.device),
+        _untouched(module, surroundings.units, computes),
+        variables_restored(module.modules(), step),
+    ):
+        yield
+
+
+@contextmanager
+def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iterator[None]:
+    """Undo what the step does to the module (buffers, attributes, and what lists and dicts in attributes hold) and to
+    containers in context variables; let it print nothing.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
@@ -274,7 +285,8 @@ def untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Itera
                 refill(container, contents)
             with torch.no_grad():
                 for buffer, version, value in buffers:
-                    # What is as it was must not look as if it had changed. Kernels that run may tell nobody.
+                    # Replicas agree on a buffer whose version goes up, so one that has not changed keeps its version.
+                    # Some kernels change a buffer without that, and inference tensors have no version.
                     if computes or version is None or version != _version(buffer):
                         buffer.copy_(value)
                 for table, value in rescaled.values():

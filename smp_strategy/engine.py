@@ -261,11 +261,12 @@ class Engine(SavedState, Inspection):
         if self._calls.runtime is None:
             self._spread(First(kind, step, microbatches, loss_of))
         needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
+        new = First(kind, step, microbatches)
         if was_surveyed and is_new and needs_look:
             self.share.settle()
-            self.layout.look(First(kind, step, microbatches), self._optimizers)
-        if is_new and not self.config.skip_tracing:
-            self.layout.rehearse(First(kind, step, microbatches), self._optimizers, self._keep_shared)
+            self.layout.look(new, self._optimizers)
+        if is_new:
+            self.layout.rehearse(new, self._optimizers, self._keep_shared)
 
     def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
         """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns; before the first

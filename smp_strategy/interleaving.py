@@ -1,21 +1,21 @@
-"""Does it matter that microbatches take turns? A step is rehearsed, to see how far they may.
+"""Steps that carry state from one microbatch to the next are found by rehearsing them.
 
-A microbatch may find what the one before it has left: a running sum, a mean, a count that sets a factor. In one process
-that one has ended. So before the first step of each kind some microbatches run dry, one after the other, and then, for
-each stage, in turns that are as short as its messages allow. If what they give to calls, or leave in the end, is not
-the same, the step runs by a rule (:mod:`smp_strategy.pipeline.turn_rules`).
+A running sum, a mean or a count that sets a factor is state that a microbatch leaves and the next one finds. Before the
+first step of each kind some microbatches run dry: one after the other, as in one process, and then, for each stage, in
+turns that are as short as the stage's messages allow. If calls get other values, or places hold other values in the
+end, microbatches depend on each other, and the step runs by a :class:`~smp_strategy.pipeline.turn_rules.TurnRule`.
 
-Steps that leave nothing but tensors, which nearly all do, are rehearsed once.
+Nearly all steps leave tensors only, and are rehearsed once.
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from smp_strategy.dry_run import Surroundings, untouched
+from smp_strategy.dry_run import Surroundings, undone
 from smp_strategy.pipeline.private_state import PrivateState
 from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
-from smp_strategy.pipeline.rng import seeded
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -23,149 +23,131 @@ from smp_strategy.pipeline.switches import SwitchPlace
 from smp_strategy.pipeline.turn_rules import TurnRule, gate_position
 from smp_strategy.pipeline.turns import Job, Step
 from smp_strategy.trace.events import Event, Trace
-from smp_strategy.trace.variables import variables_restored
 
-__all__ = ["find_turn_rule"]
+__all__ = ["Rehearsals"]
 
-# Some steps look at what several have left.
+# Some steps look at what several microbatches have left.
 _MOST_MICROBATCHES = 4
-# What the contents of places stand under that have no names, and where modules keep their buffers.
-_CONTAINERS = frozenset({"list", "set", "deque", "_buffers"})
-
-
-def find_turn_rule(
-    step: Step,
-    microbatch: Any,
-    surroundings: Surroundings,
-    *,
-    stage_of: Mapping[str, int],
-    num_stages: int,
-    keeper: Callable[[], PrivateState],
-) -> TurnRule | None:
-    """How microbatches may take turns.
-
-    Args:
-        step: the user's code.
-        microbatch: what it gets.
-        surroundings: what it runs on.
-        stage_of: stage of each unit, by name.
-        num_stages: of the pipeline.
-        keeper: makes what keeps microbatches apart.
-
-    Returns:
-        The rule; ``None``: as they like, or it cannot be told, because the step does not run without values.
-    """
-    for truth in (False, True):
-        rehearsals = _Rehearsals(step, microbatch, surroundings, stage_of, num_stages, keeper, truth)
-        # The step is the user's code, and the values that it reads are made up: it may raise anything.
-        try:
-            ordered = rehearsals.run(-1, in_order=True)
-            surroundings.calls.switches.rehearse(ordered.left)
-            return rehearsals.rule(ordered) if ordered.left else None
-        except EndlessError:
-            return None
-        except Exception:
-            continue
-    return None
+# No stage waits for a message there.
+_NO_STAGE = -1
+# Names of no interest to the user: of the mapping that holds a module's buffers, and of containers without a name.
+_UNNAMED = frozenset({"_buffers", "list", "set", "deque"})
 
 
 class _Outcome(NamedTuple):
     """What came out of a rehearsal."""
 
-    rehearsal: Rehearsal
+    noted: Mapping[tuple[int, int, int, tuple[int, ...]], Any]
+    """See :attr:`Rehearsal.noted <smp_strategy.pipeline.rehearsal.Rehearsal>`."""
     events: list[tuple[Event, Placement]]
+    """Of the last microbatch."""
     state: Mapping[SwitchPlace, Any]
+    """What places hold in the end."""
     left: Sequence[SwitchPlace]
-    """Places in which there is something else than before, with their keys."""
-
-    def seen_by(self, stage: int) -> dict[Any, Any]:
-        """All that can be compared, as ``stage`` sees it."""
-        return {**self.rehearsal.seen_by(stage), **self.state}
+    """Places that hold something else than before, with their keys."""
 
 
 @final
-class _Rehearsals:
-    """Of one step; see :func:`find_turn_rule`, and :class:`Rehearsal` for ``truth``."""
+@dataclass(frozen=True, kw_only=True)
+class Rehearsals:
+    """Of one kind of step. All ranks of a replica come to the same result."""
 
-    def __init__(
-        self,
-        step: Step,
-        microbatch: Any,
-        surroundings: Surroundings,
-        stage_of: Mapping[str, int],
-        num_stages: int,
-        keeper: Callable[[], PrivateState],
-        truth: bool,
-    ) -> None:
-        self._step = step
-        self._microbatch = microbatch
-        self._surroundings = surroundings
-        self._num_microbatches = min(surroundings.num_microbatches, _MOST_MICROBATCHES)
-        self._stage_of = stage_of
-        self._num_stages = num_stages
-        self._keeper = keeper
-        self._truth = truth
+    step: Step
+    """The user's code."""
+    microbatch: Any
+    """What it gets."""
+    surroundings: Surroundings
+    """What it runs on."""
+    stage_of: Mapping[str, int]
+    """Stage of each unit, by name."""
+    num_stages: int
+    """Of the pipeline."""
+    private_state: Callable[[], PrivateState]
+    """Makes what keeps microbatches apart."""
 
-    def rule(self, ordered: _Outcome) -> TurnRule | None:
-        """The rule for a step that leaves ``ordered`` when microbatches run one after the other."""
-        different = self._difference(ordered, None)
-        # Times, and numbers of generators that are nobody's, differ anyway.
-        different -= self._changed(ordered, self.run(-1, in_order=True), -1) if different else set()
+    def turn_rule(self) -> TurnRule | None:
+        """The rule for the step; ``None``: microbatches are independent, or the step cannot run without values."""
+        for truth in (False, True):
+            # The step is the user's code, and the values that it reads are made up: it may raise anything.
+            try:
+                ordered = self._rehearse(truth, in_order=True)
+                self.surroundings.calls.switches.rehearse(ordered.left)
+                return self._rule(truth, ordered) if ordered.left else None
+            except EndlessError:
+                return None
+            except Exception:
+                continue
+        return None
+
+    def _rule(self, truth: bool, ordered: _Outcome) -> TurnRule | None:
+        different = self._differences(truth, ordered, None)
+        if different:
+            # Times, and random numbers from elsewhere, are others each time.
+            different -= _difference(ordered, self._rehearse(truth, in_order=True))
         if not different:
             return None
-        named = [place.name for place in ordered.left if isinstance(place.name, str)]
-        names = tuple(dict.fromkeys(name for name in named if name not in _CONTAINERS))
-        path = Trace([event for event, _ in ordered.events]).names
+        names = dict.fromkeys(place.name for place in ordered.left if isinstance(place.name, str))
         gate = gate_position(ordered.events)
-        is_enough = gate is not None and not self._difference(ordered, gate) & different
-        return TurnRule(gate if is_enough else None, path, names)
+        is_enough = gate is not None and not self._differences(truth, ordered, gate) & different
+        return TurnRule(
+            gate if is_enough else None,
+            Trace([event for event, _ in ordered.events]).names,
+            tuple(name for name in names if name not in _UNNAMED),
+        )
 
-    def _difference(self, ordered: _Outcome, gate: int | None) -> set[Any]:
-        """Where short turns, up to ``gate``, lead to something else on any stage."""
+    def _differences(self, truth: bool, ordered: _Outcome, gate: int | None) -> set[Any]:
+        """Values that are not those of ``ordered``, on any stage, if microbatches take turns up to ``gate``."""
         found = set[Any]()
-        for stage in range(self._num_stages):
+        for stage in range(self.num_stages):
             try:
-                other = self.run(stage, in_order=False, gate=gate)
-            except (Exception, EndlessError):  # of the user's code, or a refusal: in order there was none
-                return set(ordered.seen_by(stage))
-            found |= self._changed(ordered, other, stage)
+                other = self._rehearse(truth, stage, gate=gate)
+            except (Exception, EndlessError):  # in order there was none
+                return {*ordered.noted, *ordered.state}
+            found |= _difference(ordered, other, stage)
         return found
 
-    def _changed(self, ordered: _Outcome, other: _Outcome, stage: int) -> set[Any]:
-        one, two = ordered.seen_by(stage), other.seen_by(stage)
-        return {key for key in one.keys() | two.keys() if key not in one or key not in two or one[key] != two[key]}
-
-    def run(self, stage: int, *, in_order: bool, gate: int | None = None) -> _Outcome:
-        """Rehearse once; see :meth:`~smp_strategy.pipeline.turns.Turns.rehearse`."""
-        module, units, calls = self._surroundings.module, self._surroundings.units, self._surroundings.calls
-        rehearsal, device = Rehearsal(stage, truth=self._truth), self._surroundings.device
+    def _rehearse(
+        self, truth: bool, stage: int = _NO_STAGE, *, in_order: bool = False, gate: int | None = None
+    ) -> _Outcome:
+        """Rehearse once; see :class:`Rehearsal` and :meth:`~smp_strategy.pipeline.turns.Turns.rehearse`."""
+        surroundings, calls = self.surroundings, self.surroundings.calls
+        rehearsal, private = Rehearsal(stage, truth=truth), self.private_state()
         dry = Stage(
             number=-1,
-            stage_of=self._stage_of,
-            num_stages=self._num_stages,
-            oracle=self._surroundings.oracle,
+            stage_of=self.stage_of,
+            num_stages=self.num_stages,
+            oracle=surroundings.oracle,
             transport=None,
-            device=device,
+            device=surroundings.device,
             rehearsal=rehearsal,
-            replicas=self._surroundings.replicas,
+            replicas=surroundings.replicas,
         )
-        private = self._keeper()
-        microbatches = [copy.deepcopy(self._microbatch) for _ in range(self._num_microbatches)]
-        runtime_before, runtime = calls.runtime, Runtime(dry, private)
+        number = min(surroundings.num_microbatches, _MOST_MICROBATCHES)
+        microbatches = [copy.deepcopy(self.microbatch) for _ in range(number)]
+        before, runtime = calls.runtime, Runtime(dry, private)
         calls.runtime = runtime
         try:
-            with (
-                seeded(0, device),
-                untouched(module, units, computes=False),
-                variables_restored(module.modules(), self._step),
-                calls.switches.learning_nothing(),
-            ):
-                private.begin(self._step)
-                before = private.found()
-                events = runtime.rehearse(Job(step=self._step, seed=0, gate=gate), microbatches, in_order=in_order)
+            with undone(self.step, surroundings, computes=False), calls.switches.learning_nothing():
+                private.begin(self.step)
+                found = private.found()
+                events = runtime.rehearse(Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
                 state = private.found()
-                left = private.with_keys(place for place, value in state.items() if before.get(place) != value)
-                return _Outcome(rehearsal, events, state, left)
+                left = private.with_keys(place for place, value in state.items() if found.get(place) != value)
+                return _Outcome(rehearsal.noted, events, state, left)
         finally:
             runtime.close()
-            calls.runtime = runtime_before
+            calls.runtime = before
+
+
+def _difference(one: _Outcome, other: _Outcome, stage: int | None = None) -> set[Any]:
+    """Keys of values that differ; of those that calls got, the ones on ``stage``, or on any."""
+
+    def seen(outcome: _Outcome) -> dict[Any, Any]:
+        noted = outcome.noted.items()
+        # The names of events are the same on all stages: each runs the whole program.
+        here = {key: value for key, value in noted if stage is None or stage in key[3] or key[2] < 0}
+        return {**here, **outcome.state}
+
+    mine, theirs = seen(one), seen(other)
+    missing = object()
+    return {key for key in mine | theirs if mine.get(key, missing) != theirs.get(key, missing)}

@@ -30,7 +30,7 @@ from smp_strategy.delayed import DelayedModule
 from smp_strategy.dry_run import Surroundings, look_for_exposed, rescaled_tables, run_for_real
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.interception import UnitCalls
-from smp_strategy.interleaving import find_turn_rule
+from smp_strategy.interleaving import Rehearsals
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.ownership import Ownership
 from smp_strategy.partitioner.partition import Partition
@@ -302,24 +302,24 @@ class Layout:
             keep_shared: modules whose attributes add up over microbatches.
         """
         assert self.partition is not None
-        config, num_stages = self._config, self._mesh.pp
-        # Those that run their backward themselves stop at barriers, up to which one microbatch runs after the other.
-        if num_stages == 1 or config.num_microbatches(num_stages) == 1 or kind.kind == "manual":
+        surroundings = self.surroundings(optimizers)
+        # Steps that run their backward themselves stop at barriers, up to which one microbatch runs after the other.
+        if self._config.skip_tracing or surroundings.num_microbatches == 1 or kind.kind == "manual":
             return
         glue, units = self._glue_and_units(keep_shared)
-        rule = find_turn_rule(
-            kind.step,
-            kind.microbatches[0],
-            self.surroundings(optimizers),
+        rule = Rehearsals(
+            step=kind.step,
+            microbatch=kind.microbatches[0],
+            surroundings=surroundings,
             stage_of=self.partition.stage_of,
-            num_stages=num_stages,
-            keeper=lambda: self._keeper(glue, units),
-        )
+            num_stages=self._mesh.pp,
+            private_state=lambda: self._private_state(glue, units),
+        ).turn_rule()
         rules = collectives.gather_objects(rule, "how far microbatches may take turns", self._mesh.replica_group)
         found = [each for each in rules if each is not None]
         if not found:
             return
-        # One that another rank has not found out, or otherwise, must not be a plan of this one alone.
+        # Stages that went by different rules would wait for each other.
         rule = found[0] if len(set(rules)) == 1 else found[0]._replace(gate=None)
         self.timetables.turn_rules[kind.kind] = rule
         if rule.gate is None:
@@ -430,9 +430,9 @@ class Layout:
         if self._config.compile:
             for name in (name for name, owner in stage.stage_of.items() if owner == stage.number):
                 self._calls.compile(name)
-        return Runtime(stage, self._keeper(glue, units))
+        return Runtime(stage, self._private_state(glue, units))
 
-    def _keeper(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> PrivateState:
+    def _private_state(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> PrivateState:
         return PrivateState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches)
 
     def _activations(self, glue: Sequence[nn.Module]) -> Activations:

@@ -28,12 +28,21 @@ from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min
 
 from smp_strategy.random_states import global_state, set_global_state
 
-__all__ = ["Forward", "NotedForwards", "NotedMetric", "is_settling", "noted_forward", "see_state", "settle"]
+__all__ = [
+    "Forward",
+    "NotedForwards",
+    "NotedMetric",
+    "ShareValue",
+    "is_settling",
+    "noted_forward",
+    "see_state",
+    "settle",
+]
 
 _ADDING_UP = (dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_cat)
 _here = threading.local()
 
-Share = Callable[[Metric, Any], Any]
+ShareValue = Callable[[Metric, Any], Any]
 """Gives all stages the value that a metric has on the one that runs it."""
 
 
@@ -147,7 +156,7 @@ class NotedMetric:
         forwards = [forward for member in members for forward in member.forwards]
         return cls(members[0].metric, forwards, members[-1].value)
 
-    def settle(self, share: Share) -> Metric:
+    def settle(self, share: ShareValue) -> Metric:
         """The metric, which shows the value of the whole batch from now on."""
         value = value_of(self.forwards) if self.forwards else self.value
         self.metric._forward_cache = share(self.metric, value)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
-from smp_strategy.lightning.batch_values import NotedMetric, Share
+from smp_strategy.lightning.batch_values import NotedMetric, ShareValue
 from smp_strategy.lightning.loggers import merge_arguments, noting
 from smp_strategy.pipeline.joining import StepArgument
 
@@ -68,7 +68,7 @@ class LogRecorder:
     """
 
     def __init__(
-        self, module: nn.Module, *, tells_size: bool = False, share: Share = lambda metric, value: value
+        self, module: nn.Module, *, tells_size: bool = False, share: ShareValue = lambda metric, value: value
     ) -> None:
         self._module = module
         self._tells_size = tells_size

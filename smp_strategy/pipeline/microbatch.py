@@ -18,7 +18,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.samples import Path, Samples, find_samples, is_array, is_list, length_of, visited
 from smp_strategy.readers import Read
 
-__all__ = ["shown_path", "sizes_of", "split"]
+__all__ = ["refuse_other_sizes", "shown_path", "sizes_of", "split"]
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
@@ -51,18 +51,27 @@ def split(batch: Any, num_microbatches: int, known: Read | None = None) -> tuple
     sizes = (1,) * num_microbatches if samples.number is None else sizes_of(samples.number, num_microbatches)
     if len(sizes) == 1:
         return [batch], sizes if num_microbatches > 1 else (max(sizes[0], 1),)
-    if known is not None and known.others:
-        raise UnsupportedError(
-            f"The batch is made of batches of {known.number} and {', '.join(map(str, known.others))} samples, by "
-            "several data loaders, and cannot be cut between samples. Let the loaders have one batch size, or set "
-            "`microbatches=1`."
-        )
+    refuse_other_sizes(known)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     cut = [
         _cut(batch, slice(start, start + size), samples, (len(sizes), index))
         for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
     return cut, sizes
+
+
+def refuse_other_sizes(known: Read | None) -> None:
+    """A batch is about to be cut between its samples, or put together with others.
+
+    Raises:
+        UnsupportedError: it is made of batches of several data loaders, which have different sizes.
+    """
+    if known is not None and known.others:
+        raise UnsupportedError(
+            f"The batch is made of batches of {known.number} and {', '.join(map(str, known.others))} samples, by "
+            "several data loaders, and cannot be divided by samples. Let the loaders have one batch size, or set "
+            "`microbatches=1` (and `prescaled_batch=True`, its default)."
+        )
 
 
 def shown_path(path: Path) -> str:

@@ -1,8 +1,8 @@
-"""What programs of a dry run do when they take turns as those of one stage would.
+"""A dry run of microbatches that take turns as on one stage: where they pause, and which values they give to calls.
 
-They compute nothing. What Python code reads is made up, the same whenever a step is rehearsed. Where a message would
-have to come to the stage, the program pauses. Plain values that it gives to calls that run there are noted: what the
-order of turns changes shows in them.
+Nothing is computed. Values that Python code reads are made up, and are the same whenever a step is rehearsed. A program
+pauses where a message would have to come to the stage. The plain values that it gives to calls on the stage are noted,
+to be compared with those of another order of turns.
 """
 
 import hashlib
@@ -43,12 +43,13 @@ class Rehearsal:
         truth: what is made up for truth values.
 
     Attributes:
-        noted: what programs did and gave to calls, by microbatch and position.
+        noted: names of the events, and plain values that calls got, by microbatch, position, number of the argument
+            (-1: the name) and stages that run the call.
         pause: called with the number of a microbatch where it has to wait.
     """
 
     def __init__(self, stage: int, *, truth: bool) -> None:
-        self.noted: dict[tuple[Any, ...], Any] = {}
+        self.noted: dict[tuple[int, int, int, tuple[int, ...]], Any] = {}
         self.pause: Callable[[int], None] = lambda microbatch: None
         self._stage = stage
         self._truth = truth
@@ -62,13 +63,9 @@ class Rehearsal:
     def note(self, microbatch: int, position: int, name: str, placement: Placement, leaves: list[Any]) -> None:
         """The event ``name``, which gets ``leaves``, is the one at ``position``."""
         self._count()
-        self.noted[microbatch, position] = name
+        self.noted[microbatch, position, -1, ()] = name
         for number, leaf in enumerate(leaves):
             self.noted[microbatch, position, number, placement.stages] = frozen(leaf)
-
-    def seen_by(self, stage: int) -> dict[tuple[Any, ...], Any]:
-        """What was noted of calls that run on ``stage``, and names of all."""
-        return {key: value for key, value in self.noted.items() if len(key) == 2 or stage in key[3]}
 
     def exchange(self, microbatch: int, placement: Placement) -> None:
         """Values move for an event."""
@@ -91,7 +88,7 @@ class Rehearsal:
 
 
 def frozen(value: Any, levels: int = _MOST_LEVELS) -> Any:
-    """``value`` as it is now, to be compared with others; something that equals anything of its type if unknown."""
+    """A picture of ``value`` as it is now, to be compared with others; of an unknown object only its type."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if type(value) is Tensor:

@@ -1,13 +1,14 @@
-"""How far microbatches may take turns, where one finds what the one before it has left.
+"""Order of microbatches in steps that carry state from one microbatch to the next.
 
 In one process a microbatch begins when the one before it has ended, so ``self.total += loss.item()`` finds the sum up
-to then. Where microbatches take turns, a stage may have evaluated ``self.total`` before, while it waits for the loss.
-A rehearsal (:mod:`smp_strategy.interleaving`) finds steps of which the results would differ. These run by a rule:
+to then. Where microbatches take turns, a stage may have evaluated ``self.total`` before it waits for the loss. A
+rehearsal (:mod:`smp_strategy.interleaving`) finds steps whose results would differ. Such a step runs by one of two
+rules:
 
-* Up to a number of calls microbatches take turns. There each waits on its stage until those before it have ended. That
-  costs no time where all that follows are values that Python reads and one stage sends: it gets to them without
-  waiting, and nobody waits for the others.
-* If that does not help, microbatches run one after the other, without overlap of the stages.
+* Microbatches take turns up to a *gate*, a number of calls. There each waits on its stage until those before it have
+  ended. No stage idles for that if the rest of the step only reads values of one stage: that stage reaches its gate
+  when the earlier microbatches have ended there, and the other stages send nothing more.
+* Microbatches run one after the other, and stages do not overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ __all__ = ["Gate", "TurnRule", "gate_position"]
 
 
 class TurnRule(NamedTuple):
-    """How a kind of step runs of which microbatches depend on each other."""
+    """The order of microbatches in a kind of step that carries state between them."""
 
     gate: int | None
     """After how many events a microbatch waits for those before it; ``None``: it does not begin before they have

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.microbatch import shown_path
+from smp_strategy.pipeline.microbatch import refuse_other_sizes, shown_path
 from smp_strategy.pipeline.samples import Path, Samples, find_samples, is_array, length_of, visited
 from smp_strategy.readers import Read
 from smp_strategy.tensor_parallel.group import TensorGroup
@@ -62,7 +62,7 @@ def join(batch: Any, group: TensorGroup, known: Read | None = None) -> tuple[Any
         UnsupportedError: batches do not go together; on all ranks.
     """
     samples = find_samples(batch, known)
-    ranks: list[_Described] = group.objects(_described(batch, samples))
+    ranks: list[_Described] = group.objects(_described(batch, samples, known))
     _check(ranks)
     lengths = [rank.samples or 0 for rank in ranks]
     position = iter(range(len(ranks[0].leaves)))
@@ -81,9 +81,10 @@ def join(batch: Any, group: TensorGroup, known: Read | None = None) -> tuple[Any
     return visited(batch, samples.lists, visit), None if samples.number is None else Read(sum(lengths), samples.lists)
 
 
-def _described(batch: Any, samples: Samples) -> _Described:
+def _described(batch: Any, samples: Samples, known: Read | None) -> _Described:
     leaves: list[_Leaf] = []
     try:
+        refuse_other_sizes(known)
         visited(batch, samples.lists, lambda path, leaf: leaves.append(_leaf(path, leaf, samples)))
     except UnsupportedError as error:
         return _Described(None, [], str(error))

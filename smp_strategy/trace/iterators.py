@@ -1,7 +1,7 @@
-"""What code draws from iterators that modules and variables hold is drawn again.
+"""Iterators that modules and variables hold give the items of a dry run once more.
 
-``next(self.batches)`` cannot be undone. So a dry run is given a :class:`Rewindable` in the place of the iterator, which
-keeps what it has drawn; afterwards that comes once more, before the rest.
+``next(self.batches)`` cannot be undone. So a dry run gets a :class:`Rewindable` in the place of the iterator, which
+keeps the items that it gives. Afterwards these come again, before the rest.
 """
 
 import io

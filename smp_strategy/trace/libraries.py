@@ -1,4 +1,4 @@
-"""Which code is the user's own, and which belongs to libraries?"""
+"""Tells code and objects of the user from those of libraries."""
 
 import argparse
 import functools

@@ -1,8 +1,8 @@
-"""Undo what code does to objects: meters, states, plain namespaces that modules and variables hold.
+"""Undo what code does to objects that modules and variables hold: meters, namespaces, arrays, random generators.
 
-Of objects of the user's classes all attributes are put back. Of those of libraries only numbers are, which they count
-by: an object that they have made meanwhile (a connection, a file) stays, because they would make another one.
-Generators of random numbers go on where they were.
+Objects of the user's classes get back all of their attributes, and the contents of lists, dicts and sets in these.
+Objects of libraries get back their numbers only. Other things that a library has made meanwhile (a connection, a file)
+stay, because it would make them once more.
 """
 
 import copy
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from smp_strategy.trace.attributes import containers_in, refill
 from smp_strategy.trace.libraries import is_own_object
 
 __all__ = ["objects_restored"]
@@ -34,9 +35,13 @@ def objects_restored(values: Iterable[Any]) -> Iterator[None]:
     others: dict[int, Callable[[], object]] = {}
     _look_for(values, objects, others, _MOST_LEVELS)
     before = [(each, _attributes(each)) for each in objects.values()]
+    held = [value for each, attributes in before if is_own_object(each) for value in attributes.values()]
+    contents = [(each, copy.copy(each)) for each in containers_in(held)]
     try:
         yield
     finally:
+        for container, inside in contents:
+            refill(container, inside)
         for each, attributes in before:
             if is_own_object(each):
                 for name in vars(each).keys() - attributes.keys():

@@ -37,6 +37,21 @@ def test_objects_of_the_users_classes_are_as_before():
     assert array.tolist() == [0, 0]
 
 
+def test_lists_dicts_and_sets_in_them_are_as_before():
+    namespace = SimpleNamespace(values=[1.0], by_name={"a": [0]}, seen={1}, latest=collections.deque([1], maxlen=2))
+    with objects_restored([{"inner": namespace}]):
+        namespace.values.append(2.0)
+        namespace.by_name["a"].append(1)
+        namespace.by_name["b"] = []
+        namespace.seen.add(2)
+        namespace.latest.append(2)
+        namespace.latest.append(3)
+    assert namespace.values == [1.0]
+    assert namespace.by_name == {"a": [0]}
+    assert namespace.seen == {1}
+    assert namespace.latest == collections.deque([1], maxlen=2)
+
+
 def test_they_are_after_an_error_too():
     meter = Meter()
     with pytest.raises(ZeroDivisionError), objects_restored([meter]):
