@@ -87,6 +87,8 @@ class ProcessMesh:
         is_sharded, is_split = self.shard_group is not None, self.tp_group is not None
         self._all_replicas = self._mine(shape.groups("dp_replicate", "dp_shard")) if is_sharded else None
         self._all_parts = self._mine(shape.groups("pp", "tp")) if is_split else None
+        has_sums = shape.dp > 1 and not is_sharded
+        self._sums = self._mine(shape.groups("dp_replicate", "dp_shard")) if has_sums else None
         self.stage = shape.pp - 1 - self.pp_rank
         self.stage_ranks = tuple(reversed(shape.group(self.rank, "pp")))
         self._saving_groups: dict[str, dist.ProcessGroup] = {}
@@ -106,6 +108,14 @@ class ProcessMesh:
     def dp_group(self) -> dist.ProcessGroup:
         """All replicas; a rank in it is ``dp_rank``. ``replicate_group`` where nothing is sharded."""
         return self._all_replicas or self.replicate_group
+
+    @property
+    def sum_group(self) -> dist.ProcessGroup:
+        """All replicas, for the sums of gradients.
+
+        Nothing else travels there: gloo would take a reduction that only some ranks make for one of the sums.
+        """
+        return self._sums or self.dp_group
 
     @property
     def replica_group(self) -> dist.ProcessGroup:
@@ -177,7 +187,7 @@ class ProcessMesh:
 
     def close(self) -> None:
         """Let go of the process groups; the mesh is of no use afterwards."""
-        del self.device_mesh, self.shard_group, self.tp_group, self._all_replicas, self._all_parts
+        del self.device_mesh, self.shard_group, self.tp_group, self._all_replicas, self._all_parts, self._sums
         self.__dict__.pop("_alone", None)
         self._along.clear()
         self._groups.clear()

@@ -51,6 +51,8 @@ class DataGroups:
         self._between_firsts: Any = None
         self._among_readers: Any = dist.group.WORLD
         if self._num > 1:
+            # Torch would wait for other ranks in the making of the group, unwatched and with Python's lock.
+            collectives.barrier(_GATHER)
             self._between_firsts = dist.new_group(firsts, timeout=timeout)
         if self._num > 1 and len(self.readers) > 1:
             self._among_readers, _ = dist.new_subgroups_by_enumeration([list(each) for each in data_ranks], timeout)

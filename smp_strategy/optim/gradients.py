@@ -55,5 +55,8 @@ def sum_gradients(
 def _present_anywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
     """Those that have a gradient on some rank of ``group``."""
     present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
-    collectives.all_reduce(present, dist.ReduceOp.MAX, group=group, doing="which gradients there are").wait()
-    return [parameter for parameter, here in zip(parameters, present.tolist(), strict=True) if here]
+    # Not a reduction, which gloo would take for one of the sums of a rank that has gone on to these.
+    found = [torch.empty_like(present) for _ in range(dist.get_world_size(group))]
+    collectives.all_gather(found, present, group=group, doing="which gradients there are").wait()
+    anywhere = torch.stack(found).amax(0).tolist()
+    return [parameter for parameter, here in zip(parameters, anywhere, strict=True) if here]

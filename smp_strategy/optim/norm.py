@@ -73,6 +73,6 @@ def global_norm(
         norms[0] = of_ranks[0]
         norms[0, split] = torch.linalg.vector_norm(of_ranks[:, split], norm_type, dim=0)
     for group in groups:
-        collectives.all_reduce(norms, group=group, doing=_NORM).wait()
+        collectives.reduce_numbers(norms, group=group, doing=_NORM).wait()
     found = norms[0, norms[1] > 0]
     return torch.linalg.vector_norm(found, norm_type) if len(found) else norms.new_zeros(())

@@ -47,7 +47,7 @@ def agreed(found: Found, device: torch.device) -> Found:
     """The worst that a rank has found. Collective over all ranks."""
     order = list(Found)
     worst = torch.tensor(order.index(found), dtype=torch.int32, device=device)
-    collectives.all_reduce(worst, dist.ReduceOp.MAX, group=None, doing="whether gradients have overflowed").wait()
+    collectives.reduce_numbers(worst, dist.ReduceOp.MAX, group=None, doing="whether gradients have overflowed").wait()
     return order[int(worst.item())]
 
 

@@ -88,7 +88,7 @@ class Reduction:
         if self._mesh.dp == 1 or self._pending or not self._overlaps or not parameters:
             return None
         buckets = self._sharding.buckets(parameters)
-        return Sums(buckets, self._mesh.dp_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype)
+        return Sums(buckets, self._mesh.sum_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype)
 
     def finish(self, sums: Sums) -> tuple[dict[nn.Parameter, Tensor], Notes]:
         """Wait for averages that :meth:`start` has begun. Where some were sent too early, the next ones are not."""
@@ -136,7 +136,7 @@ class Reduction:
             sum_gradients([parameter for parameter in members if parameter in wanted], group)
         mine = self._in_order(wanted)
         if self._mesh.dp > 1:
-            group, dealt_out = self._mesh.dp_group, self._sharding.buckets
+            group, dealt_out = self._mesh.sum_group, self._sharding.buckets
             sum_gradients(mine, group, factor=1 / self._mesh.dp, dealt_out=dealt_out, dtype=self._dtype)
         self._sharding.put_averages_back(mine)
         self._pending = self._pending - wanted
@@ -145,7 +145,7 @@ class Reduction:
         """The mean of the replicas' ``value``. Collective."""
         if self._mesh.dp > 1:
             value = value.clone()
-            collectives.all_reduce(value, group=self._mesh.dp_group, doing="the mean over replicas").wait()
+            collectives.reduce_numbers(value, group=self._mesh.dp_group, doing="the mean over replicas").wait()
             value.div_(self._mesh.dp)
         return value
 

@@ -102,7 +102,7 @@ class ReplicaBuffers:
 
     def _agreed(self, notes: Notes) -> Notes:
         said = torch.tensor(notes, dtype=torch.int32, device="cpu")
-        collectives.all_reduce(said, dist.ReduceOp.MAX, group=self._group, doing=_BUFFERS).wait()
+        collectives.reduce_numbers(said, dist.ReduceOp.MAX, group=self._group, doing=_BUFFERS).wait()
         return said.tolist()
 
     def _changed(self, number: int, held: dict[str, Tensor | None]) -> int:

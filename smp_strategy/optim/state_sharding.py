@@ -140,7 +140,7 @@ class StateSharding:
         # Most calls change nothing: who is told to train in each step does so already.
         is_new = torch.tensor(float(changed), device=members[0].device)
         group = self._mesh.dp_group
-        collectives.all_reduce(is_new, dist.ReduceOp.MAX, group=group, doing="whether weights have changed").wait()
+        collectives.reduce_numbers(is_new, dist.ReduceOp.MAX, group=group, doing="whether weights have changed").wait()
         for shares in self._rounds(members) if is_new else ():
             self._pass_on(shares)
 

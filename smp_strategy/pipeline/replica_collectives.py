@@ -32,6 +32,7 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.pipeline.alike import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.trace.tree import flatten
+from smp_strategy.waiting.watch import watch_of
 
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
@@ -297,7 +298,10 @@ class ReplicaCollectives:
                     if among in entry.signature.parameters and given.get(name) is not None:
                         given[among] = given.pop(name)
             given["group"] = replicas.group
-            return entry.original(**given)
+            if entry.name in _MESSAGES or replicas.group is None:
+                return entry.original(**given)
+            with watch_of().calling(replicas.group, f"`{entry.name}` in the step"):
+                return entry.original(**given)
         self._refuse_mixing(entry.name, group)
         if not self._meets_now and isinstance(group, dist.ProcessGroup):
             return self._alone(entry, given, ReplicaNumber(group.rank(), group.size()))

@@ -132,7 +132,8 @@ class Watch:
         self._process = (socket.gethostname(), getpid())
         self._stop = threading.Event()
         arguments = (ref(self), self._stop)
-        threading.Thread(target=_look_on, args=arguments, name="smp watch", daemon=True).start()
+        self._thread = threading.Thread(target=_look_on, args=arguments, name="smp watch", daemon=True)
+        self._thread.start()
         call_at_exit(self.close)
 
     def begin(self, group: dist.ProcessGroup, doing: str) -> Meeting:
@@ -188,6 +189,29 @@ class Watch:
         finally:
             self._wait = before
 
+    @contextmanager
+    def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+        """In here a collective of torch's own is called, which may wait, and whose errors are the caller's.
+
+        Args:
+            group: whose collective it is.
+            doing: as for :meth:`begin`.
+
+        Raises:
+            ApartError: it will never be over.
+        """
+        meeting = self.begin(group, doing)
+        before, wait = self._wait, _Wait(lambda: meeting.needs, group, doing)
+        self._wait = wait
+        try:
+            yield
+        except RuntimeError:
+            if wait.verdict is not None:
+                raise wait.verdict from None
+            raise
+        finally:
+            self._wait = before
+
     def poll(self) -> None:
         """Called again and again by whoever waits by looking again and again, inside of :meth:`waiting`."""
         if self._wait is not None and self._wait.verdict is not None:
@@ -212,8 +236,9 @@ class Watch:
             self._apart.discard(ident)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. In the middle of breaking off a wait it would abort a process that ends without it."""
         self._stop.set()
+        self._thread.join(PATIENCE_SECONDS)
         if self._call is not None:
             self._call.within(FAREWELL_SECONDS)
 

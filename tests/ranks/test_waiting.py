@@ -50,6 +50,17 @@ def one_more_collective(rank, groups):
     collectives.barrier("saving", groups[0])
 
 
+def numbers_against_a_sum(rank, groups):
+    if rank == 0:
+        collectives.reduce_numbers(torch.ones(2), group=groups[0], doing="a norm").wait()
+    else:
+        reduced(groups[0], "sums of gradients", 1000)
+
+
+def other_numbers(rank, groups):
+    collectives.reduce_numbers(torch.ones(2 + rank), group=groups[0], doing=f"the number {rank}").wait()
+
+
 def two_groups(rank, groups):
     reduced(groups[rank], f"the sum {rank}")
     reduced(groups[1 - rank], f"the sum {1 - rank}")
@@ -88,6 +99,8 @@ def test_ranks_in_different_calls_are_told_at_once_where_both_are(part):
     ("part", "waits"),
     [
         (two_groups, ("the sum 0", "the sum 1")),
+        (numbers_against_a_sum, ("a norm", "sums of gradients")),
+        (other_numbers, ("the number 0", "the number 1")),
         (objects_against_a_sum, ("what ranks write", "sums of gradients")),
         (shards_against_a_decision, ("a decision of rank 0", "parts of weights")),
         (a_message_that_nobody_sends, ("a part of a state", "saving")),
@@ -235,3 +248,19 @@ def test_what_ranks_tell_each_other_arrives():
         assert told == ["from", 2]
         assert collected == ([(each, "y" * 10 * each) for each in range(3)] if rank == 1 else [])
         assert sent == ([2.0, 3.0, 4.0] if rank == 0 else [rank, rank + 1, rank + 2])
+
+
+def numbers_of_three():
+    group = dist.new_group(range(3))
+    found = []
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        each = torch.tensor([1.0, dist.get_rank()])
+        collectives.reduce_numbers(each, op, group=group, doing="numbers").wait()
+        found.append(each.tolist())
+    one = torch.tensor(dist.get_rank())
+    collectives.reduce_numbers(one, dist.ReduceOp.MAX, group=group, doing="one number").wait()
+    return found, one.item()
+
+
+def test_numbers_are_reduced_alike_on_all_ranks():
+    assert run_ranks(numbers_of_three, 3, timeout=60) == [([[3.0, 3.0], [1.0, 2.0], [1.0, 0.0]], 2)] * 3
