@@ -122,7 +122,7 @@ class Watch:
         self._apart: set[int] = set()
         self._begun: dict[str, _Begun] = {}
         # The thread's: what it has seen, and since when.
-        self._observed: _Wait | None = None
+        self._observed: ref[_Wait] | None = None  # not the wait itself, which keeps its group alive
         self._since = self._published = time.monotonic()
         self._turn = self._tick = 0
         self._call: StoreCall[dict[int, Position] | SMPError] | None = None
@@ -247,8 +247,8 @@ class Watch:
     def look(self) -> None:
         """Once in a while."""
         now, wait = time.monotonic(), self._wait
-        if wait is not self._observed:
-            self._observed, self._since, self._before, self._signs = wait, now, {}, {}
+        if wait is not (self._observed and self._observed()):
+            self._observed, self._since, self._before, self._signs = wait and ref(wait), now, {}, {}
             self._turn += 1
             self._has_told = False
         waited = 0.0 if wait is None else now - self._since

@@ -97,6 +97,8 @@ LEAVING = """
     from lightning.pytorch import Trainer
     from lightning_toy import toy_loader, toy_module
     from smp_strategy import SMPStrategy
+    from smp_strategy.waiting.watch import watch_of
+    import torch.distributed as dist
     quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
     for layout in (
         dict(microbatches=2),
@@ -108,6 +110,10 @@ LEAVING = """
         trainer.fit(module, toy_loader())
         trainer.test(module, toy_loader(shuffle=False), verbose=False)
         tell()
+    # The last look of the watch fell into a wait.
+    watch_of().close()
+    with watch_of().waiting(list, dist.group.WORLD, "others"):
+        watch_of().look()
 """
 
 
