@@ -1,7 +1,8 @@
 """Calls of units go through the runtime; hooks that the user registered on them stay outside of it.
 
 The ``forward`` of each unit is replaced on the instance, so ``unit(...)`` still runs its hooks, on every stage, with
-placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_back` leaves no trace.
+placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_back` leaves no trace. Meanwhile
+collectives that the user calls outside of steps are watched.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from smp_strategy.activations.inside import PartCalls
 from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
+from smp_strategy.pipeline.replica_collectives import CollectivesOutside
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.switches import Switches
 from smp_strategy.pipeline.weight_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
@@ -58,6 +60,7 @@ class UnitCalls:
         self._callees: dict[str, Callee] = {}
         self._forwards: dict[str, Callable[..., Any]] = {}
         self._weight_hooks: dict[str, dict[int, Callable[..., Any]]] = {}
+        self._collectives: CollectivesOutside | None = None
 
     @property
     def are_intercepted(self) -> bool:
@@ -84,6 +87,7 @@ class UnitCalls:
 
     def intercept(self, units: Sequence[Unit]) -> None:
         """Let calls of ``units`` come here."""
+        self._collectives = CollectivesOutside()
         for unit in units:
             self._intercept(unit)
 
@@ -93,6 +97,8 @@ class UnitCalls:
         if self._parts is not None:
             self._parts.give_back()
             self._parts = None
+        if self._collectives is not None:
+            self._collectives.close()
         self._stand_ins.give_back()
         for name, module in self._units.items():
             show_backward_hooks(module)

@@ -11,16 +11,22 @@ The values travel to all stages: a metric of the logits costs as many bytes as t
 
 A metric inside of a unit is updated where the unit runs. Outside of steps, ``compute`` gives all stages its sums first,
 and what is logged of a step the value.
+
+When a run has ended, a metric is an ordinary one again that has its sums on all ranks. ``compute`` still adds them up
+over the replicas, until the next run.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from smp_strategy.engine import Engine
 from smp_strategy.lightning.batch_values import is_settling, noted_forward, see_state
@@ -46,14 +52,23 @@ class MetricUpdates:
     def install(self) -> None:
         """Replace them on the instances."""
         for metric in self._metrics:
+            if isinstance(metric.dist_sync_fn, _FromReplicas):
+                metric.dist_sync_fn = None
             self._replace(metric, "forward", self._with_forward(metric))
             self._replace(metric, "update", self._with_values(metric.update, lambda: None))
             self._replace(metric, "compute", self._with_sums(metric))
             if metric.process_group is None:
                 self._replace(metric, "process_group", self._engine.mesh.dp_group)
 
-    def remove(self) -> None:
-        """Give the methods back."""
+    def remove(self, *, failed: bool) -> None:
+        """Give the methods back. Collective, unless the run has ``failed``."""
+        mesh = self._engine.mesh
+        for metric in self._metrics:
+            stage = self._engine.stage_of(metric)
+            if stage is not None and not failed:
+                _share_sums(metric, stage, mesh)
+            if metric.process_group is mesh.dp_group and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = _FromReplicas(mesh.dp_group)
         for metric, name, before in reversed(self._before):
             if before is None:
                 del metric.__dict__[name]
@@ -90,6 +105,21 @@ class MetricUpdates:
             return compute()
 
         return run
+
+
+@final
+class _FromReplicas:
+    """Gathers a tensor from the replicas, for a metric of a run that has ended. A copy of it in a file is ``None``."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = ref(group)
+
+    def __call__(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+        found: list[Tensor] = gather_all_tensors(tensor, self._group() if group is None else group)
+        return found
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return type(None), ()
 
 
 def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:

@@ -82,7 +82,7 @@ class StopSignal:
 
     def _ask(self) -> None:
         flag = torch.tensor(self._has_come, dtype=torch.uint8, device="cpu")
-        asked = collectives.all_reduce(flag, dist.ReduceOp.MAX, group=None, doing="the next training step")
+        asked = collectives.reduce_numbers(flag, dist.ReduceOp.MAX, group=None, doing="the next training step")
         self._pending = asked, flag
 
     def _look(self) -> None:

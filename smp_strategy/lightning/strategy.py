@@ -246,7 +246,7 @@ class SMPHooks(CheckpointHooks):
     def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
         """Replace what has to know of other ranks in this run, on the instances."""
         updates = MetricUpdates(self.engine, module)
-        self._stand_ins.callback(updates.remove)
+        self._stand_ins.callback(lambda: updates.remove(failed=self._has_failed))
         updates.install()
         hooks = UserHooks(self.engine, module, self.tree)
         self._stand_ins.callback(hooks.remove)

@@ -8,15 +8,16 @@ Where nobody else is there to be met, in a dry run or with a single replica, it 
 (:mod:`smp_strategy.pipeline.alike`).
 
 These functions are known by many names (``from torch.distributed import all_gather``), so what they do is exchanged in
-the functions themselves, as long as there is a runtime; outside of its steps they do what they did. Who asks decides:
-calls of this package, whose groups may have the ranks of the default one, do what they always do. Those of its doors
-are the user's.
+the functions themselves, as long as a model is trained; outside of its steps they do what they did, and are watched
+(:mod:`smp_strategy.waiting`). Who asks decides: calls of this package, whose groups may have the ranks of the default
+one, do what they always do. Those of its doors are the user's.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -32,12 +33,12 @@ from smp_strategy.mesh import ProcessMesh
 from smp_strategy.pipeline.alike import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.pipeline.placed import PlacedTensor
 from smp_strategy.trace.tree import flatten
-from smp_strategy.waiting.watch import watch_of
+from smp_strategy.waiting.watch import Meeting, watch_of
 
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["ReplicaCollectives", "Replicas", "replicas_of"]
+__all__ = ["CollectivesOutside", "ReplicaCollectives", "Replicas", "replicas_of"]
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "__new__", "__init__"})
 _OBJECTS = frozenset({"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"})
@@ -95,6 +96,11 @@ class _Exchanged(NamedTuple):
     signature: inspect.Signature
     is_functional: bool = False
 
+    @property
+    def waits(self) -> bool:
+        """Whether all ranks of a group must call it."""
+        return not self.is_functional and self.name in AS_IF_ALIKE and self.name not in _MESSAGES
+
 
 def _entry(owner: Any, name: str, *, is_functional: bool = False) -> _Exchanged:
     function = inspect.unwrap(getattr(owner, name))
@@ -124,14 +130,30 @@ class _Exchange:
     """What the functions know while their work is exchanged: who has a use for that, and whose step is open."""
 
     def __init__(self) -> None:
-        self.users: list[ReplicaCollectives] = []
+        self.users: list[object] = []
         self.opened: list[ReplicaCollectives] = []
+
+    def leave(self, user: object) -> None:
+        """``user`` has no use for it any more."""
+        if user in self.users:
+            self.users.remove(user)
+            if not self.users:
+                _give_back()
+
+    def outside(self, entry: _Exchanged, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call outside of steps returns."""
+        if not entry.waits or _asks_package() or not dist.is_initialized():
+            return entry.original(*args, **kwargs)
+        group = entry.signature.bind(*args, **kwargs).arguments.get("group") or dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            return entry.original(*args, **kwargs)
+        return _watched(lambda: entry.original(*args, **kwargs), group, f"`{entry.name}`")
 
 
 def _elsewhere(*args: Any, smp_entry: _Exchanged, smp_exchange: _Exchange, **kwargs: Any) -> Any:
     """Its code is what the functions do instead."""
     if not smp_exchange.opened:
-        return smp_entry.original(*args, **kwargs)
+        return smp_exchange.outside(smp_entry, args, kwargs)
     return smp_exchange.opened[-1].answer(smp_entry, args, kwargs)
 
 
@@ -153,6 +175,32 @@ def _give_back() -> None:
         entry.function.__kwdefaults__ = None
 
 
+def _watched(call: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> Any:
+    """What ``call`` of a collective of ``group`` returns."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()  # the order of collectives in other threads is the user's business
+    meeting = watch_of().begin(group, doing)
+    with watch_of().calling(meeting):
+        result = call()
+    return _Pending(result, meeting) if isinstance(result, dist.Work) else result
+
+
+@final
+class _Pending:
+    """What an asynchronous collective returns, watched while it is waited for."""
+
+    def __init__(self, work: dist.Work, meeting: Meeting) -> None:
+        self._work = work
+        self._meeting = meeting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        with watch_of().calling(self._meeting):
+            return self._work.wait(*args, **kwargs)
+
+
 @final
 class _Done:
     """What an asynchronous collective returns that is over."""
@@ -170,6 +218,19 @@ class _Done:
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(None)
         return future
+
+
+@final
+class CollectivesOutside:
+    """Those that hooks and scripts call are watched, from now on until this is closed."""
+
+    def __init__(self) -> None:
+        self._exchange = _exchange()
+        self._exchange.users.append(self)
+
+    def close(self) -> None:
+        """They are not any more."""
+        self._exchange.leave(self)
 
 
 @final
@@ -198,10 +259,7 @@ class ReplicaCollectives:
 
     def close(self) -> None:
         """There will be no more steps."""
-        if self in self._exchange.users:
-            self._exchange.users.remove(self)
-            if not self._exchange.users:
-                _give_back()
+        self._exchange.leave(self)
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -300,8 +358,7 @@ class ReplicaCollectives:
             given["group"] = replicas.group
             if entry.name in _MESSAGES or replicas.group is None:
                 return entry.original(**given)
-            with watch_of().calling(replicas.group, f"`{entry.name}` in the step"):
-                return entry.original(**given)
+            return _watched(lambda: entry.original(**given), replicas.group, f"`{entry.name}` in the step")
         self._refuse_mixing(entry.name, group)
         if not self._meets_now and isinstance(group, dist.ProcessGroup):
             return self._alone(entry, given, ReplicaNumber(group.rank(), group.size()))

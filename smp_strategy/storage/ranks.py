@@ -34,7 +34,7 @@ class Ranks:
         if self._group is None:
             return lambda: here
         flag = torch.tensor(int(here))
-        work = collectives.all_reduce(flag, dist.ReduceOp.MAX, group=self._group, doing="whether ranks can write")
+        work = collectives.reduce_numbers(flag, dist.ReduceOp.MAX, group=self._group, doing="whether ranks can write")
 
         def answer() -> bool:
             work.wait()

@@ -190,18 +190,13 @@ class Watch:
             self._wait = before
 
     @contextmanager
-    def calling(self, group: dist.ProcessGroup, doing: str) -> Iterator[None]:
-        """In here a collective of torch's own is called, which may wait, and whose errors are the caller's.
-
-        Args:
-            group: whose collective it is.
-            doing: as for :meth:`begin`.
+    def calling(self, meeting: Meeting) -> Iterator[None]:
+        """In here the user calls a collective, which may wait, and whose errors are the user's.
 
         Raises:
             ApartError: it will never be over.
         """
-        meeting = self.begin(group, doing)
-        before, wait = self._wait, _Wait(lambda: meeting.needs, group, doing)
+        before, wait = self._wait, _Wait(lambda: meeting.needs, meeting.group, meeting.doing)
         self._wait = wait
         try:
             yield

@@ -1,5 +1,8 @@
 """Metric objects aggregate what one process aggregates, on every rank."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from lightning_toy import CLASSES, metrics_of, on_ranks, quiet, toy_loader, toy_module, toy_trainer
@@ -72,3 +75,54 @@ def test_replicas_count_each_sample_once(tmp_path):
     for metrics, _, _ in on_ranks(fit, 4, tmp_path, {"pipeline_parallel_degree": 2, "microbatches": 2}):
         assert metrics["count"] == expected["count"] == 48
         assert metrics["sum of labels"] == expected["sum of labels"]
+
+
+class Counting(torch.nn.Linear):
+    """A unit with a metric."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.largest = CatMetric()
+
+    def forward(self, values):
+        found = super().forward(values)
+        self.largest.update(found.detach().amax(1))
+        return found
+
+
+def count_samples(self, batch, batch_idx):
+    self.labels.update(batch[1].float())
+    return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def fit_and_compute(folder, smp):
+    module = toy_module(training_step=count_samples, configure_optimizers=lambda self: None)
+    module.labels = CatMetric()
+    module.net[-1] = Counting(module.net[-1].in_features, module.net[-1].out_features)
+    found = []
+    for _ in range(2):
+        trainer = toy_trainer(folder, smp=smp)
+        trainer.fit(module, toy_loader(shuffle=False))
+        found += [metric.compute().sort().values.tolist() for metric in (module.labels, module.net[-1].largest)]
+    copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module.labels))
+    assert copies[0].labels.dist_sync_fn is copies[1].dist_sync_fn is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "smp"),
+    [
+        (2, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+        (4, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+        (2, {"tensor_parallel_degree": 2}),
+        (2, {"sharded_data_parallel_degree": 2}),
+    ],
+)
+def test_after_a_run_metrics_still_are_those_of_one_process(ranks, smp, tmp_path):
+    with quiet():
+        expected = fit_and_compute(tmp_path, None)
+    assert [len(values) for values in expected] == [96, 96, 192, 192]  # two epochs of 48 samples, twice
+    for found in on_ranks(fit_and_compute, ranks, tmp_path, smp):
+        assert len(found) == len(expected)
+        for values, others in zip(found, expected, strict=True):
+            assert values == pytest.approx(others, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Whole replicas that part: their reductions differ in size and kind, and all of them are told so, within seconds."""
+"""Ranks that part: their collectives differ in size and kind, and all of them are told so, within seconds."""
 
 import os
 import time
@@ -111,6 +111,24 @@ class Clips(Model):
             self.clip_gradients(optimizer, 0.1, "norm")
 
 
+class CallsABarrier(Model):
+    def on_train_batch_end(self, *args):
+        if self.parts:
+            dist.barrier()
+
+
+class ReducesLater(Model):
+    def on_train_start(self):
+        if self.trainer.global_rank == 1:
+            dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+class TellsObjects(Model):
+    def on_train_epoch_end(self):
+        if self.global_rank == 0:
+            dist.all_gather_object([None, None], "alone")
+
+
 KINDS = [Stops, StopsAfterAnEpoch, Skips, HasFewerBatches, Saves, Logs, LogsInAStep, ReducesInAStep]
 KINDS += [WaitsAtABarrier]
 
@@ -139,6 +157,13 @@ def is_told(found):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda value: value.__name__)
 def test_replicas_that_part_are_told_so(kind, layout, setting, tmp_path):
     assert is_told(run_ranks(fit, 2, LAYOUTS[layout], kind, str(tmp_path), SETTINGS[setting], timeout=60))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "pp2", "tp2"])
+@pytest.mark.parametrize("kind", [CallsABarrier, ReducesLater, TellsObjects], ids=lambda value: value.__name__)
+def test_a_collective_of_torch_that_one_rank_calls_in_a_hook_is_told(kind, layout, tmp_path):
+    smp = {**LAYOUTS, "pp2": {"microbatches": 2}, "tp2": {"tensor_parallel_degree": 2}}[layout]
+    assert is_told(run_ranks(fit, 2, smp, kind, str(tmp_path), SETTINGS["plain"], timeout=60))
 
 
 @pytest.mark.parametrize("layout", ["zero1", "sdp2"])
