@@ -94,8 +94,8 @@ def run_count() -> list[int]:
 def test_sharding_makes_its_groups_only_where_something_is_sharded():
     counts = run_ranks(run_count, 4)[0]
     made = [after - before for before, after in itertools.pairwise(counts)]
-    # Replicas are all ranks, and have a group beside the default one. Then two axes, and all replicas.
-    assert made == [1, 3]
+    # Replicas are all ranks, and have two groups beside the default one. Then two axes, and all replicas.
+    assert made == [2, 3]
 
 
 def run_chain() -> None:
