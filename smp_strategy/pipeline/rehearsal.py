@@ -6,6 +6,7 @@ to be compared with those of another order of turns.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, final
 
@@ -19,8 +20,10 @@ from smp_strategy.trace.libraries import is_own_object
 
 __all__ = ["EndlessError", "Rehearsal", "frozen"]
 
-# Calls and reads of all microbatches. Loops that end where values say so (beam search) may not end with made-up ones.
+# Calls and reads of all microbatches. Loops that end where values say so may not end with made-up ones.
 _MOST_EVENTS = 10_000
+# So many truth values in a row are the same in a microbatch. Loops that end by one (generation of text) end then.
+_SAME_TRUTHS = 16
 
 # Of larger tensors so many elements are compared, evenly distributed.
 _MOST_ELEMENTS = 1 << 20
@@ -40,7 +43,7 @@ class Rehearsal:
 
     Args:
         stage: whose turns these are; -1: none waits for anything.
-        truth: what is made up for truth values.
+        truth: what is made up for the first truth values.
 
     Attributes:
         noted: names of the events, and plain values that calls got, by microbatch, position, number of the argument
@@ -54,6 +57,7 @@ class Rehearsal:
         self._stage = stage
         self._truth = truth
         self._num_events = 0
+        self._num_truths: Counter[int] = Counter()  # by microbatch
 
     def _count(self) -> None:
         self._num_events += 1
@@ -79,7 +83,9 @@ class Rehearsal:
             return leaf
         spec = leaf.spec
         if spec.dtype == torch.bool:
-            return torch.full(spec.size, self._truth)
+            number = self._num_truths[leaf.program.microbatch]
+            self._num_truths[leaf.program.microbatch] += 1
+            return torch.full(spec.size, self._truth ^ bool(number // _SAME_TRUTHS % 2))
         if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             return torch.ones(spec.size, dtype=spec.dtype)
         # Another one for each microbatch and value, between 0 and 1.
