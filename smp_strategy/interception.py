@@ -97,8 +97,6 @@ class UnitCalls:
         if self._parts is not None:
             self._parts.give_back()
             self._parts = None
-        if self._collectives is not None:
-            self._collectives.close()
         self._stand_ins.give_back()
         for name, module in self._units.items():
             show_backward_hooks(module)
@@ -111,7 +109,9 @@ class UnitCalls:
             self.halves.let_go()
 
     def close(self) -> None:
-        """End the runtime's threads."""
+        """End the runtime's threads; collectives are not watched any more."""
+        if self._collectives is not None:
+            self._collectives.close()
         if self.runtime is not None:
             self.runtime.close()
             self.runtime = None

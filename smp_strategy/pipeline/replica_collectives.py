@@ -144,7 +144,8 @@ class _Exchange:
         """What a call outside of steps returns."""
         if not entry.waits or _asks_package() or not dist.is_initialized():
             return entry.original(*args, **kwargs)
-        group = entry.signature.bind(*args, **kwargs).arguments.get("group") or dist.group.WORLD
+        group = entry.signature.bind(*args, **kwargs).arguments.get("group")
+        group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup):
             return entry.original(*args, **kwargs)
         return _watched(lambda: entry.original(*args, **kwargs), group, f"`{entry.name}`")
