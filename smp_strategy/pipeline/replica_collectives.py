@@ -142,7 +142,9 @@ class _Exchange:
 
     def outside(self, entry: _Exchanged, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a call outside of steps returns."""
-        if not entry.waits or _asks_package() or not dist.is_initialized():
+        # In which order the user's own threads call them is the user's business.
+        is_apart = threading.current_thread() is not threading.main_thread()
+        if not entry.waits or is_apart or _asks_package() or not dist.is_initialized():
             return entry.original(*args, **kwargs)
         group = entry.signature.bind(*args, **kwargs).arguments.get("group")
         group = dist.group.WORLD if group is None else group
@@ -178,8 +180,6 @@ def _give_back() -> None:
 
 def _watched(call: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> Any:
     """What ``call`` of a collective of ``group`` returns."""
-    if threading.current_thread() is not threading.main_thread():
-        return call()  # the order of collectives in other threads is the user's business
     meeting = watch_of().begin(group, doing)
     with watch_of().calling(meeting):
         result = call()
