@@ -124,7 +124,9 @@ class _Ways:
         self._events = trace.events
         # No way can be shorter than on the fastest stage.
         fastest = max(setting.stage_speeds, default=1.0)
-        self._work = [work.get(position, Work()) for position in range(len(trace.events))]
+        # Reads and what is given take no time in a step (`route`), whatever they are said to cost.
+        computing = {position for position, event in enumerate(trace.events) if event.kind in ("unit", "op")}
+        self._work = [work.get(p, Work()) if p in computing else Work() for p in range(len(trace.events))]
         self._forward = [each.forward / fastest for each in self._work]
         self._backward = [
             (each.input_gradient if setting.splits_backward else each.backward) / fastest for each in self._work

@@ -22,7 +22,7 @@ from smp_strategy.planning import (
 )
 from smp_strategy.relief import Relief
 from smp_strategy.trace.effort import Effort, Efforts
-from smp_strategy.trace.events import Trace
+from smp_strategy.trace.events import Event, Trace
 from smp_strategy.trace.kept import Kept, Memory
 from smp_strategy.trace.machine import HostLink, Machine
 from smp_strategy.trace.work import Link, Work
@@ -98,6 +98,16 @@ def test_of_several_policies_the_one_with_the_fastest_partition_is_taken():
     alone = {policy.name: best_partition(config(), gpt(), 2, policies=[policy]) for policy in policies}
     assert best.schedule == "zb-h2"
     assert best.cost == min(partition.cost for partition in alone.values())
+
+
+def test_a_read_takes_no_time_whatever_it_is_said_to_cost():
+    trace, work = chain([Work(1, 1, 1)] * 4)
+    read = Event("read", "item", trace.events[-1].outputs, ())
+    windows, expected = (
+        problem_under(config(), gpt(trace=Trace([*trace.events, read], None), work=each), 2, Policy("1f1b")).windows
+        for each in ({**work, 4: Work(100.0)}, work)
+    )
+    assert windows == expected
 
 
 def test_auto_chooses_a_layout_with_a_policy_and_another_schedule_keeps_its_name():
