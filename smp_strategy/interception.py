@@ -17,7 +17,7 @@ from smp_strategy.activations.inside import PartCalls
 from smp_strategy.activations.treatment import Treatment
 from smp_strategy.errors import SMPError
 from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
-from smp_strategy.pipeline.replica_collectives import CollectivesOutside
+from smp_strategy.pipeline.replica_collectives import WatchedCollectives
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.switches import Switches
 from smp_strategy.pipeline.weight_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
@@ -60,7 +60,7 @@ class UnitCalls:
         self._callees: dict[str, Callee] = {}
         self._forwards: dict[str, Callable[..., Any]] = {}
         self._weight_hooks: dict[str, dict[int, Callable[..., Any]]] = {}
-        self._collectives: CollectivesOutside | None = None
+        self._watched_collectives: WatchedCollectives | None = None
 
     @property
     def are_intercepted(self) -> bool:
@@ -87,7 +87,7 @@ class UnitCalls:
 
     def intercept(self, units: Sequence[Unit]) -> None:
         """Let calls of ``units`` come here."""
-        self._collectives = CollectivesOutside()
+        self._watched_collectives = WatchedCollectives()
         for unit in units:
             self._intercept(unit)
 
@@ -110,8 +110,8 @@ class UnitCalls:
 
     def close(self) -> None:
         """End the runtime's threads; collectives are not watched any more."""
-        if self._collectives is not None:
-            self._collectives.close()
+        if self._watched_collectives is not None:
+            self._watched_collectives.close()
         if self.runtime is not None:
             self.runtime.close()
             self.runtime = None

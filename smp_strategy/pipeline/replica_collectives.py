@@ -38,7 +38,7 @@ from smp_strategy.waiting.watch import Meeting, watch_of
 if TYPE_CHECKING:
     from smp_strategy.pipeline.program import Program
 
-__all__ = ["CollectivesOutside", "ReplicaCollectives", "Replicas", "replicas_of"]
+__all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "replicas_of"]
 
 _MESSAGES = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "__new__", "__init__"})
 _OBJECTS = frozenset({"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"})
@@ -141,7 +141,7 @@ class _Exchange:
                 _give_back()
 
     def outside(self, entry: _Exchanged, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call outside of steps returns."""
+        """Carry out a call outside of steps. All ranks must make it; if one does not, the others are told."""
         # In which order the user's own threads call them is the user's business.
         is_apart = threading.current_thread() is not threading.main_thread()
         if not entry.waits or is_apart or _asks_package() or not dist.is_initialized():
@@ -179,7 +179,7 @@ def _give_back() -> None:
 
 
 def _watched(call: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> Any:
-    """What ``call`` of a collective of ``group`` returns."""
+    """Carry out ``call``, a collective of ``group``. The watch tells ranks that wait in it for ever."""
     meeting = watch_of().begin(group, doing)
     with watch_of().calling(meeting):
         result = call()
@@ -188,7 +188,7 @@ def _watched(call: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> A
 
 @final
 class _Pending:
-    """What an asynchronous collective returns, watched while it is waited for."""
+    """The handle of an asynchronous collective; ``wait`` is watched."""
 
     def __init__(self, work: dist.Work, meeting: Meeting) -> None:
         self._work = work
@@ -204,7 +204,7 @@ class _Pending:
 
 @final
 class _Done:
-    """What an asynchronous collective returns that is over."""
+    """The handle of an asynchronous collective that is over."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -222,15 +222,15 @@ class _Done:
 
 
 @final
-class CollectivesOutside:
-    """Those that hooks and scripts call are watched, from now on until this is closed."""
+class WatchedCollectives:
+    """Watches the collectives of torch that hooks and scripts call, until it is closed."""
 
     def __init__(self) -> None:
         self._exchange = _exchange()
         self._exchange.users.append(self)
 
     def close(self) -> None:
-        """They are not any more."""
+        """End that."""
         self._exchange.leave(self)
 
 

@@ -1,16 +1,12 @@
 """Ranks that part outside of steps, in ordinary code of Lightning and Accelerate: all are told, within seconds."""
 
-import time
-
 import lightning as L
 import pytest
 import torch
-from lightning_toy import quiet, toy_trainer
+from lightning_toy import error_of, toy_trainer
 from torch import nn
 
-from smp_strategy.errors import SMPError
 from smp_strategy.testing import run_ranks
-from smp_strategy.waiting import watch
 
 LAYOUTS = {
     "pp2": {"pipeline_parallel_degree": 2, "microbatches": 2},
@@ -84,17 +80,10 @@ class CallsInACallback(L.Callback):
 
 
 def fit(smp, kind, folder, callbacks):
-    watch.PATIENCE_SECONDS, watch.PAUSE_SECONDS = 1.5, 0.2
     torch.manual_seed(0)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 8)), batch_size=4)
     trainer = toy_trainer(folder, smp=smp, callbacks=[each() for each in callbacks])
-    began = time.monotonic()
-    try:
-        with quiet():
-            trainer.fit(kind(folder), data)
-    except SMPError as error:
-        return str(error), time.monotonic() - began
-    return "nothing", 0.0
+    return error_of(lambda: trainer.fit(kind(folder), data))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -113,6 +102,5 @@ def fit(smp, kind, folder, callbacks):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_ranks_that_part_are_told_so(kind, callbacks, layout, tmp_path):
-    found = run_ranks(fit, 2, LAYOUTS[layout], kind, str(tmp_path), callbacks, timeout=60)
-    for message, _ in found:
+    for message in run_ranks(fit, 2, LAYOUTS[layout], kind, str(tmp_path), callbacks, timeout=60):
         assert "wait for each other for ever" in message or "same code" in message or "different calls" in message

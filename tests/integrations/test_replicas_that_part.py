@@ -1,20 +1,17 @@
 """Ranks that part: their collectives differ in size and kind, and all of them are told so, within seconds."""
 
 import os
-import time
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from lightning_toy import quiet, toy_trainer
+from lightning_toy import error_of, toy_trainer
 from torch import nn
 
 from smp_strategy import SMPPlugin
-from smp_strategy.errors import SMPError
 from smp_strategy.testing import run_ranks
-from smp_strategy.waiting import watch
 
 LAYOUTS = {
     "rep2": {"pipeline_parallel_degree": 1},
@@ -134,22 +131,15 @@ KINDS += [WaitsAtABarrier]
 
 
 def fit(smp, kind, folder, settings):
-    watch.PATIENCE_SECONDS, watch.PAUSE_SECONDS = 1.5, 0.2
     torch.manual_seed(0)
     batches = [(torch.randn(4, 8),) for _ in range(kind.batches[int(os.environ["RANK"])])]
     data = torch.utils.data.DataLoader(batches, batch_size=None)
     trainer = toy_trainer(folder, smp=smp, use_distributed_sampler=False, **settings)
-    began = time.monotonic()
-    try:
-        with quiet():
-            trainer.fit(kind(folder), data)
-    except SMPError as error:
-        return str(error), time.monotonic() - began
-    return "nothing", 0.0
+    return error_of(lambda: trainer.fit(kind(folder), data))
 
 
 def is_told(found):
-    return all("wait for each other for ever" in each or "different calls" in each for each, _ in found)
+    return all("wait for each other for ever" in each or "different calls" in each for each in found)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -174,40 +164,37 @@ def test_a_norm_that_one_rank_asks_for_is_told_where_ranks_have_parts_of_it(layo
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_without_a_loss_on_one_rank_trains_on_with_the_others_gradients(layout, setting, tmp_path):
-    assert (
-        run_ranks(fit, 2, LAYOUTS[layout], HasNoLoss, str(tmp_path), SETTINGS[setting], timeout=60)
-        == [("nothing", 0.0)] * 2
-    )
+    found = run_ranks(fit, 2, LAYOUTS[layout], HasNoLoss, str(tmp_path), SETTINGS[setting], timeout=60)
+    assert found == ["nothing"] * 2
 
 
 def train_by_hand(kind):
     """A script of Accelerate's, in which one process does something else."""
-    watch.PATIENCE_SECONDS, watch.PAUSE_SECONDS = 1.5, 0.2
     accelerator = Accelerator(cpu=True, parallelism_config=SMPPlugin(pipeline_parallel_degree=1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
     data = torch.utils.data.DataLoader([torch.randn(8) for _ in range(64)], batch_size=4)
     model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1), data)
-    try:
-        for number, batch in enumerate(data):
-            loss = model(batch).square().mean()
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            if kind == "saves" and number == 1 and accelerator.is_main_process:
-                accelerator.save_state("never")
-            if kind.startswith("ends early") and number == 1 and not accelerator.is_main_process:
-                break
-        if kind == "ends early, then gathers":
-            accelerator.gather(loss.detach())
-        accelerator.wait_for_everyone()
-    except SMPError as error:
-        return str(error), 0.0
-    return "nothing", 0.0
+    for number, batch in enumerate(data):
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "saves" and number == 1 and accelerator.is_main_process:
+            accelerator.save_state("never")
+        if kind.startswith("ends early") and number == 1 and not accelerator.is_main_process:
+            break
+    if kind == "ends early, then gathers":
+        accelerator.gather(loss.detach())
+    accelerator.wait_for_everyone()
+
+
+def end_of_script(kind):
+    return error_of(lambda: train_by_hand(kind))
 
 
 @pytest.mark.parametrize("kind", ["saves", "ends early", "ends early, then gathers"])
 def test_replicas_of_a_script_that_part_are_told_so(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert is_told(run_ranks(train_by_hand, 2, kind, timeout=60))
+    assert is_told(run_ranks(end_of_script, 2, kind, timeout=60))
