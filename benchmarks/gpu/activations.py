@@ -82,6 +82,7 @@ def main() -> None:
         else:
             step = plain_step(model, batch, offload[name])
         found[name] = measured(step, model, device, is_tiny=options.tiny, trace=trace)
+        print(f"{name}: {found[name]}", flush=True)
         del model, step
         gc.collect()
     report(found, f"{shape}, {options.samples} samples, on {device}", device)

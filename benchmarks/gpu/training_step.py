@@ -48,6 +48,8 @@ def main() -> None:
             found[name] = side(shape, device, options.samples, options.microbatches, steps, compiled=compiled)
             mfu = "unknown" if peak is None else f"{flops / found[name] / peak:.1%}"
             rows.append([name, "yes" if compiled else "no", found[name], tokens / found[name], mfu])
+            # At once: compiling can take longer than whoever runs this allows.
+            print(f"{name}, {'compiled' if compiled else 'not compiled'}: {found[name]:.4g} s per step", flush=True)
         ratios.append(found["smp"] / found["plain loop"])
         best = max(best, tokens / found["smp"])
     show(f"{shape}, on {device}", ["side", "compiled", "seconds per step", "tokens/s", "MFU"], rows)
