@@ -137,7 +137,16 @@ def program_of(
     """
     spreading = Spreading.of(config, shape)
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]
-    holdings = holdings_of(surroundings, spreading, used_by_glue=found.used_by_glue, calls=calls)
+    halves = surroundings.calls.halves
+    holdings = holdings_of(
+        surroundings.module,
+        surroundings.units,
+        spreading,
+        optimizers=surroundings.optimizers,
+        use_dtypes={} if halves is None else halves.dtypes_in(surroundings.module),
+        used_by_glue=found.used_by_glue,
+        calls=calls,
+    )
     if config.activation_checkpointing == "auto" and None in limits:
         raise ConfigError(
             "`activation_checkpointing=auto` computes again what `memory_limit` makes necessary, but there is no limit "

@@ -4,7 +4,13 @@ Every error names the value, the reason and the remedy. A broken invariant of th
 ``assert``; everything a user can cause or repair is one of the classes below.
 """
 
+import errno
+import os
+import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 __all__ = [
     "ApartError",
@@ -14,9 +20,30 @@ __all__ = [
     "PeerFailedError",
     "SMPError",
     "UnsupportedError",
+    "cause_of",
     "changed_in_place",
+    "is_of_disk",
     "printable",
 ]
+
+_REASONS: Final = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota of the disk is used up",
+    errno.EFBIG: "a file would be larger than the system allows",
+    errno.EACCES: "this process is not allowed to write there",
+    errno.EPERM: "this process is not allowed to write there",
+    errno.EROFS: "the disk is read-only",
+}
+_REMEDIES: Final = {
+    errno.ENOSPC: "Make room, or save elsewhere.",
+    errno.EDQUOT: "Make room, or save elsewhere.",
+    errno.EFBIG: "Raise the limit (`ulimit -f`), or save in smaller files.",
+}
+_OTHER_REMEDY: Final = "Save elsewhere, or ask whoever runs the machine."
+# What libraries make of an error of the system that they have met while they wrote.
+_OF_RUST: Final = re.compile(r"\(os error (\d+)\)")
+_OF_TORCH: Final = ("PytorchStreamWriter failed", "inline_container")
+_NEARLY_NOTHING: Final = 2**20  # bytes
 
 
 def printable(text: str, *, lines: bool = True) -> str:
@@ -88,3 +115,51 @@ def changed_in_place(shape: Sequence[int], version: int, expected: int) -> Runti
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"a tensor of shape {list(shape)} is at version {version}; expected version {expected} instead."
     )
+
+
+def _system_error(error: BaseException) -> int | None:
+    """The number of the system's error behind ``error``, which a library may have wrapped; 0: it is not known which.
+
+    ``None``: it is none of the system.
+    """
+    if isinstance(error, OSError):
+        return error.errno or 0
+    if found := _OF_RUST.search(str(error)):
+        return int(found[1])
+    if any(each in str(error) for each in _OF_TORCH):
+        # It was met by a file of Python's that PyTorch has written to, or by PyTorch itself, which forgets it.
+        return 0 if error.__context__ is None else _system_error(error.__context__) or 0
+    return None if error.__cause__ is None else _system_error(error.__cause__)
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether ``error`` is that there is no room, that writing is not allowed, or that it has failed."""
+    number = _system_error(error)
+    return number in (*_REASONS, errno.EIO) or (number == 0 and not isinstance(error, OSError))
+
+
+def cause_of(error: BaseException, path: Path | None = None) -> str:
+    """Why something could not be written, and what to do, in one or two sentences.
+
+    Args:
+        error: of the system, or of a library that writes.
+        path: of what is written; ``None``: as the error tells.
+    """
+    number = _system_error(error)
+    if number is None:
+        return f"{type(error).__name__}: {error}"
+    named = getattr(error, "filename", None)
+    if named is not None and not Path(os.fsdecode(named)).name.startswith("."):
+        where: Path | None = Path(os.fsdecode(named))
+    else:
+        where = None if path is None else path.parent
+    if number == 0 and path is not None and shutil.disk_usage(_existing(path)).free < _NEARLY_NOTHING:
+        number = errno.ENOSPC
+    told = os.strerror(number) if number else f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+    reason = f"{_REASONS[number]} ({told})" if number in _REASONS else told
+    at = f", at {where}" if where is not None else ""
+    return f"{reason}{at}. {_REMEDIES.get(number, _OTHER_REMEDY)}"
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -1,35 +1,13 @@
 """Files that people or other jobs read, and what they are told when one cannot be written."""
 
-import errno
 import os
-import re
 import secrets
-import shutil
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
-from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.errors import ConfigError, SMPError, cause_of
 
-__all__ = ["Report", "cause_of", "is_of_disk", "save_report", "write_atomically"]
-
-_REASONS: Final = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota of the disk is used up",
-    errno.EFBIG: "a file would be larger than the system allows",
-    errno.EACCES: "this process is not allowed to write there",
-    errno.EPERM: "this process is not allowed to write there",
-    errno.EROFS: "the disk is read-only",
-}
-_REMEDIES: Final = {
-    errno.ENOSPC: "Make room, or save elsewhere.",
-    errno.EDQUOT: "Make room, or save elsewhere.",
-    errno.EFBIG: "Raise the limit (`ulimit -f`), or save in smaller files.",
-}
-_OTHER_REMEDY: Final = "Save elsewhere, or ask whoever runs the machine."
-# What libraries make of an error of the system that they have met while they wrote.
-_OF_RUST: Final = re.compile(r"\(os error (\d+)\)")
-_OF_TORCH: Final = ("PytorchStreamWriter failed", "inline_container")
-_NEARLY_NOTHING: Final = 2**20  # bytes
+__all__ = ["Report", "save_report", "write_atomically"]
 
 
 class Report(Protocol):
@@ -88,51 +66,3 @@ def write_atomically(path: str | Path, text: str) -> None:
         raise SMPError(
             f"{path} was not written: {cause_of(error, path)} What was there before, if anything, is untouched."
         ) from error
-
-
-def _system_error(error: BaseException) -> int | None:
-    """The number of the system's error behind ``error``, which a library may have wrapped; 0: it is not known which.
-
-    ``None``: it is none of the system.
-    """
-    if isinstance(error, OSError):
-        return error.errno or 0
-    if found := _OF_RUST.search(str(error)):
-        return int(found[1])
-    if any(each in str(error) for each in _OF_TORCH):
-        # It was met by a file of Python's that PyTorch has written to, or by PyTorch itself, which forgets it.
-        return 0 if error.__context__ is None else _system_error(error.__context__) or 0
-    return None if error.__cause__ is None else _system_error(error.__cause__)
-
-
-def is_of_disk(error: BaseException) -> bool:
-    """Whether ``error`` is that there is no room, that writing is not allowed, or that it has failed."""
-    number = _system_error(error)
-    return number in (*_REASONS, errno.EIO) or (number == 0 and not isinstance(error, OSError))
-
-
-def cause_of(error: BaseException, path: Path | None = None) -> str:
-    """Why something could not be written, and what to do, in one or two sentences.
-
-    Args:
-        error: of the system, or of a library that writes.
-        path: of what is written; ``None``: as the error tells.
-    """
-    number = _system_error(error)
-    if number is None:
-        return f"{type(error).__name__}: {error}"
-    named = getattr(error, "filename", None)
-    if named is not None and not Path(os.fsdecode(named)).name.startswith("."):
-        where: Path | None = Path(os.fsdecode(named))
-    else:
-        where = None if path is None else path.parent
-    if number == 0 and path is not None and shutil.disk_usage(_existing(path)).free < _NEARLY_NOTHING:
-        number = errno.ENOSPC
-    told = os.strerror(number) if number else f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-    reason = f"{_REASONS[number]} ({told})" if number in _REASONS else told
-    at = f", at {where}" if where is not None else ""
-    return f"{reason}{at}. {_REMEDIES.get(number, _OTHER_REMEDY)}"
-
-
-def _existing(path: Path) -> Path:
-    return next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from smp_strategy.pipeline.placed import METADATA
 from smp_strategy.trace.exposed import Leftovers
+from smp_strategy.trace.metadata_ops import METADATA
 from smp_strategy.trace.tree import given_to, leaves_of
 from smp_strategy.units import Unit
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.placed import METADATA
+from smp_strategy.trace.metadata_ops import METADATA
 
 __all__ = [
     "BY_IDENTITY",

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from smp_strategy.config import SMPConfig
 from smp_strategy.lightning.data import DataStream
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.process_counts import asked_by_lightning, asked_to_make_data, find_replica
+from smp_strategy.lightning.tree import Tree
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.waiting import collectives
 

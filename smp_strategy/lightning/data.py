@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.tree import Tree
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.passes import follow
 from smp_strategy.random_states import RngState, global_state, set_global_state

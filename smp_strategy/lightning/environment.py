@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.tree import Tree
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment as Host

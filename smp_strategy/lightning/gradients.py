@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.scaling import methods_with
+from smp_strategy.lightning.tree import Tree
 from smp_strategy.precision.gradient_scaler import GradientScaler
 
 __all__ = ["for_all_ranks", "forget_gradients"]

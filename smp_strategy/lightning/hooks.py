@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.engine import Engine
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.logs import LogRecorder
 from smp_strategy.lightning.metrics import share_value
+from smp_strategy.lightning.tree import Tree
 
 __all__ = ["UserHooks", "copies_of"]
 

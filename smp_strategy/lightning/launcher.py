@@ -22,7 +22,7 @@ from smp_strategy.failure import blame
 from smp_strategy.last_words import keep_short, shorten
 from smp_strategy.lightning.children import GRACE_SECONDS, Children, end_with_launcher
 from smp_strategy.lightning.command import child_command, running_hydra_job
-from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.tree import Tree
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Host

@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.scaling import problems_of_scaling
+from smp_strategy.lightning.tree import Tree
 
 __all__ = ["grows_later", "refuse_unsupported"]
 

@@ -23,9 +23,9 @@ import torch
 
 from smp_strategy.lightning.counters import do_due, is_epoch_read, progress_of, put_in_order
 from smp_strategy.lightning.data import DataStream
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.other_shares import dealt_out_again, go_on_after
 from smp_strategy.lightning.sums import go_on_adding, sums_of
+from smp_strategy.lightning.tree import Tree
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.passes import batch_size_of, generators_of, pass_of, set_generators
 from smp_strategy.random_states import exceptions_to_first, of_rank, packed, set_of_rank, unpacked

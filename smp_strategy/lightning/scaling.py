@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.tree import Tree
 from smp_strategy.precision.gradient_scaler import Found, GradientScaler
 from smp_strategy.precision.scaling import ScalingRules
 

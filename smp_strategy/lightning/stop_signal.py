@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.lightning.children import STOPPED
-from smp_strategy.lightning.factory import Tree
+from smp_strategy.lightning.tree import Tree
 from smp_strategy.waiting import collectives
 
 __all__ = ["StopSignal", "end_as_stopped", "is_at_terminal"]

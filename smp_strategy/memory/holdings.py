@@ -8,13 +8,13 @@ like a parameter that every stage has: of several stages all get as much as the 
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from smp_strategy.config import SMPConfig
-from smp_strategy.dry_run import Surroundings
 from smp_strategy.memory.shares import flat_groups, most_gathered, most_unreduced, share_of
 from smp_strategy.mesh_shape import MeshShape
 from smp_strategy.optim.state_size import StateSize, moments, optimizer_state_sizes
@@ -22,11 +22,14 @@ from smp_strategy.partitioner.costs import Held
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.layout import Entry, UnitLayout
 from smp_strategy.sharding.uses import MOST_REDUCING
+from smp_strategy.units import Unit
 
 __all__ = ["Holdings", "Spreading", "holdings_of"]
 
 # The room in which units take turns, among the numbers of parameters.
 _TURNS = -1
+# Units compute in the dtypes of their parameters.
+_AS_THEY_ARE: Final[Mapping[str, torch.dtype]] = {}
 
 
 @final
@@ -81,30 +84,34 @@ class Holdings:
 
 
 def holdings_of(
-    surroundings: Surroundings,
+    module: nn.Module,
+    units: Sequence[Unit],
     spreading: Spreading,
     *,
+    optimizers: Sequence[Optimizer] = (),
+    use_dtypes: Mapping[str, torch.dtype] = _AS_THEY_ARE,
     used_by_glue: Collection[Tensor] = (),
     calls: Sequence[str] = (),
 ) -> Holdings:
     """What the fullest rank of a stage will hold.
 
     Args:
-        surroundings: the module, its units and its optimizers.
+        module: the whole module.
+        units: of the module.
         spreading: how the ranks of a stage share.
+        optimizers: of the module, if they are known.
+        use_dtypes: dtypes that units compute in, by name of the parameter, where they differ from the parameter's.
         used_by_glue: tensors of units that code above the units computes with.
         calls: names of units in the order in which a step calls them; none: that of registration.
     """
-    named = list(surroundings.module.named_parameters())
+    named = list(module.named_parameters())
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
-    members = {unit.name: [numbers[id(each)] for each in unit.module.parameters()] for unit in surroundings.units}
+    members = {unit.name: [numbers[id(each)] for each in unit.module.parameters()] for unit in units}
     alone = set().union(*members.values()).difference(numbers[id(t)] for t in used_by_glue if id(t) in numbers)
-    sizes = _state_sizes(surroundings)
-    halves = surroundings.calls.halves
-    dtypes = {} if halves is None else halves.dtypes_in(surroundings.module)
+    sizes = _state_sizes(dict(named), optimizers)
     in_units = set().union(*members.values())
     plain = [
-        _plain(parameter, sizes[name].nbytes(parameter.shape), dtypes.get(name) if number in in_units else None)
+        _plain(parameter, sizes[name].nbytes(parameter.shape), use_dtypes.get(name) if number in in_units else None)
         for number, (name, parameter) in enumerate(named)
     ]
     everywhere = {number: held for number, held in enumerate(plain) if number not in alone}
@@ -112,7 +119,7 @@ def holdings_of(
     whole = {name: Held.sum_of(mine.values()) for name, mine in by_unit.items()}
     if spreading.degree > 1:
         spread = {name: [number for number in mine if number in alone] for name, mine in members.items()}
-        shares, turns = _spread(spread, named, surroundings, spreading, calls)
+        shares, turns = _spread(spread, named, optimizers, use_dtypes, spreading, calls)
         kept = {name: {n: held for n, held in mine.items() if n in everywhere} for name, mine in by_unit.items()}
         by_unit = {name: kept[name] | shares[name] for name in by_unit}
         everywhere[_TURNS] = turns
@@ -122,24 +129,23 @@ def holdings_of(
 def _spread(
     members: Mapping[str, Sequence[int]],
     named: Sequence[tuple[str, nn.Parameter]],
-    surroundings: Surroundings,
+    optimizers: Sequence[Optimizer],
+    use_dtypes: Mapping[str, torch.dtype],
     spreading: Spreading,
     calls: Sequence[str],
 ) -> tuple[dict[str, dict[int, Held]], Held]:
     """What a rank holds of parameters that are spread, by unit, and the room in which units take turns."""
     groups = flat_groups(members)
-    halves = surroundings.calls.halves
-    dtypes = {} if halves is None else halves.dtypes_in(surroundings.module)
     layouts = {
         group.number: UnitLayout.of(
-            [_entry(*named[number], dtypes) for number in group.parameters],
+            [_entry(*named[number], use_dtypes) for number in group.parameters],
             spreading.degree,
             spreading.persistence_threshold,
             spreading.num_owners,
         )
         for group in groups
     }
-    sizes = _state_sizes(surroundings, {named[number][0] for group in groups for number in group.parameters})
+    sizes = _state_sizes(dict(named), optimizers, {named[number][0] for group in groups for number in group.parameters})
 
     def state_bytes(entry: Entry, numel: int) -> int:
         return sizes[entry.names[0]].nbytes((numel,))
@@ -161,19 +167,21 @@ def _spread(
     return {name: {number: shares[number] for number in mine} for name, mine in of_unit.items()}, turns
 
 
-def _state_sizes(surroundings: Surroundings, in_pieces: Collection[str] = ()) -> dict[str, StateSize]:
+def _state_sizes(
+    named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], in_pieces: Collection[str] = ()
+) -> dict[str, StateSize]:
     """What optimizers will keep, by name of the parameter; without any it is not known which, so two moments.
 
     Args:
-        surroundings: the module and its optimizers.
+        named: all parameters, by name.
+        optimizers: of the module, if they are known.
         in_pieces: names of the parameters of which optimizers will see one-dimensional pieces.
     """
-    named = dict(surroundings.module.named_parameters())
-    known = optimizer_state_sizes(surroundings.optimizers, {id(named[name]) for name in in_pieces})
+    known = optimizer_state_sizes(optimizers, {id(named[name]) for name in in_pieces})
     found = {}
     for name, parameter in named.items():
         ndim = 1 if name in in_pieces else parameter.ndim
-        unknown = StateSize(()) if surroundings.optimizers else moments(ndim, parameter.itemsize)
+        unknown = StateSize(()) if optimizers else moments(ndim, parameter.itemsize)
         found[name] = known.get(id(parameter), unknown)
     return found
 

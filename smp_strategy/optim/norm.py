@@ -12,6 +12,7 @@ of parameters that these ranks have alike the first one's norm counts, once.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,21 @@ from torch import Tensor, nn
 
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.sharding.piece_gradient import PieceGradient
-from smp_strategy.tensor_parallel.parts import Parts
 from smp_strategy.waiting import collectives
 
-__all__ = ["global_norm"]
+__all__ = ["SplitParameters", "global_norm"]
 
 _NORM = "the norm of gradients"
+
+
+class SplitParameters(Protocol):
+    """Which parameters the ranks of a tensor-parallel group split, and how these ranks meet."""
+
+    def has(self, parameter: object) -> bool:
+        """Whether ``parameter`` is split."""
+
+    def of_ranks(self, tensor: Tensor) -> Tensor:
+        """The ranks' ``tensor``, of one shape on all, stacked. Collective."""
 
 
 def global_norm(
@@ -34,7 +44,7 @@ def global_norm(
     norm_type: float,
     *,
     pieces_on: dist.ProcessGroup | None = None,
-    parts: Parts | None = None,
+    parts: SplitParameters | None = None,
 ) -> Tensor:
     """Norm over the gradients of ``parameters``, each counted on one rank.
 

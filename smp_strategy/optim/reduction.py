@@ -13,13 +13,12 @@ from torch import Tensor, nn
 
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.optim.gradients import sum_gradients
-from smp_strategy.optim.norm import global_norm
+from smp_strategy.optim.norm import SplitParameters, global_norm
 from smp_strategy.optim.replica_buffers import Notes, ReplicaBuffers
 from smp_strategy.optim.state_sharding import StateSharding
 from smp_strategy.optim.sums import Sums
 from smp_strategy.ownership import Ownership
 from smp_strategy.sharding.sharded_units import ShardedUnits
-from smp_strategy.tensor_parallel.parts import Parts
 from smp_strategy.waiting import collectives
 
 __all__ = ["Reduction"]
@@ -48,7 +47,7 @@ class Reduction:
         mesh: ProcessMesh,
         sharding: StateSharding,
         sharded: ShardedUnits | None = None,
-        parts: Parts | None = None,
+        parts: SplitParameters | None = None,
         dtype: torch.dtype | None = None,
         *,
         keeps_buffers: bool = False,

@@ -2,18 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from smp_strategy.activations.activations import Activations
-from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.placed import Interpreter, PlacedTensor
 from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.weights import WithWeights
 from smp_strategy.trace.exposed import Leftovers
 from smp_strategy.trace.oracle import Oracle
-
-if TYPE_CHECKING:
-    from smp_strategy.pipeline.program import Program
 
 __all__ = ["Context"]
 
@@ -27,7 +24,7 @@ class Context:
     """This rank's stage; -1 for a dry run that computes nothing."""
     oracle: Oracle
     """Predicts results."""
-    active: "Callable[[], Program | None]"
+    active: Callable[[], Interpreter | None]
     """The program that runs now, if any; tensors of programs that have ended can be used in it."""
     share: Callable[[Sequence[PlacedTensor]], None]
     """Gives every stage the values of tensors whose program has ended; collective."""

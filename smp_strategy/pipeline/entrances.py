@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from smp_strategy.activations.functions import LayersInARow
 from smp_strategy.activations.treatment import Recompute, Treatment
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.placed import Interpreter, PlacedTensor
+from smp_strategy.pipeline.program import Program
 from smp_strategy.trace.tree import flatten_call
-
-if TYPE_CHECKING:
-    from smp_strategy.pipeline.program import Program
 
 __all__ = ["watched_entrances"]
 
@@ -45,7 +43,7 @@ def watched_entrances(active: "Callable[[], Program | None]") -> Iterator[None]:
     apply = vars(torch.autograd.Function)["apply"]
     generator = vars(torch_checkpoint)[_CHECKPOINT]
 
-    def glue() -> "Program | None":
+    def glue() -> Program | None:
         program = active()
         return None if program is None or program.is_in_unit else program
 
@@ -79,7 +77,7 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
         program.function = before
 
 
-def _reentrant(original: Callable[..., Any], program: "Program | None", run: Any, preserve: Any, *inputs: Any) -> Any:
+def _reentrant(original: Callable[..., Any], program: Program | None, run: Any, preserve: Any, *inputs: Any) -> Any:
     if program is None:
         return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
     # As in torch: where no input needs a gradient, the parameters inside get none either.
@@ -115,7 +113,7 @@ def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.n
     return Treatment(recompute=recompute, group=group, preserve_rng_state=preserve)
 
 
-def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program | None":
+def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:
     """The running program that a placed tensor among the arguments belongs to."""
     leaves, _ = flatten_call(args, kwargs)
     return next((leaf.program for leaf in leaves if isinstance(leaf, PlacedTensor)), None)

@@ -7,19 +7,16 @@ to the earlier step). Outside of steps, where all stages run the same hooks, the
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.placed import Interpreter, PlacedTensor
 from smp_strategy.trace.exposed import Former
 from smp_strategy.trace.fake import imitate
 from smp_strategy.trace.spec import TensorSpec
 from smp_strategy.trace.tree import flatten_call, unflatten_call
-
-if TYPE_CHECKING:
-    from smp_strategy.pipeline.program import Program
 
 __all__ = ["Kept", "KeptInSurveyError", "call_with_known", "refuse_kept", "without_others"]
 
@@ -51,7 +48,7 @@ class Kept:
     def __init__(self) -> None:
         self._found: dict[int, tuple[PlacedTensor, PlacedTensor]] = {}
 
-    def adopted(self, tensor: PlacedTensor, program: "Program") -> PlacedTensor:
+    def adopted(self, tensor: PlacedTensor, program: Interpreter) -> PlacedTensor:
         """The tensor of ``program`` that stands for ``tensor``."""
         other = tensor.program
         if not other.closed:
@@ -87,7 +84,7 @@ def call_with_known(
     return function(*args, **kwargs)
 
 
-def without_others(value: Any, program: "Program") -> Any:
+def without_others(value: Any, program: Interpreter) -> Any:
     """What a unit of ``program`` finds in its attribute: no tensor of another microbatch or step takes part in it."""
     if not isinstance(value, Tensor) or (isinstance(value, PlacedTensor) and value.program is program):
         return value

@@ -11,15 +11,11 @@ from typing import Any, final
 from torch import Tensor
 
 from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.routing import Move, Placement
+from smp_strategy.pipeline.routing import MOST_MOVES, Move, Placement
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
 from smp_strategy.pipeline.transport import Receipt, Transport
 
 __all__ = ["LocalGraph"]
-
-# Tags of one microbatch: value and gradient of each move.
-TAGS_PER_MICROBATCH = 1 << 16
-MOST_MOVES = TAGS_PER_MICROBATCH // 2
 
 
 @final
@@ -135,7 +131,7 @@ class LocalGraph:
 
     def _tag(self, move: Move) -> int:
         # Even for the value; the gradient on the way back has the next odd number.
-        return self._microbatch * TAGS_PER_MICROBATCH + 2 * move.number
+        return 2 * (self._microbatch * MOST_MOVES + move.number)
 
     def _local(self, placed: PlacedTensor) -> Tensor:
         assert placed.current is not None

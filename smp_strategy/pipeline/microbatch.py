@@ -15,10 +15,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.samples import Path, Samples, find_samples, is_array, is_list, length_of, visited
+from smp_strategy.pipeline.samples import (
+    Path,
+    Samples,
+    find_samples,
+    is_array,
+    is_list,
+    length_of,
+    refuse_other_sizes,
+    shown_path,
+    visited,
+)
 from smp_strategy.readers import Read
 
-__all__ = ["refuse_other_sizes", "shown_path", "sizes_of", "split"]
+__all__ = ["sizes_of", "split"]
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
@@ -58,26 +68,6 @@ def split(batch: Any, num_microbatches: int, known: Read | None = None) -> tuple
         for index, (start, size) in enumerate(zip(starts, sizes, strict=True))
     ]
     return cut, sizes
-
-
-def refuse_other_sizes(known: Read | None) -> None:
-    """A batch is about to be cut between its samples, or put together with others.
-
-    Raises:
-        UnsupportedError: it is made of batches of several data loaders, which have different sizes.
-    """
-    if known is not None and known.others:
-        raise UnsupportedError(
-            f"The batch is made of batches of {known.number} and {', '.join(map(str, known.others))} samples, by "
-            "several data loaders, and cannot be divided by samples. Let the loaders have one batch size, or set "
-            "`microbatches=1` (and `prescaled_batch=True`, its default)."
-        )
-
-
-def shown_path(path: Path) -> str:
-    """``path`` as Python has it: ``['boxes'][0]``, or ``.boxes[0]`` for a field."""
-    parts = (str(key) if isinstance(key, str) and key.startswith(".") else f"[{key!r}]" for key in path)
-    return "`batch" + "".join(parts) + "`"
 
 
 def _cuts_itself(batch: Any) -> bool:

@@ -13,46 +13,22 @@ into four kinds:
 import inspect
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.segments import start_of_gradient
 from smp_strategy.trace.events import Value
+from smp_strategy.trace.metadata_ops import METADATA
 from smp_strategy.trace.spec import TensorSpec
 
-if TYPE_CHECKING:
-    from smp_strategy.pipeline.program import Program
+__all__ = ["Interpreter", "Memory", "PlacedTensor", "number_of"]
 
-__all__ = ["METADATA", "Memory", "PlacedTensor", "number_of"]
-
-METADATA: frozenset[Any] = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "names", "itemsize", "nbytes"),
-                *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "is_mps", "is_xpu"),
-                *("is_mkldnn", "is_mtia", "is_maia", "is_vulkan", "is_ipu", "is_sparse_csr"),
-            )
-            if hasattr(Tensor, name)
-        ),
-        *(
-            getattr(Tensor, name)
-            for name in (
-                *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset"),
-                *("is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj", "is_neg"),
-                *("is_inference", "get_device", "__len__", "is_same_size"),
-            )
-        ),
-        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_signed, torch.is_conj, torch.is_neg),
-        torch.is_inference,
-    }
-)
 _READS: frozenset[Any] = frozenset(
     {
         *(
@@ -103,12 +79,45 @@ class Memory:
     """The last changed tensor, where that happened, and its :attr:`PlacedTensor.family`."""
 
 
+class Interpreter(Protocol):
+    """Runs the program of one microbatch, call by call; placed tensors hand it the operations that they meet."""
+
+    microbatch: int
+    """Its number in the step."""
+    closed: bool
+    """Whether the program has ended."""
+    is_survey: bool
+    """Whether it runs only to be looked at; there are no values then."""
+    is_predicting: bool
+    """Whether it runs code on fake tensors just now."""
+    function: str
+    """The autograd Function of the glue that runs just now, by name."""
+
+    def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Apply an operation of the glue."""
+
+    def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Compute ``function`` from values, on every stage."""
+
+    def hook_gradient(self, tensor: "PlacedTensor", hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        """Call ``hook`` with the gradient of ``tensor``."""
+
+    def lives_on(self, tensor: "PlacedTensor") -> int:
+        """The stage that made ``tensor``."""
+
+    def check_current(self, tensor: "PlacedTensor") -> None:
+        """Refuse a tensor whose memory was changed through a view on another stage."""
+
+    def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> "PlacedTensor":
+        """A placed tensor of this program for one that exists already, on ``stages``."""
+
+
 @final
 class PlacedTensor(Tensor):
-    """See the module docstring. Made by :class:`~smp_strategy.pipeline.program.Program` only.
+    """See the module docstring. Made by an :class:`Interpreter` only.
 
     Attributes:
-        program: the microbatch's program that it belongs to.
+        program: the interpreter of the microbatch that it belongs to.
         value: its number and size in the program's record.
         spec: its metadata.
         origin: on stages that hold it, the segment in which it was made or received and the real tensor there.
@@ -120,7 +129,7 @@ class PlacedTensor(Tensor):
         family: number that it has in common with its views (autograd's base), not with detached tensors.
     """
 
-    program: "Program"
+    program: Interpreter
     value: Value
     spec: TensorSpec
     origin: tuple[int, Tensor] | None = None
@@ -132,7 +141,7 @@ class PlacedTensor(Tensor):
     known: Tensor | None = None
 
     @staticmethod
-    def __new__(cls, program: "Program", value: Value, spec: TensorSpec, born: SegmentId) -> "PlacedTensor":
+    def __new__(cls, program: Interpreter, value: Value, spec: TensorSpec, born: SegmentId) -> "PlacedTensor":
         made: PlacedTensor = Tensor._make_wrapper_subclass(
             cls,
             spec.size,
@@ -146,7 +155,7 @@ class PlacedTensor(Tensor):
 
     @classmethod
     def from_plain(
-        cls, tensor: Tensor, program: "Program", value: Value, spec: TensorSpec, born: SegmentId
+        cls, tensor: Tensor, program: Interpreter, value: Value, spec: TensorSpec, born: SegmentId
     ) -> "PlacedTensor":
         """Make ``tensor`` itself, which every stage has and the user refers to, a placed tensor."""
         tensor.__class__ = cls
@@ -154,7 +163,7 @@ class PlacedTensor(Tensor):
         tensor._stand_for(program, value, spec, born)
         return tensor
 
-    def _stand_for(self, program: "Program", value: Value, spec: TensorSpec, born: SegmentId) -> None:
+    def _stand_for(self, program: Interpreter, value: Value, spec: TensorSpec, born: SegmentId) -> None:
         self.program = program
         self.value = value
         self.spec = spec
@@ -283,7 +292,7 @@ class PlacedTensor(Tensor):
         )
 
 
-def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Program | None":
+def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:
     for leaf in args:
         if isinstance(leaf, PlacedTensor):
             return leaf.program

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,9 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.mesh import ProcessMesh
 from smp_strategy.pipeline.alike import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
 from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.program import Program
 from smp_strategy.trace.tree import flatten
 from smp_strategy.waiting.watch import Meeting, watch_of
-
-if TYPE_CHECKING:
-    from smp_strategy.pipeline.program import Program
 
 __all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "replicas_of"]
 
@@ -319,7 +317,7 @@ class ReplicaCollectives:
             return self._in_program(entry, program, given)
         return self._carry_out(entry, given)
 
-    def _in_program(self, entry: _Exchanged, program: "Program", given: dict[str, Any]) -> Any:
+    def _in_program(self, entry: _Exchanged, program: Program, given: dict[str, Any]) -> Any:
         """Placed tensors are given to it in the glue: it happens where they are."""
         if entry.name in _MESSAGES:
             raise UnsupportedError(

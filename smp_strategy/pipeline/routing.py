@@ -16,12 +16,15 @@ to a trace before anything runs.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from smp_strategy.trace.events import Event, Trace, Value
 from smp_strategy.trace.work import Work
 
-__all__ = ["Flow", "KeptBytes", "Move", "Placement", "Router", "SegmentId", "gradient_uses", "route"]
+__all__ = ["MOST_MOVES", "Flow", "KeptBytes", "Move", "Placement", "Router", "SegmentId", "gradient_uses", "route"]
+
+# Values that a microbatch may move; messages of two microbatches have different tags.
+MOST_MOVES: Final = 1 << 15
 
 
 class SegmentId(NamedTuple):

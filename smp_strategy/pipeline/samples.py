@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from smp_strategy.errors import UnsupportedError
 from smp_strategy.readers import Read
 
 __all__ = [
@@ -38,7 +39,9 @@ __all__ = [
     "is_list",
     "length_of",
     "rebuild_mapping",
+    "refuse_other_sizes",
     "samples_in",
+    "shown_path",
     "visited",
 ]
 
@@ -322,3 +325,23 @@ def rebuild_mapping(
     for name, value in _attributes_of(like).items():
         vars(rebuilt)[name] = attribute(name, value)
     return rebuilt
+
+
+def refuse_other_sizes(known: Read | None) -> None:
+    """A batch is about to be cut between its samples, or put together with others.
+
+    Raises:
+        UnsupportedError: it is made of batches of several data loaders, which have different sizes.
+    """
+    if known is not None and known.others:
+        raise UnsupportedError(
+            f"The batch is made of batches of {known.number} and {', '.join(map(str, known.others))} samples, by "
+            "several data loaders, and cannot be divided by samples. Let the loaders have one batch size, or set "
+            "`microbatches=1` (and `prescaled_batch=True`, its default)."
+        )
+
+
+def shown_path(path: Path) -> str:
+    """``path`` as Python has it: ``['boxes'][0]``, or ``.boxes[0]`` for a field."""
+    parts = (str(key) if isinstance(key, str) and key.startswith(".") else f"[{key!r}]" for key in path)
+    return "`batch" + "".join(parts) + "`"

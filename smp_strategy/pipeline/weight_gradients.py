@@ -11,33 +11,15 @@ computes all of its gradients at once. An autograd Function that is a product sa
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from smp_strategy.activations.offload import ReadBack
+from smp_strategy.trace.weight_gradient_formula import Formula, Kind
 
-__all__ = ["Formula", "Kind", "can_come_later", "formula_of"]
-
-Formula = Callable[[Tensor], list[Tensor]]
-"""From the gradient of a node's result to gradients of some of its inputs."""
-
-
-class Kind(NamedTuple):
-    """What is known of nodes that are products.
-
-    A subclass of ``torch.autograd.Function`` can have one as its attribute ``product``. Its backward must leave out
-    what ``make`` has been called for.
-    """
-
-    weight: int
-    """Which input it is."""
-    bias: int | None
-    saved: tuple[str, ...]
-    """Attributes of a node with what is saved for the formula."""
-    make: Callable[[Any, Sequence[int]], Formula]
-    """Called while a node is visited, with the inputs whose gradients will be asked for."""
+__all__ = ["can_come_later", "formula_of"]
 
 
 def can_come_later(node: Any, inputs: Sequence[int]) -> bool:

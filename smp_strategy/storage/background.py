@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
-from smp_strategy.errors import CheckpointError
-from smp_strategy.files import cause_of
+from smp_strategy.errors import CheckpointError, cause_of
 from smp_strategy.waiting.watch import beside
 
 __all__ = ["Background"]

@@ -6,8 +6,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from smp_strategy.errors import CheckpointError
-from smp_strategy.files import cause_of
+from smp_strategy.errors import CheckpointError, cause_of
 from smp_strategy.waiting import collectives
 
 __all__ = ["Ranks"]

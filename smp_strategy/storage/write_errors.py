@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from smp_strategy.errors import CheckpointError, SMPError
-from smp_strategy.files import cause_of, is_of_disk
+from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk
 
 __all__ = ["BEFORE", "saving"]
 

@@ -22,8 +22,16 @@ import torch
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.microbatch import refuse_other_sizes, shown_path
-from smp_strategy.pipeline.samples import Path, Samples, find_samples, is_array, length_of, visited
+from smp_strategy.pipeline.samples import (
+    Path,
+    Samples,
+    find_samples,
+    is_array,
+    length_of,
+    refuse_other_sizes,
+    shown_path,
+    visited,
+)
 from smp_strategy.readers import Read
 from smp_strategy.tensor_parallel.group import TensorGroup
 

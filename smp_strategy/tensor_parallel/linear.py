@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from smp_strategy.pipeline.weight_gradients import Formula, Kind
 from smp_strategy.tensor_parallel.boundary import Entered, Readers, as_computed, enter, enter_parts
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.functions import add_up, copy
@@ -25,6 +24,7 @@ from smp_strategy.tensor_parallel.randomness import SplitRandomness
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
 from smp_strategy.tensor_parallel.split_layer import CannotSplit, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.split_parts import InParts
+from smp_strategy.trace.weight_gradient_formula import Formula, Kind
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
 

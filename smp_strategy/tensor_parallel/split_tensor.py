@@ -24,11 +24,11 @@ from typing import Any, Self, final
 import torch
 from torch import Tensor
 
-from smp_strategy.pipeline.placed import METADATA
 from smp_strategy.tensor_parallel import functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split_operations import operate
 from smp_strategy.tensor_parallel.split_parts import Along, InParts, part_of
+from smp_strategy.trace.metadata_ops import METADATA
 
 __all__ = ["SplitTensor", "even_lengths"]
 

@@ -11,8 +11,8 @@ from lightning_toy import NEWER, OLDER, on_ranks, toy_loader, toy_module, toy_tr
 from smp_strategy.errors import ConfigError, SMPError
 from smp_strategy.lightning import make_strategy
 from smp_strategy.lightning.children import Children
-from smp_strategy.lightning.factory import Tree
 from smp_strategy.lightning.refusals import grows_later, refuse_unsupported
+from smp_strategy.lightning.tree import Tree
 
 
 def refused(folder, options, overrides):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.errors import CheckpointError, SMPError, printable
-from smp_strategy.files import cause_of, is_of_disk, write_atomically
+from smp_strategy.errors import CheckpointError, SMPError, cause_of, is_of_disk, printable
+from smp_strategy.files import write_atomically
 
 
 def test_a_text_is_written_with_the_mode_of_the_umask_and_nothing_is_left(tmp_path):

@@ -4,39 +4,34 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
-from smp_strategy.dry_run import Surroundings
-from smp_strategy.interception import UnitCalls
 from smp_strategy.memory.holdings import Holdings, Spreading, holdings_of
 from smp_strategy.memory.shares import FlatGroup, flat_groups
 from smp_strategy.partitioner.costs import Held
 from smp_strategy.partitioner.problem import Problem, Setting
 from smp_strategy.partitioner.reading import chain_of, problem_of
 from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
-from smp_strategy.trace.oracle import Oracle
 from smp_strategy.units import choose_units
 from tests.parity.models import MODELS, Text
 from tests.pieces import pieces_shown
 from tests.unit.sharding.world import World
 
-CPU = torch.device("cpu")
 
-
-def surroundings_of(model: nn.Module, *optimizers: optim.Optimizer, num_stages: int = 2) -> Surroundings:
-    return Surroundings(
-        module=model,
-        units=choose_units(model, num_stages),
-        calls=UnitCalls(),
-        oracle=Oracle(CPU),
-        device=CPU,
-        optimizers=optimizers,
-    )
+def held_by(
+    model: nn.Module,
+    *optimizers: optim.Optimizer,
+    spreading: Spreading | None = None,
+    num_stages: int = 2,
+    used_by_glue: Sequence[Tensor] = (),
+) -> Holdings:
+    units = choose_units(model, num_stages)
+    return holdings_of(model, units, spreading or Spreading(), optimizers=optimizers, used_by_glue=used_by_glue)
 
 
 def held(model: nn.Module, *optimizers: optim.Optimizer) -> dict[str, Held]:
     """By name of the unit."""
-    found = holdings_of(surroundings_of(model, *optimizers), Spreading())
+    found = held_by(model, *optimizers)
     assert {name: Held.sum_of(mine.values()) for name, mine in found.by_unit.items()} == found.whole
     return dict(found.whole)
 
@@ -73,10 +68,10 @@ def test_without_any_optimizer_two_moments_are_assumed():
 
 def test_what_code_above_the_units_computes_with_is_on_every_stage_and_counts_once():
     model = Text()
-    surroundings = surroundings_of(model, optim.SGD(model.parameters(), 0.1))
+    optimizer = optim.SGD(model.parameters(), 0.1)
     position, embedding = model.position.nbytes, model.embed.weight.nbytes
-    assert list(holdings_of(surroundings, Spreading()).everywhere.values()) == [Held(position, position)]
-    found = holdings_of(surroundings, Spreading(), used_by_glue=[model.embed.weight])
+    assert list(held_by(model, optimizer).everywhere.values()) == [Held(position, position)]
+    found = held_by(model, optimizer, used_by_glue=[model.embed.weight])
     assert sorted(found.everywhere.values()) == sorted([Held(position, position), Held(embedding, embedding)])
     stage_of = {name: int(name not in ("embed", "blocks.0")) for name in found.by_unit}
     total = sum(parameter.nbytes for parameter in model.parameters())
@@ -89,7 +84,7 @@ def test_state_that_is_dealt_out_is_that_of_the_fullest_replica():
     model = nn.ModuleDict({"large": nn.Linear(64, 64, bias=False), "small": nn.Linear(8, 8, bias=False)})
     large, small = (4 * size for size in (64 * 64, 8 * 8))
     optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    found = holdings_of(surroundings_of(model, optimizer, num_stages=1), Spreading())
+    found = held_by(model, optimizer, num_stages=1)
     stage_of = dict.fromkeys(found.by_unit, 0)
     for replicas, fullest in ((1, large + small), (2, large), (4, large)):
         (held,) = problem(found, 1, replicas).held(stage_of)
@@ -115,7 +110,7 @@ class Ranks:
                 FlatUnit(
                     [(str(number), parameters[number]) for number in group.parameters],
                     member,
-                    CPU,
+                    torch.device("cpu"),
                     keeping=Keeping(persistence_threshold=threshold),
                 )
                 for parameters, member in zip(self.parameters, members, strict=True)
@@ -158,13 +153,12 @@ class Ranks:
 def test_a_rank_of_a_shard_group_holds_what_was_said_to_the_byte(name, degree, kind, threshold):
     models = [MODELS[name]() for _ in range(degree)]
     optimizers = [OPTIMIZERS[kind](model.parameters()) for model in models]
-    surroundings = surroundings_of(models[0], optimizers[0])
     numbers = {id(parameter): number for number, parameter in enumerate(models[0].parameters())}
     groups = flat_groups(
-        {unit.name: [numbers[id(each)] for each in unit.module.parameters()] for unit in surroundings.units}
+        {unit.name: [numbers[id(each)] for each in unit.module.parameters()] for unit in choose_units(models[0], 2)}
     )
     spreading = Spreading(degree=degree, persistence_threshold=threshold, gathers_once=True, num_stages=2)
-    found = holdings_of(surroundings, spreading)
+    found = held_by(models[0], optimizers[0], spreading=spreading)
     said = {number: held for mine in found.by_unit.values() for number, held in mine.items()}
     ranks = Ranks(models, groups, threshold)
     assert said.keys() == ranks.units.keys()
@@ -186,7 +180,7 @@ def test_of_a_unit_that_the_code_above_uses_too_that_parameter_stays_whole():
     model = Text(tied=True)
     optimizer = optim.SGD(model.parameters(), 0.1)
     spreading = Spreading(degree=2, gathers_once=True, num_stages=2)
-    found = holdings_of(surroundings_of(model, optimizer), spreading, used_by_glue=[model.embed.weight])
+    found = held_by(model, optimizer, spreading=spreading, used_by_glue=[model.embed.weight])
     whole = Held(model.embed.weight.nbytes, model.embed.weight.nbytes)
     number = [each is model.embed.weight for each in model.parameters()].index(True)
     assert found.by_unit["embed"] == found.by_unit["head"] == {number: whole}
@@ -195,5 +189,5 @@ def test_of_a_unit_that_the_code_above_uses_too_that_parameter_stays_whole():
 
 def test_a_file_with_the_partition_has_whole_units_whatever_the_degree():
     model = Text()
-    whole = {degree: holdings_of(surroundings_of(model), Spreading(degree=degree)).whole for degree in (1, 2)}
+    whole = {degree: held_by(model, spreading=Spreading(degree=degree)).whole for degree in (1, 2)}
     assert whole[1] == whole[2]
