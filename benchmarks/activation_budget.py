@@ -29,7 +29,7 @@ from timing import over_ranks, seconds_of
 from torch import nn
 from workloads import GPT, Batch, EngineSteps
 
-from smp_strategy.config import SMPConfig
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.testing import run_ranks
 
 NUM_MICROBATCHES = 4

@@ -42,9 +42,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from workloads import GPT
 
-from smp_strategy.storage.held import Held
-from smp_strategy.storage.stored import Stored
-from smp_strategy.storage.writer import ShardedWriter
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.testing import run_ranks
 
 RANKS = 2

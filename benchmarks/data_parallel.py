@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from workloads import GPT, Batch, EngineSteps
 
-from smp_strategy.config import SMPConfig
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.testing import run_ranks
 
 LEARNING_RATE, WARM_UPS = 1e-3, 3

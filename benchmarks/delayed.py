@@ -17,9 +17,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from smp_strategy.delayed import DelayedModule
+from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.units import choose_units
+from smp_strategy.model.units import choose_units
 from tests.parity.huggingface.architecture import Architecture
 from tests.parity.huggingface.table import ARCHITECTURES
 

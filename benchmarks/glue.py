@@ -21,11 +21,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
-from smp_strategy.interception import UnitCalls
+from smp_strategy.engine.unit_calls import UnitCalls
+from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.units import choose_units
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.trace.oracle import Oracle
-from smp_strategy.units import choose_units
 
 NUM_BLOCKS = 48
 CPU = torch.device("cpu")

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.partitioner.tree import in_execution_order, module_tree, tree_partition
-from smp_strategy.pipeline.policies import Policy
-from smp_strategy.plan_ahead import trace_program
-from smp_strategy.planning import Program, best_partition, problem_under, simulated
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.offline_planning import trace_program
+from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
+from smp_strategy.planning.planner import Program, best_partition, problem_under, simulated
+from smp_strategy.planning.schedule.policies import Policy
 
 __all__ = ["MODELS", "main", "program_of"]
 

@@ -62,15 +62,15 @@ from torch.distributed.pipelining import (
 from torch.optim import SGD
 from workloads import GPT, Batch, Chain, EngineSteps
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.pipeline.policies import Policy, candidates
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.model.placement import set_partition
+from smp_strategy.model.trace.work_trace import Link
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Plan, end_of
-from smp_strategy.pipeline.simulate import simulate
-from smp_strategy.pipeline.step_graph import Entry, StepGraph
-from smp_strategy.placement import set_partition
+from smp_strategy.planning.schedule.policies import Policy, candidates
+from smp_strategy.planning.schedule.simulate import simulate
+from smp_strategy.planning.schedule.step_graph import Entry, StepGraph
 from smp_strategy.testing import run_ranks
-from smp_strategy.trace.work import Link
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-3

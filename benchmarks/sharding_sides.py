@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from workloads import GPT, Batch, Chain, EngineSteps
 
-from smp_strategy.config import SMPConfig
+from smp_strategy.config.config import SMPConfig
 
 __all__ = ["Make", "Side", "num_nodes", "sides"]
 

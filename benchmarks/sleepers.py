@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from workloads import Batch, Chain
 
+from smp_strategy.model.trace.events import Event, Trace, Value
+from smp_strategy.model.trace.work_trace import Work
 from smp_strategy.pipeline.routing import Flow, route
-from smp_strategy.trace.events import Event, Trace, Value
-from smp_strategy.trace.work import Work
 
 __all__ = ["Sleepers"]
 

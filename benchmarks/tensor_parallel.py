@@ -48,9 +48,9 @@ from torch.optim import AdamW
 from wire_bytes import wire_bytes
 from workloads import Chain
 
-from smp_strategy.tensor_parallel import sequence
+from smp_strategy.tensor_parallel import sequence_parallel as sequence
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.testing import run_ranks
 
 WARM_UPS, NUM_BLOCKS, REGIONS_OF_A_BLOCK = 3, 4, 2

@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING, Any
 from smp_strategy import _autoload
 
 if TYPE_CHECKING:
-    from smp_strategy.accelerate.plugin import SMPPlugin as SMPPlugin
-    from smp_strategy.activations.functions import checkpoint_sequential as checkpoint_sequential
-    from smp_strategy.activations.notes import set_activation_checkpointing as set_activation_checkpointing
-    from smp_strategy.checkpoint_calls import resume_from_checkpoint as resume_from_checkpoint
-    from smp_strategy.checkpoint_calls import save_checkpoint as save_checkpoint
-    from smp_strategy.config import SMPConfig as SMPConfig
-    from smp_strategy.engine import Engine as Engine
+    from smp_strategy.activations.annotations import set_activation_checkpointing as set_activation_checkpointing
+    from smp_strategy.activations.checkpoint_sequential import checkpoint_sequential as checkpoint_sequential
+    from smp_strategy.config.config import SMPConfig as SMPConfig
+    from smp_strategy.engine.engine import Engine as Engine
+    from smp_strategy.engine.offline_planning import plan_partition as plan_partition
     from smp_strategy.errors import CheckpointError as CheckpointError
     from smp_strategy.errors import ConfigError as ConfigError
     from smp_strategy.errors import PeerFailedError as PeerFailedError
     from smp_strategy.errors import SMPError as SMPError
     from smp_strategy.errors import UnsupportedError as UnsupportedError
-    from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
-    from smp_strategy.placement import partition as partition
-    from smp_strategy.placement import set_partition as set_partition
-    from smp_strategy.plan_ahead import plan_partition as plan_partition
-    from smp_strategy.tensor_parallel.notes import set_tensor_parallelism as set_tensor_parallelism
-    from smp_strategy.tensor_parallel.notes import tensor_parallelism as tensor_parallelism
-    from smp_strategy.tensor_parallel.registry import tp_register as tp_register
-    from smp_strategy.tensor_parallel.registry import tp_register_with_module as tp_register_with_module
-    from smp_strategy.trace.machine import Machine as Machine
-    from smp_strategy.units import unit as unit
+    from smp_strategy.integrations.accelerate.plugin import SMPPlugin as SMPPlugin
+    from smp_strategy.integrations.lightning.strategy import SMPHooks as SMPStrategy
+    from smp_strategy.integrations.sagemaker import resume_from_checkpoint as resume_from_checkpoint
+    from smp_strategy.integrations.sagemaker import save_checkpoint as save_checkpoint
+    from smp_strategy.model.placement import partition as partition
+    from smp_strategy.model.placement import set_partition as set_partition
+    from smp_strategy.model.trace.device_model import Machine as Machine
+    from smp_strategy.model.units import unit as unit
+    from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism as set_tensor_parallelism
+    from smp_strategy.tensor_parallel.plan.annotations import tensor_parallelism as tensor_parallelism
+    from smp_strategy.tensor_parallel.plan.registry import tp_register as tp_register
+    from smp_strategy.tensor_parallel.plan.registry import tp_register_with_module as tp_register_with_module
 
 __all__ = [
     "CheckpointError",
@@ -66,25 +66,25 @@ __version__ = "0.1.0"
 _HOME = {
     "CheckpointError": "smp_strategy.errors",
     "ConfigError": "smp_strategy.errors",
-    "Engine": "smp_strategy.engine",
-    "Machine": "smp_strategy.trace.machine",
+    "Engine": "smp_strategy.engine.engine",
+    "Machine": "smp_strategy.model.trace.device_model",
     "PeerFailedError": "smp_strategy.errors",
-    "SMPConfig": "smp_strategy.config",
+    "SMPConfig": "smp_strategy.config.config",
     "SMPError": "smp_strategy.errors",
-    "SMPPlugin": "smp_strategy.accelerate.plugin",
+    "SMPPlugin": "smp_strategy.integrations.accelerate.plugin",
     "UnsupportedError": "smp_strategy.errors",
-    "checkpoint_sequential": "smp_strategy.activations.functions",
-    "partition": "smp_strategy.placement",
-    "plan_partition": "smp_strategy.plan_ahead",
-    "resume_from_checkpoint": "smp_strategy.checkpoint_calls",
-    "save_checkpoint": "smp_strategy.checkpoint_calls",
-    "set_activation_checkpointing": "smp_strategy.activations.notes",
-    "set_partition": "smp_strategy.placement",
-    "set_tensor_parallelism": "smp_strategy.tensor_parallel.notes",
-    "tensor_parallelism": "smp_strategy.tensor_parallel.notes",
-    "tp_register": "smp_strategy.tensor_parallel.registry",
-    "tp_register_with_module": "smp_strategy.tensor_parallel.registry",
-    "unit": "smp_strategy.units",
+    "checkpoint_sequential": "smp_strategy.activations.checkpoint_sequential",
+    "partition": "smp_strategy.model.placement",
+    "plan_partition": "smp_strategy.engine.offline_planning",
+    "resume_from_checkpoint": "smp_strategy.integrations.sagemaker",
+    "save_checkpoint": "smp_strategy.integrations.sagemaker",
+    "set_activation_checkpointing": "smp_strategy.activations.annotations",
+    "set_partition": "smp_strategy.model.placement",
+    "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
+    "tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
+    "tp_register": "smp_strategy.tensor_parallel.plan.registry",
+    "tp_register_with_module": "smp_strategy.tensor_parallel.plan.registry",
+    "unit": "smp_strategy.model.units",
 }
 
 _autoload.autoload()
@@ -92,7 +92,7 @@ _autoload.autoload()
 
 def __getattr__(name: str) -> Any:
     if name == "SMPStrategy":
-        return import_module("smp_strategy.lightning").make_strategy(_lightning_in_use())
+        return import_module("smp_strategy.integrations.lightning").make_strategy(_lightning_in_use())
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'smp_strategy' has no attribute {name!r}")

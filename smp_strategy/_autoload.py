@@ -4,8 +4,8 @@ Lightning has no entry point for strategies that is read before the first Traine
 has none at all. Every process of theirs imports torch, though, and torch calls the entry points of the group
 ``torch.backends`` at the end of its own import. So :func:`autoload` stands there, and installs a hook that registers
 "smp" as soon as Lightning's strategy registry is imported, and that hands modules of Accelerate to
-:mod:`smp_strategy.accelerate.launching` as soon as they are. ``import smp_strategy`` calls it too, for processes where
-that mechanism is off.
+:mod:`smp_strategy.integrations.accelerate.launch` as soon as they are. ``import smp_strategy`` calls it too, for
+processes where that mechanism is off.
 
 Three rules, each learned from a failure:
 
@@ -27,7 +27,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-import smp_strategy.started  # noqa: F401  (as early as can be)
+import smp_strategy.config.start_folder  # noqa: F401  (as early as can be)
 
 __all__ = ["autoload"]
 
@@ -72,7 +72,7 @@ def register(module: ModuleType) -> None:
     if module.__name__ in TREES:
         register_strategy(module)
         return
-    from smp_strategy.accelerate.launching import patch
+    from smp_strategy.integrations.accelerate.launch import patch
 
     patch(sys.modules[ACCELERATE[module.__name__]])
 
@@ -85,7 +85,7 @@ def register_strategy(module: ModuleType) -> None:
     tree = TREES[module.__name__]
 
     def smp(**options: Any) -> Any:
-        from smp_strategy.lightning import make_strategy
+        from smp_strategy.integrations.lightning import make_strategy
 
         return make_strategy(tree)(**options)
 

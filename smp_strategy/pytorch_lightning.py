@@ -1,11 +1,11 @@
-"""The strategy for scripts that write ``import pytorch_lightning``. See :mod:`smp_strategy.lightning`."""
+"""The strategy for scripts that write ``import pytorch_lightning``. See :mod:`smp_strategy.integrations.lightning`."""
 
 from typing import TYPE_CHECKING
 
-from smp_strategy.lightning import make_strategy
+from smp_strategy.integrations.lightning import make_strategy
 
 if TYPE_CHECKING:
-    from smp_strategy.lightning.strategy import SMPHooks as SMPStrategy
+    from smp_strategy.integrations.lightning.strategy import SMPHooks as SMPStrategy
 else:
     SMPStrategy = make_strategy("pytorch_lightning")
 

@@ -7,7 +7,7 @@ be there, nothing else may be seen under its name, every checkpoint must be unda
 step, and the next save must remove what is left.
 
 A killed process leaves what it has written to the system, so this is about the order in which things are done; that
-they are on the disk is another test: ``tests/unit/storage/test_commit.py``.
+they are on the disk is another test: ``tests/unit/checkpoint/storage/test_atomic_commit.py``.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from smp_strategy.storage import commit
-from smp_strategy.storage.background import Background
-from smp_strategy.storage.full_file import read_full, write_full
-from smp_strategy.storage.held import Block, Held
-from smp_strategy.storage.stored import Stored
-from smp_strategy.storage.verify import problems_of
-from smp_strategy.storage.writer import ShardedWriter
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage.async_save import Background
+from smp_strategy.checkpoint.storage.full_file import read_full, write_full
+from smp_strategy.checkpoint.storage.held_tensor import Block, Held
+from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.verify import problems_of
+from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.testing import run_ranks
 
 __all__ = ["crash"]

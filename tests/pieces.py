@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from smp_strategy.sharding.flat_unit import FlatUnit
+from smp_strategy.data_parallel.flat_unit import FlatUnit
 
 __all__ = ["pieces_shown"]
 

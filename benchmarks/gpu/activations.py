@@ -36,8 +36,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.live_bytes import Baseline, peak_of
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 
 ROUNDS, WARM_UPS = 10, 3
 CHECKPOINT, OFFLOAD = {"activation_checkpointing": "all"}, {"offload_activations": True}

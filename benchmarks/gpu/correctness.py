@@ -24,8 +24,8 @@ from tables import Target, arguments, finish, show
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for

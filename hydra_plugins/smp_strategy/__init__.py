@@ -1,5 +1,5 @@
-"""Hydra looks for plugins in this namespace; the two classes live in :mod:`smp_strategy.hydra`."""
+"""Hydra looks for plugins in this namespace; the two classes live in :mod:`smp_strategy.integrations.hydra`."""
 
-from smp_strategy.hydra import RecipeSource, SMPSearchPathPlugin
+from smp_strategy.integrations.hydra import RecipeSource, SMPSearchPathPlugin
 
 __all__ = ["RecipeSource", "SMPSearchPathPlugin"]

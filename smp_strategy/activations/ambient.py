@@ -1,7 +1,7 @@
 """What surrounds a call and is no part of the module or its arguments: autocast, and the state of random streams.
 
-A second run of the call must find both as the first has. Where a call's random numbers begin at a seed of its own,
-the caller brings them back (:class:`~smp_strategy.activations.activations.UnitCall`); a part of a unit is called in the
+A second run of the call must find both as the first has. Where a call's random numbers begin at a seed of its own, the
+caller brings them back (:class:`~smp_strategy.activations.unit_wrapper.UnitCall`); a part of a unit is called in the
 midst of the unit's stream, whose state is noted here.
 """
 

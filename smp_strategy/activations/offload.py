@@ -31,12 +31,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.activations.copies import Copies, Moment
-from smp_strategy.activations.host_memory import HostMemory
-from smp_strategy.activations.parcels import Parcel, Parcels, Saved, storages_of
-from smp_strategy.activations.traffic import Traffic
-from smp_strategy.trace.storage import storage_of
-from smp_strategy.trace.transforms import without_transforms
+from smp_strategy.activations.copy_stream import Copies, Moment
+from smp_strategy.activations.offload_stats import Traffic
+from smp_strategy.activations.offload_tensors import Parcel, Parcels, Saved, storages_of
+from smp_strategy.activations.pinned_pool import HostMemory
+from smp_strategy.model.trace.func_transforms import without_transforms
+from smp_strategy.model.trace.storage import storage_of
 
 __all__ = ["Offload", "ReadBack"]
 

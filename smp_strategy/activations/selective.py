@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.trace.products import is_product
-from smp_strategy.trace.storage import storage_of
+from smp_strategy.model.trace.matmul_ops import is_product
+from smp_strategy.model.trace.storage import storage_of
 
 __all__ = ["Products"]
 

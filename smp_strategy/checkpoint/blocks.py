@@ -1,8 +1,8 @@
 """Rectangles of a tensor: which ones a run of its elements is, and where those of a part are in the whole.
 
-Files of spread tensors know rectangles only (:mod:`smp_strategy.storage.held`). A run of elements in row-major order is
-a few of them: what is left of a first row, whole rows, and the beginning of a last one, where a row is a tensor of one
-dim less. So there are at most 2 n - 1 of them for n dims.
+Files of spread tensors know rectangles only (:mod:`smp_strategy.checkpoint.storage.held_tensor`). A run of elements in
+row-major order is a few of them: what is left of a first row, whole rows, and the beginning of a last one, where a row
+is a tensor of one dim less. So there are at most 2 n - 1 of them for n dims.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from smp_strategy.storage.held import Block
+from smp_strategy.checkpoint.storage.held_tensor import Block
 from smp_strategy.tensor_parallel.cut import Cut
 
 __all__ = ["Rectangle", "blocks_of_part", "blocks_of_run", "rectangles_of_run"]

@@ -9,16 +9,16 @@ from typing import Any, final
 
 from torch import Tensor
 
-from smp_strategy.checkpoint.whole import WholeState, flattened
-from smp_strategy.storage.held import Held
-from smp_strategy.storage.unread import Readable, UnreadTensor
+from smp_strategy.checkpoint.sources import WholeState, flattened
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.lazy_tensor import Readable, UnreadTensor
 
 __all__ = ["EditedState"]
 
 
 @final
 class EditedState:
-    """A :class:`~smp_strategy.storage.source.Source`.
+    """A :class:`~smp_strategy.checkpoint.storage.source.Source`.
 
     Args:
         state: dicts in dicts, with tensors and other objects.
@@ -39,7 +39,7 @@ class EditedState:
         return self._whole.objects
 
     def fill(self, wanted: Mapping[str, Held]) -> None:
-        """See :class:`~smp_strategy.storage.source.Source`."""
+        """See :class:`~smp_strategy.checkpoint.storage.source.Source`."""
         unread: dict[Readable, dict[str, Held]] = {}
         others: dict[str, Held] = {}
         for name, held in wanted.items():

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.storage.held import Held, Opaque
-from smp_strategy.waiting import collectives
+from smp_strategy.checkpoint.storage.held_tensor import Held, Opaque
+from smp_strategy.distributed import watched_collectives as collectives
 
 __all__ = ["collect", "merged", "on_all_ranks"]
 
@@ -36,7 +36,8 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Put together on global rank 0 what all ranks have. Collective over all ranks.
 
     Args:
-        state: entries of this rank by their names; a :class:`~smp_strategy.storage.held.Held` for each tensor.
+        state: entries of this rank by their names; a :class:`~smp_strategy.checkpoint.storage.held_tensor.Held` for
+            each tensor.
 
     Returns:
         Every entry on global rank 0, tensors on the host, in an order in which each rank's entries stand as on that

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from smp_strategy.config.sizes import parse_bytes
 from smp_strategy.errors import SMPError, printable
-from smp_strategy.sizes import parse_bytes
 
 __all__ = ["main"]
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
     try:
-        return import_module(f"smp_strategy.cli.{given.run}").run(given)
+        return import_module(f"smp_strategy.checkpoint.tools.{given.run}").run(given)
     except (SMPError, OSError) as error:
         status, told = FAILED, str(error)
     except RecursionError:
@@ -91,7 +91,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--dtype", help="write floating point weights in this: bfloat16, float16, float32")
     _add_common(parser)
-    parser.set_defaults(run="exporting")
+    parser.set_defaults(run="export")
 
 
 def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -122,7 +122,7 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "together, and which names are of the same tensor",
     )
     _add_common(parser)
-    parser.set_defaults(run="importing")
+    parser.set_defaults(run="import_")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +140,7 @@ def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--verify", action="store_true", help="read everything and compare it with its digests")
     parser.add_argument("--summary", action="store_true", help="leave out the list of tensors")
     parser.add_argument("--weights", metavar="KEY", help="where the weights are, if it is unusual: ema.model")
-    parser.set_defaults(run="inspecting")
+    parser.set_defaults(run="inspect")
 
 
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, edge_of
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.transport import Receipt, Transport

@@ -13,8 +13,8 @@ from typing import Any, final
 
 import torch
 
-from smp_strategy.accelerator import current_stream, entered
-from smp_strategy.pipeline.rng import Streams, derive_seed
+from smp_strategy.distributed.device import current_stream, entered
+from smp_strategy.model.rng import Streams, derive_seed
 from smp_strategy.pipeline.threads import ProgramThread, Threads
 
 __all__ = ["BETWEEN_TURNS", "Coroutine"]
@@ -36,7 +36,7 @@ class Coroutine:
         threads: one of them runs it.
         seed: where the program's random streams begin. Where it pauses, others begin that derive from it, too: nobody
             draws its next numbers before it goes on. Whoever lets programs take turns keeps the global ones from that
-            (:meth:`smp_strategy.pipeline.rng.Streams.seeded`).
+            (:meth:`smp_strategy.model.rng.Streams.seeded`).
         streams: gives the program its random stream.
     """
 

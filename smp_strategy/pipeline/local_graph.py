@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.routing import MOST_MOVES, Move, Placement
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, enter
 from smp_strategy.pipeline.transport import Receipt, Transport

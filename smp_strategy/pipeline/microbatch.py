@@ -1,7 +1,7 @@
 """Cutting a batch into microbatches.
 
 The samples of a batch are spread as evenly as possible, larger microbatches first. Where they are in the batch is the
-matter of :mod:`smp_strategy.pipeline.samples`. Arrays are cut along their first dim, lists between their entries, and
+matter of :mod:`smp_strategy.model.samples`. Arrays are cut along their first dim, lists between their entries, and
 packed sequences by sequences. What stands for no samples is given whole to each microbatch: strings, numbers, tensors
 with a first dim of 1, which broadcast, and objects. Each sample must be in one microbatch, so an array that is of
 another length, or an object that holds the samples, is refused with its path.
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
+from smp_strategy.distributed.rng_sync import Read
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.samples import (
+from smp_strategy.model.samples import (
     Path,
     Samples,
     find_samples,
@@ -26,7 +27,6 @@ from smp_strategy.pipeline.samples import (
     shown_path,
     visited,
 )
-from smp_strategy.readers import Read
 
 __all__ = ["sizes_of", "split"]
 

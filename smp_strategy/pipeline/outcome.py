@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.prediction import Absent, Made, Prediction, Same, is_constant
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.segments import start_of_gradient
-from smp_strategy.trace.prediction import Absent, Made, Prediction, Same, is_constant
-from smp_strategy.trace.spec import TensorSpec
-from smp_strategy.trace.tree import flatten
 
 __all__ = ["MESSAGE", "Ran", "assemble", "check_tensor", "decode", "encode", "made_tensors"]
 

@@ -1,15 +1,16 @@
 """A step that waits, while code outside of it goes on.
 
-The microbatches of a step can stop at a barrier (:class:`~smp_strategy.pipeline.turns.Barrier`), where something is
-done once for the batch. Where that is the caller's business, who is no function that could be called there, the whole
-step stays behind with what its programs hold, and is brought to its next barrier when the caller says so.
+The microbatches of a step can stop at a barrier (:class:`~smp_strategy.pipeline.microbatch_runner.Barrier`), where
+something is done once for the batch. Where that is the caller's business, who is no function that could be called
+there, the whole step stays behind with what its programs hold, and is brought to its next barrier when the caller says
+so.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from smp_strategy.pipeline.turns import Turns
+from smp_strategy.pipeline.microbatch_runner import Turns
 
 __all__ = ["Pause"]
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, final
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.events import Event, Value
+from smp_strategy.model.trace.prediction import Prediction
+from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.routing import MOST_MOVES, Placement, Router, SegmentId, gradient_uses
-from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.prediction import Prediction
-from smp_strategy.trace.spec import TensorSpec
 
 __all__ = ["Latest", "Record"]
 

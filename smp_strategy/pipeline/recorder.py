@@ -14,7 +14,7 @@ from typing import final
 import torch.autograd.profiler
 from torch.profiler import record_function
 
-from smp_strategy.activations.traffic import Traffic
+from smp_strategy.activations.offload_stats import Traffic
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.transport import Transport

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from smp_strategy.activations.traffic import Traffic
+from smp_strategy.activations.offload_stats import Traffic
 from smp_strategy.pipeline.schedule import Action, Plan
 
 __all__ = ["Recorded", "Recording", "Span"]

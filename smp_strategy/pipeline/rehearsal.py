@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.model.trace.user_code import is_own_object
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.routing import Placement
-from smp_strategy.trace.libraries import is_own_object
 
 __all__ = ["EndlessError", "Rehearsal", "frozen"]
 

@@ -12,30 +12,30 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from smp_strategy.accelerator import is_host
-from smp_strategy.activations.traffic import Traffic
+from smp_strategy.activations.offload_stats import Traffic
+from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.host_memory import keep_freed_memory
+from smp_strategy.model.rng import derive_seed
+from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.pipeline.attribute_writes import WatchedWrites
+from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
-from smp_strategy.pipeline.entrances import watched_entrances
-from smp_strategy.pipeline.global_generators import GlobalGenerators
+from smp_strategy.pipeline.global_rng import GlobalGenerators
+from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.microbatch_runner import Barrier, Job, Step, StepRun, Turns, trace_of
+from smp_strategy.pipeline.microbatch_state import PrivateState
 from smp_strategy.pipeline.pause import Pause
-from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.private_state import PrivateState
-from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
-from smp_strategy.pipeline.replica_collectives import ReplicaCollectives
-from smp_strategy.pipeline.rng import derive_seed
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.threads import Threads
-from smp_strategy.pipeline.turns import Barrier, Job, Step, StepRun, Turns, trace_of
-from smp_strategy.pipeline.written import WatchedWrites
-from smp_strategy.trace.events import Event, Trace
-from smp_strategy.trace.prediction import Callee
-from smp_strategy.trace.tree import flatten
+from smp_strategy.pipeline.user_collectives import ReplicaCollectives
 
 __all__ = ["Runtime"]
 
@@ -109,7 +109,7 @@ class Runtime:
     def call_with_values(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Callable[[], Any]
     ) -> Any:
-        """See :meth:`smp_strategy.engine.Engine.call_with_values`."""
+        """See :meth:`smp_strategy.engine.engine.Engine.call_with_values`."""
         program = self._program
         if program is None or not any(isinstance(leaf, PlacedTensor) for leaf in flatten((args, kwargs))[0]):
             return function(*args, **kwargs)
@@ -230,7 +230,7 @@ class Runtime:
         return outside
 
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
-        """At a barrier: see :meth:`~smp_strategy.pipeline.turns.Turns.backward`."""
+        """At a barrier: see :meth:`~smp_strategy.pipeline.microbatch_runner.Turns.backward`."""
         assert self._meeting is not None
         with self._collectives.aside(False):
             self._meeting.backward(losses, factor, retain_graph=retain_graph)
@@ -283,7 +283,7 @@ class Runtime:
         return trace_of(program, loss)
 
     def rehearse(self, job: Job, microbatches: Sequence[Any], *, in_order: bool) -> list[tuple[Event, Placement]]:
-        """Let microbatches of a dry run take turns: see :meth:`~smp_strategy.pipeline.turns.Turns.rehearse`."""
+        """Let microbatches of a dry run take turns; see ``Turns.rehearse``."""
         assert self._stage.rehearsal is not None
         turns = self._turns(job, microbatches)
         try:

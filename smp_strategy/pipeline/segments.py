@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from smp_strategy.pipeline.modes import recording
-from smp_strategy.trace.spec import TensorSpec
+from smp_strategy.distributed.torch_modes import recording
+from smp_strategy.model.trace.tensor_spec import TensorSpec
 
 __all__ = ["Export", "Import", "Remote", "Segment", "cut_off", "edge_of", "enter", "import_at", "start_of_gradient"]
 

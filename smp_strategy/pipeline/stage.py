@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.activations.activations import Activations
-from smp_strategy.pipeline.context import Context
-from smp_strategy.pipeline.global_generators import GlobalGenerators
+from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.model.rng import Streams
+from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.pipeline.global_rng import GlobalGenerators
+from smp_strategy.pipeline.interpreter import Program
 from smp_strategy.pipeline.local_graph import LocalGraph
-from smp_strategy.pipeline.placed import PlacedTensor
-from smp_strategy.pipeline.program import Program
+from smp_strategy.pipeline.microbatch_order import Gate
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.rehearsal import Rehearsal
-from smp_strategy.pipeline.replica_collectives import Replicas
-from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.routing import Router
+from smp_strategy.pipeline.stage_context import Context
 from smp_strategy.pipeline.transport import Receipt, Transport
-from smp_strategy.pipeline.turn_rules import Gate
+from smp_strategy.pipeline.user_collectives import Replicas
 from smp_strategy.pipeline.weights import WithWeights, weights_are_there
-from smp_strategy.trace.exposed import Leftovers
-from smp_strategy.trace.oracle import Oracle
-from smp_strategy.trace.tree import flatten
 
 __all__ = ["Stage"]
 
@@ -84,7 +84,7 @@ class Stage:
         gate: Gate | None = None,
         active: Callable[[], Program | None] = lambda: None,
     ) -> Program:
-        """A new program on this stage; see :class:`~smp_strategy.pipeline.program.Program`."""
+        """A new program on this stage; see :class:`~smp_strategy.pipeline.interpreter.Program`."""
         context = Context(
             stage=self.number,
             oracle=self.oracle,

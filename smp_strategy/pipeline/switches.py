@@ -86,7 +86,7 @@ class Switches:
         return self._was_put_back.keys()
 
     def rehearse(self, places: Iterable[SwitchPlace]) -> None:
-        """Steps that change ``places`` have been rehearsed: see :mod:`smp_strategy.interleaving`."""
+        """Steps that change ``places`` have been rehearsed: see :mod:`smp_strategy.engine.carried_state`."""
         self._rehearsed.update(places)
 
     @contextmanager

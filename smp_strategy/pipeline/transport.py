@@ -1,11 +1,11 @@
 """Moving tensors between the stages of one replica.
 
 A send returns at once, and whatever later changes its tensor in place cannot reach the message
-(:mod:`smp_strategy.pipeline.messages`). A receive is posted when it is known and waited for when it is needed; nobody
-is woken for one that is there by then.
+(:mod:`smp_strategy.pipeline.wire_format`). A receive is posted when it is known and waited for when it is needed;
+nobody is woken for one that is there by then.
 
 gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Those of accelerators go by way of
-the host (:mod:`smp_strategy.pipeline.host_copies`).
+the host (:mod:`smp_strategy.distributed.host_copies`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.accelerator import is_host
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.background_wait import Arrival, Listeners
+from smp_strategy.distributed.deadlock import watch_of
+from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.failure import raise_lost
+from smp_strategy.distributed.host_copies import HostCopies, Landed
+from smp_strategy.distributed.torch_modes import outside_inference_mode
+from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.failure import raise_lost
-from smp_strategy.pipeline import messages
-from smp_strategy.pipeline.arrivals import Arrival, Listeners
-from smp_strategy.pipeline.host_copies import HostCopies, Landed
-from smp_strategy.pipeline.modes import outside_inference_mode
-from smp_strategy.trace.spec import TensorSpec
-from smp_strategy.waiting import collectives
-from smp_strategy.waiting.positions import Condition
-from smp_strategy.waiting.watch import watch_of
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline import wire_format as messages
 
 __all__ = ["Agreement", "Receipt", "Transport"]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.activations.offload import ReadBack
-from smp_strategy.trace.weight_gradient_formula import Formula, Kind
+from smp_strategy.model.weight_gradient_formula import Formula, Kind
 
 __all__ = ["can_come_later", "formula_of"]
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from smp_strategy.precision_options import PrecisionOptions
+from smp_strategy.config.precision_options import PrecisionOptions
 
 __all__ = [
     "FLOATS",

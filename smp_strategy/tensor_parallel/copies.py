@@ -9,7 +9,7 @@ from typing import final
 
 from torch import Tensor
 
-from smp_strategy.tensor_parallel import functions
+from smp_strategy.tensor_parallel import autograd_collectives as functions
 from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["Copies"]

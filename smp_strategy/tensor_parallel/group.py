@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import SMPError
-from smp_strategy.waiting import collectives
 
 __all__ = ["TensorGroup"]
 

@@ -4,10 +4,10 @@ The ranks of a group have parts of one model, so each of them computes something
 the vocabulary, its heads, its columns. So before a step samples are brought together, those of the first rank first,
 and from then on all ranks have one batch, as if they had read it alike. Tokens, labels and images are small beside
 activations. What is large, the stream between the blocks of a transformer, is then cut by samples again, and
-each rank keeps some of them only (:mod:`smp_strategy.tensor_parallel.sequence`).
+each rank keeps some of them only (:mod:`smp_strategy.tensor_parallel.sequence_parallel`).
 
 What is brought together is what a batch is cut into microbatches by: dim 0 of tensors, and lists with one item per
-sample (:mod:`smp_strategy.pipeline.samples`). Ranks may have different numbers of samples. Anything else is not per
+sample (:mod:`smp_strategy.model.samples`). Ranks may have different numbers of samples. Anything else is not per
 sample: it must be the same on all ranks, which go on as if there were one. That is compared, as are the other sizes of
 tensors, by all ranks alike, so that all of them raise the same error.
 """
@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed.rng_sync import Read
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.samples import (
+from smp_strategy.model.samples import (
     Path,
     Samples,
     find_samples,
@@ -32,7 +33,6 @@ from smp_strategy.pipeline.samples import (
     shown_path,
     visited,
 )
-from smp_strategy.readers import Read
 from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["join"]

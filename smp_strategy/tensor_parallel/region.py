@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.tensor_parallel.boundary import leave
-from smp_strategy.tensor_parallel.functions import gather, split, summand
-from smp_strategy.tensor_parallel.randomness import SplitRandomness
-from smp_strategy.tensor_parallel.split_layer import SplitLayer
-from smp_strategy.tensor_parallel.split_parts import Along, InParts
-from smp_strategy.tensor_parallel.split_tensor import SplitTensor
+from smp_strategy.tensor_parallel.autograd_collectives import gather, split, summand
+from smp_strategy.tensor_parallel.layers.base import SplitLayer
+from smp_strategy.tensor_parallel.region_boundary import leave
+from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts
+from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 
 __all__ = ["ColumnParallelLayer", "RowParallelLayer"]
 

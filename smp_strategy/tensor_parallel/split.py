@@ -1,9 +1,9 @@
 """Layers of a module become parts of themselves, in place, and whole layers again.
 
 What is split, and how, is decided by all ranks from the same module, before anything is changed
-(:mod:`smp_strategy.tensor_parallel.choice`), and compared: ranks that split differently would wait for each other for
-ever. A layer may still refuse when its turn comes (a ``forward`` of its own, say). Then everything that has been split
-becomes whole again, and the decision is made once more without its block.
+(:mod:`smp_strategy.tensor_parallel.plan.resolve`), and compared: ranks that split differently would wait for each other
+for ever. A layer may still refuse when its turn comes (a ``forward`` of its own, say). Then everything that has been
+split becomes whole again, and the decision is made once more without its block.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,28 +14,28 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel import notes
-from smp_strategy.tensor_parallel import patterns as by_pattern
-from smp_strategy.tensor_parallel.appearance import Appearance
-from smp_strategy.tensor_parallel.attention import SomeHeads
-from smp_strategy.tensor_parallel.choice import Choice, choose
-from smp_strategy.tensor_parallel.conv import ColumnParallelConv, RowParallelConv
 from smp_strategy.tensor_parallel.cut import Cut
-from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from smp_strategy.tensor_parallel.families import family_blocks, is_from_transformers, vocabulary_blocks
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.plan import Block, How, describe
-from smp_strategy.tensor_parallel.randomness import SplitRandomness
-from smp_strategy.tensor_parallel.registry import registered_blocks
-from smp_strategy.tensor_parallel.replicated import AmongParts
-from smp_strategy.tensor_parallel.report import LayerLine, Report
-from smp_strategy.tensor_parallel.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
-from smp_strategy.tensor_parallel.sequence import SequenceParallel, chains
-from smp_strategy.tensor_parallel.split_layer import CannotSplit
-from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
-from smp_strategy.tensor_parallel.torch_layers import torch_blocks
-from smp_strategy.tensor_parallel.watching import Watched, pair_blocks, watch
+from smp_strategy.tensor_parallel.layers.attention import SomeHeads
+from smp_strategy.tensor_parallel.layers.base import CannotSplit
+from smp_strategy.tensor_parallel.layers.conv import ColumnParallelConv, RowParallelConv
+from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.layers.lm_head import VocabParallelHead
+from smp_strategy.tensor_parallel.layers.replicated import AmongParts
+from smp_strategy.tensor_parallel.layers.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
+from smp_strategy.tensor_parallel.plan import annotations as notes
+from smp_strategy.tensor_parallel.plan import patterns as by_pattern
+from smp_strategy.tensor_parallel.plan.hugging_face import family_blocks, is_from_transformers, vocabulary_blocks
+from smp_strategy.tensor_parallel.plan.observed_pairs import Watched, pair_blocks, watch
+from smp_strategy.tensor_parallel.plan.plan import Block, How, describe
+from smp_strategy.tensor_parallel.plan.registry import registered_blocks
+from smp_strategy.tensor_parallel.plan.resolve import Choice, choose
+from smp_strategy.tensor_parallel.plan.split_report import LayerLine, Report
+from smp_strategy.tensor_parallel.plan.torch_layers import torch_blocks
+from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
+from smp_strategy.tensor_parallel.unsplit_views import Appearance
 
 __all__ = ["SplitModule", "split_layers"]
 

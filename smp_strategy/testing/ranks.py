@@ -28,7 +28,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from smp_strategy.host_memory import keep_freed_memory
+from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.testing.ports import free_port
 
 __all__ = ["run_ranks"]

@@ -82,7 +82,7 @@ def classifier(dropout=0.0):
 def arguments(folder, smp=None, *, kind=TrainingArguments, **options):
     """Training arguments; with ``smp`` the model is spread as they say."""
     if smp is not None:
-        from smp_strategy.accelerate.plugin import SMPPlugin
+        from smp_strategy.integrations.accelerate.plugin import SMPPlugin
 
         options["parallelism_config"] = SMPPlugin(**smp)
     defaults = {

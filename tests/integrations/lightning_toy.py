@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from smp_strategy.distributed import deadlock as watch
 from smp_strategy.errors import SMPError
-from smp_strategy.lightning import make_strategy
+from smp_strategy.integrations.lightning import make_strategy
 from smp_strategy.testing import run_ranks
-from smp_strategy.waiting import watch
 
 NEWER, OLDER = "lightning.pytorch", "pytorch_lightning"
 FEATURES, CLASSES = 8, 4

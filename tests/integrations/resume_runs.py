@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_toy import toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import Dataset
 
-from smp_strategy.random_states import are_equal
-from smp_strategy.storage.stored import Stored
+from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.distributed.rng_state import are_equal
 
 SAMPLES = 24
 

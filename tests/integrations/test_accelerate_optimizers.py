@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from smp_strategy import SMPError, UnsupportedError
 from smp_strategy.errors import ConfigError
-from tests.unit.optim.optimizers import GlobalNorm
+from tests.unit.data_parallel.optimizers import GlobalNorm
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": MICROBATCHES}
 SDP2 = {"sharded_data_parallel_degree": 2, "microbatches": MICROBATCHES // 2}

@@ -11,8 +11,8 @@ from test_accelerate_saving import LAYOUTS, PP2, go_on, start, tied
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from smp_strategy.distributed import deadlock as watch
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.waiting import watch
 
 
 def exports(smp, folder):

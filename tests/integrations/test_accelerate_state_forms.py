@@ -11,11 +11,12 @@ from accelerate.utils import ProjectConfiguration
 from accelerate_checks import MICROBATCHES, adamw, assert_same, batches, fresh_accelerator, on_ranks
 from test_accelerate_saving import LAYOUTS, PP2, Counter, files, go_on, start, tied
 
-from smp_strategy.accelerate import folders, state_files
-from smp_strategy.cli.verifying import VERDICTS, verdict
+from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.writer import Prepared
+from smp_strategy.checkpoint.tools.verifying import VERDICTS, verdict
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage.stored import Stored
-from smp_strategy.storage.writer import Prepared
+from smp_strategy.integrations.accelerate import state_files
+from smp_strategy.integrations.accelerate import state_folders as folders
 
 SHARDED = {"state_dict_type": "sharded"}
 ASYNC = {"async_save": True}

@@ -29,8 +29,8 @@ from transformers import (
     Trainer,
 )
 
-from smp_strategy.accelerate import hf_trainer
 from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.accelerate import hf_trainer
 
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 4}
 # The same microbatches as with PP2 and 8 samples per batch, one after the other.

@@ -14,11 +14,11 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
-from smp_strategy.config import SMPConfig
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.recipe import parse_recipe
 from smp_strategy.errors import ConfigError
-from smp_strategy.hydra import schema
-from smp_strategy.hydra.resolvers import agreed_start_time, divide, global_rank, with_rank
-from smp_strategy.recipe import parse_recipe
+from smp_strategy.integrations.hydra import schema
+from smp_strategy.integrations.hydra.resolvers import agreed_start_time, divide, global_rank, with_rank
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

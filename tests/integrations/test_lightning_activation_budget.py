@@ -8,7 +8,7 @@ import torch
 from lightning_toy import CLASSES, FEATURES, on_ranks, toy_loader, toy_module, toy_trainer
 from torch import nn
 
-from smp_strategy.partitioner.partition import Partition
+from smp_strategy.planning.partition.partition import Partition
 
 WIDTH, MICROBATCHES = 16, 4
 PP2 = {"pipeline_parallel_degree": 2}

@@ -9,7 +9,7 @@ from transformers import GPT2Config
 
 from hf_gpt2 import LanguageModel
 from optimization import Recipe
-from smp_strategy.activations.recompute import Recomputed
+from smp_strategy.activations.checkpoint import Recomputed
 
 AGAIN = {"activation_checkpointing": "all"}
 OFFLOAD = {"offload_activations": True, "offload_min_bytes": "1KiB", "activation_loading_horizon": 1}

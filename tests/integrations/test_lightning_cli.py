@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning_toy import on_ranks, quiet
 
 from smp_strategy import SMPConfig, SMPStrategy
-from smp_strategy.config import option_types
+from smp_strategy.config.config import option_types
 from smp_strategy.pytorch_lightning import SMPStrategy as OtherStrategy
 
 PLAIN = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}

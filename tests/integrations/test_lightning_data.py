@@ -9,7 +9,7 @@ import torch
 from lightning_toy import metrics_of, on_ranks, quiet, toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler
 
-from smp_strategy.readers import checksum
+from smp_strategy.distributed.rng_sync import checksum
 
 
 def unseed():

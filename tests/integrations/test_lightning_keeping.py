@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
 
-from smp_strategy.lightning.saves import Saves
-from smp_strategy.storage import commit
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.integrations.lightning.async_saves import Saves
 
 LOSSES = (0.5, 0.3, 0.4, 0.2)  # of epochs
 FORMS = [{}, {"async_save": True}, {"state_dict_type": "sharded"}, {"state_dict_type": "sharded", "async_save": True}]

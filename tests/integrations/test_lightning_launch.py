@@ -97,7 +97,7 @@ LEAVING = """
     from lightning.pytorch import Trainer
     from lightning_toy import toy_loader, toy_module
     from smp_strategy import SMPStrategy
-    from smp_strategy.waiting.watch import watch_of
+    from smp_strategy.distributed.deadlock import watch_of
     import torch.distributed as dist
     quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
     for layout in (
@@ -240,7 +240,7 @@ def test_a_hydra_sweep_runs_each_job_once_on_as_many_ranks_as_it_asks_for(tmp_pa
 
 
 def test_submitit_tasks_are_recognised(monkeypatch):
-    from smp_strategy.lightning import make_strategy
+    from smp_strategy.integrations.lightning import make_strategy
 
     variables = {"GLOBALID": 1, "LOCALID": 1, "NTASKS": 2, "NODEID": 0, "JOB_ID": 4711}
     for name, value in variables.items():

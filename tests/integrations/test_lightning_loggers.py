@@ -110,7 +110,7 @@ def by_tag(entry):
 
 
 def test_calls_that_do_not_go_together_are_made_one_by_one():
-    from smp_strategy.lightning.logs import DirectCall, direct_calls
+    from smp_strategy.integrations.lightning.logging import DirectCall, direct_calls
 
     call = DirectCall(name="add_image", function=print)
     notes = [([call], [((torch.full((3, 2), value),), {})]) for value in (1.0, 2.0)]

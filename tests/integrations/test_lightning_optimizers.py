@@ -10,7 +10,7 @@ from schedulefree import AdamWScheduleFree
 from torch.utils.data import DataLoader, Subset
 
 from smp_strategy.errors import PeerFailedError, SMPError
-from tests.unit.optim.optimizers import ClipsAll, GlobalNorm, Lamb, Perturbs
+from tests.unit.data_parallel.optimizers import ClipsAll, GlobalNorm, Lamb, Perturbs
 
 STEPS, BATCH = 6, 8
 PP2 = {"pipeline_parallel_degree": 2, "microbatches": 2}

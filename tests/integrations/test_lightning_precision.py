@@ -25,7 +25,7 @@ from lightning_toy import OLDER, on_ranks, quiet, toy_data, toy_module, toy_trai
 from torch.utils.data import DataLoader
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.lightning.refusals import refuse_unsupported
+from smp_strategy.integrations.lightning.validation import refuse_unsupported
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 from lightning_toy import NEWER, OLDER, on_ranks, toy_loader, toy_module, toy_trainer
 
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.lightning import make_strategy
-from smp_strategy.lightning.children import Children
-from smp_strategy.lightning.refusals import grows_later, refuse_unsupported
-from smp_strategy.lightning.tree import Tree
+from smp_strategy.integrations.lightning import make_strategy
+from smp_strategy.integrations.lightning.child_processes import Children
+from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
 
 
 def refused(folder, options, overrides):

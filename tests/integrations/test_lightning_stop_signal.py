@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from lightning_toy import NEWER, OLDER, on_ranks, toy_loader, toy_module, toy_trainer
 
-from smp_strategy.lightning import stop_signal
-from smp_strategy.lightning.stop_signal import is_at_terminal
-from smp_strategy.lightning.tree import Tree
+from smp_strategy.integrations.lightning import sigterm as stop_signal
+from smp_strategy.integrations.lightning.sigterm import is_at_terminal
+from smp_strategy.integrations.lightning.tree import Tree
 
 LAYOUTS = {
     "pp2": {"pipeline_parallel_degree": 2, "microbatches": 2},

@@ -11,7 +11,7 @@ from tools_checks import Tied, fsdp_directory, smp, train
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils import _pytree as pytree
 
-from smp_strategy.storage.stored import Stored
+from smp_strategy.checkpoint.storage.reader import Stored
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4, "state_dict_type": "sharded"}
 
@@ -270,6 +270,6 @@ def test_an_interrupted_write_leaves_nothing(trained, tmp_path, monkeypatch, cap
     def interrupt(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("smp_strategy.conversion.safetensors_files.save_file", interrupt)
+    monkeypatch.setattr("smp_strategy.checkpoint.convert.safetensors.save_file", interrupt)
     assert smp("export", trained / "ours.ckpt", tmp_path / "out") == 130
     assert list(tmp_path.iterdir()) == []

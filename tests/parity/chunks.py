@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import Any
 from unittest import mock
 
-import smp_strategy.layout
-from smp_strategy.partitioner.partition import Partition
+import smp_strategy.engine.parallelize
+from smp_strategy.engine.plan_cache import Timetables
+from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.schedule import Action, Plan
-from smp_strategy.timetables import Timetables
-from smp_strategy.trace.events import Trace
+from smp_strategy.planning.partition.partition import Partition
 
 from .compare import Case, Outcome, pipeline
 
@@ -88,7 +88,7 @@ def chunked(
 @contextmanager
 def laid_out(stages: list[int], delay: int | None, every: int = 1) -> Iterator[None]:
     """While this is open, ranks decide so."""
-    decide, plan_of = smp_strategy.layout.decide, Timetables.plan
+    decide, plan_of = smp_strategy.engine.parallelize.decide, Timetables.plan
 
     def decide_chunks(*args: Any, **kwargs: Any) -> Any:
         partition, *found = decide(*args, **kwargs)
@@ -99,7 +99,7 @@ def laid_out(stages: list[int], delay: int | None, every: int = 1) -> Iterator[N
         return plan if delay is None else split_plan(plan, delay, lambda segment: segment % every == 0)
 
     with (
-        mock.patch.object(smp_strategy.layout, "decide", decide_chunks),
+        mock.patch.object(smp_strategy.engine.parallelize, "decide", decide_chunks),
         mock.patch.object(Timetables, "plan", split),
     ):
         yield

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 
 from .compare import REUSED, WIDTH, Blocks, Case, check, mean_square, refusal

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 
 from .compare import REUSED, SAMPLES, WIDTH, Block, Blocks, Case, check, mean_square, one_process

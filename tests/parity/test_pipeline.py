@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import smp_strategy
-from smp_strategy.activations.recompute import Recomputed
+from smp_strategy.activations.checkpoint import Recomputed
 from smp_strategy.activations.selective import Products
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 
 from . import test_additions, test_architectures, test_collected, test_control_flow, test_interfaces

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 
 from . import (

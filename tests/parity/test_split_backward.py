@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.pipeline.microbatch_runner import Turns
 from smp_strategy.pipeline.schedule import Action
-from smp_strategy.pipeline.turns import Turns
 from smp_strategy.testing import run_ranks
 from tests.product import Product
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.tensor_parallel.split_layer import SplitLayer
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.tensor_parallel.layers.base import SplitLayer
 from smp_strategy.testing import run_ranks
 
 from .huggingface.architecture import Architecture

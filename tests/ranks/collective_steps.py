@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import all_gather as imported_by_name
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 

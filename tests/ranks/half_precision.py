@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline.microbatch import split
 from tests.parity.models import MODELS, batch_for
 from tests.ranks.test_state_sharding import OPTIMIZERS, SAMPLES, STEPS, train

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
-from smp_strategy.sharding.point_to_point import PointToPoint
-from smp_strategy.sharding.uses import Timing, UnitUses
+from smp_strategy.data_parallel.flat_unit import FlatUnit, Keeping
+from smp_strategy.data_parallel.gather_schedule import Timing, UnitUses
+from smp_strategy.distributed.collectives.gloo import PointToPoint
 from tests.pieces import pieces_shown
 from tests.ranks.sharded_models import Model, batch, made
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import smp_strategy.distributed.collectives.host_staged as staged
+import smp_strategy.distributed.collectives.interface as collectives
 import smp_strategy.pipeline.transport as transport
-import smp_strategy.sharding.collectives as collectives
-import smp_strategy.sharding.staged as staged
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.pipeline.host_copies import Landed, OnHost
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.host_copies import Landed, OnHost
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.parity.models import Text, batch_for
 

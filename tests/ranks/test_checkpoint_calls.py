@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import smp_strategy
-from smp_strategy import meeting
+from smp_strategy.distributed import rendezvous as meeting
 from smp_strategy.errors import CheckpointError, ConfigError, SMPError
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_held_state import LAYOUTS, Model, start, train

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from smp_strategy.sharding.common_order import MOST_TIMES_LONGER, CommonOrder, Operation, Step, plan_of
-from smp_strategy.sharding.point_to_point import PointToPoint
+from smp_strategy.data_parallel.collective_order import MOST_TIMES_LONGER, CommonOrder, Operation, Step, plan_of
+from smp_strategy.distributed.collectives.gloo import PointToPoint
 from smp_strategy.testing import run_ranks
 
 NUM_UNITS, PASSES = 5, 12

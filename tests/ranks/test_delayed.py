@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.local_model import Share
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.share import Share
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY, Text, WeightsInTheGlue
 

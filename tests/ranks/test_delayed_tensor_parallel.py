@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.local_model import Share
+from smp_strategy.engine.parallelize import Layout
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.layout import Layout
-from smp_strategy.share import Share
-from smp_strategy.tensor_parallel.functions import add_up
-from smp_strategy.tensor_parallel.functions import copy as copy_
-from smp_strategy.tensor_parallel.registry import tp_register
+from smp_strategy.tensor_parallel.autograd_collectives import add_up
+from smp_strategy.tensor_parallel.autograd_collectives import copy as copy_
+from smp_strategy.tensor_parallel.plan.registry import tp_register
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY
 from tests.ranks import test_delayed as delayed

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from smp_strategy import device_memory
-from smp_strategy.config import SMPConfig
-from smp_strategy.device_memory import DeviceMemory, memory_of_stages, shared
-from smp_strategy.engine import Engine
-from smp_strategy.mesh_shape import MeshShape
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed import device_memory
+from smp_strategy.distributed.device_memory import DeviceMemory, memory_of_stages, shared
+from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.parity.models import Text, batch_for
 

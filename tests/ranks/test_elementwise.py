@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn, optim
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.optim.elementwise import problems_of_cuts
-from smp_strategy.optim.state_pieces import kept_per_element
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
+from smp_strategy.data_parallel.optimizer_state import kept_per_element
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS
 from tests.ranks.test_state_sharding import train
-from tests.unit.optim.optimizers import Lamb
+from tests.unit.data_parallel.optimizers import Lamb
 
 
 def run(pp: int, asks: bool) -> Any:

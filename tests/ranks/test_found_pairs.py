@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 from smp_strategy.tensor_parallel.split import split_layers
-from smp_strategy.tensor_parallel.watching import read_by_others
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import assert_close, cuts_of, group_of_all, random, same_parts
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.checkpoint.gather import collect
-from smp_strategy.checkpoint.whole import WholeState, flattened
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.stage_tensors import StageParameter
-from smp_strategy.storage.held import Held
+from smp_strategy.checkpoint.sources import WholeState, flattened
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.model.guarded_tensors import StageParameter
 from smp_strategy.testing import run_ranks
 
 # Ranks, and options.

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy.activations.activations import Activations
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_tensor_parallel_engine import Text, batch_of
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.pipeline.placed import PlacedTensor
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.testing import run_ranks
 
 from .steps import STEPS, Net, batch, draws, one_after_the_other

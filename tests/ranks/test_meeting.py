@@ -4,8 +4,8 @@ import time
 
 import torch.distributed as dist
 
+from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.errors import PeerFailedError, SMPError
-from smp_strategy.meeting import alike, meet
 from smp_strategy.testing import run_ranks
 
 

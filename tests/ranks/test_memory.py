@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.memory.gathering import memory_report
-from smp_strategy.memory.report import MemoryReport
-from smp_strategy.memory.shares import most_gathered, most_unreduced
-from smp_strategy.sharding.flat_unit import FlatUnit
-from smp_strategy.sharding.layout import UnitLayout
-from smp_strategy.sharding.uses import MOST_REDUCING
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.flat_layout import UnitLayout
+from smp_strategy.data_parallel.flat_unit import FlatUnit
+from smp_strategy.data_parallel.gather_schedule import MOST_REDUCING
+from smp_strategy.engine.engine import Engine
+from smp_strategy.planning.memory.sharded import most_gathered, most_unreduced
+from smp_strategy.reports.gathering import memory_report
+from smp_strategy.reports.memory_report import MemoryReport
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
 from tests.ranks.sharded_models import Model, Skips, UsedTwice, batch

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy import layout
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine import parallelize as layout
+from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline import split_backward
 from smp_strategy.testing import run_ranks
 from tests.parity.compare import WIDTH, Blocks, in_order

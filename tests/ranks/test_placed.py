@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import PeerFailedError, UnsupportedError
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks

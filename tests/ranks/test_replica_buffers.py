@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.optim.replica_buffers import ReplicaBuffers
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.buffer_sync import ReplicaBuffers
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 
 STEPS, SAMPLES, WIDTH = 3, 6, 8

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.sequence import SequenceParallel
-from smp_strategy.tensor_parallel.split_logits import VocabParallelHead
-from smp_strategy.tensor_parallel.split_tensor import SplitTensor
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.layers.lm_head import VocabParallelHead
+from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel
+from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 from smp_strategy.testing import run_ranks
 
 BATCH, HIDDEN, HEADS, LAYERS, VOCABULARY = 2, 16, 4, 2, 11

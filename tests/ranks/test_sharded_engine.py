@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Adam, Optimizer
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS
 from tests.ranks.test_state_sharding import OPTIMIZERS, STEPS, assert_equal, one_process, train

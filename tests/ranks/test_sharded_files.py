@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 
+from smp_strategy.checkpoint.storage import writer as writers
+from smp_strategy.checkpoint.storage.held_tensor import Block, Held
+from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.verify import problems_of
+from smp_strategy.checkpoint.storage.writer import ShardedWriter
+from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import CheckpointError
-from smp_strategy.storage import writer as writers
-from smp_strategy.storage.held import Block, Held
-from smp_strategy.storage.stored import Stored
-from smp_strategy.storage.verify import problems_of
-from smp_strategy.storage.writer import ShardedWriter
 from smp_strategy.testing import run_ranks
-from smp_strategy.waiting import collectives
 
 SHAPES = {"a": (12, 8), "b": (24,), "c": (5, 3, 4), "d": (), "e": (0, 4), "f": (1000, 70)}
 DTYPES = {"b": torch.bfloat16, "d": torch.int64}

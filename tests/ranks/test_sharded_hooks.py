@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.sharding.sharded_units import ShardedUnits
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_state_sharding import assert_equal
 

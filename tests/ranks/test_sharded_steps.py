@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.sharding.point_to_point import PointToPoint
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_sharded_modules import FULL, STAGES, STEPS, Blocks, batch, made
 from tests.ranks.test_state_sharding import assert_equal

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from smp_strategy.sharding.collectives import Collectives
-from smp_strategy.sharding.flat_unit import FlatUnit, Keeping
-from smp_strategy.sharding.point_to_point import PointToPoint
+from smp_strategy.data_parallel.flat_unit import FlatUnit, Keeping
+from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.testing import run_ranks
 from tests.pieces import pieces_shown
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy import failure
-from smp_strategy.sharding.collectives import Collectives, Native, collectives_of
-from smp_strategy.sharding.messages import Message
-from smp_strategy.sharding.point_to_point import PointToPoint
+from smp_strategy.distributed import failure
+from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.distributed.collectives.interface import Collectives, Native, collectives_of
+from smp_strategy.distributed.collectives.messages import Message
 from smp_strategy.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

@@ -9,9 +9,9 @@ from torch import nn
 
 import smp_strategy
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.functions import add_up
-from smp_strategy.tensor_parallel.functions import copy as copied
-from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.autograd_collectives import add_up
+from smp_strategy.tensor_parallel.autograd_collectives import copy as copied
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.testing import run_ranks
 

@@ -15,12 +15,12 @@ from transformers.pytorch_utils import Conv1D
 
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import backward_of_imports
-from smp_strategy.tensor_parallel.boundary import Entered
-from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from smp_strategy.tensor_parallel.functions import add_up
+from smp_strategy.tensor_parallel.autograd_collectives import add_up
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.split_layer import CannotSplit
+from smp_strategy.tensor_parallel.layers.base import CannotSplit
+from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.region_boundary import Entered
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import assert_close, cuts_of, group_of_all, random, same_parts
 

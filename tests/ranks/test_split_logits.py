@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.modeling_outputs import CausalLMOutput
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.split_tensor import SplitTensor
+from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 from smp_strategy.testing import run_ranks
 
 BATCH, LENGTH, HIDDEN, VOCABULARY = 2, 7, 6, 13

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.randomness import SplitRandomness
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.region_rng import SplitRandomness
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import group_of_all
 

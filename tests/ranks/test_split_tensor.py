@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.split_tensor import SplitTensor
+from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 from smp_strategy.testing import run_ranks
 
 SIZE = (2, 8, 6)

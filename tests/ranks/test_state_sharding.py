@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.optim import state_sharding
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel import zero1 as state_sharding
+from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for

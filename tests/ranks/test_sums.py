@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from smp_strategy import buckets
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
-from smp_strategy.optim import state_sharding
-from smp_strategy.optim.gradients import alike
-from smp_strategy.optim.sums import Sums
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.data_parallel import zero1 as state_sharding
+from smp_strategy.data_parallel.bucketed_all_reduce import Sums
+from smp_strategy.data_parallel.gradient_sums import alike
+from smp_strategy.distributed import buckets
+from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
 

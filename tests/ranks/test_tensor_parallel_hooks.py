@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from smp_strategy.distributed import deadlock as watch
+from smp_strategy.distributed.failure import publish_own
 from smp_strategy.errors import ApartError, PeerFailedError, UnsupportedError
-from smp_strategy.failure import publish_own
 from smp_strategy.testing import run_ranks
-from smp_strategy.waiting import watch
 from tests.ranks.test_tensor_parallel_engine import Setting, Text, assert_close, batch_of, built, engine_for, train
 
 LAYOUTS = {

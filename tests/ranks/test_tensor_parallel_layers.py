@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.tensor_parallel.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import group_of_all, random, same_gradients, sent
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline.transport import Agreement, Transport
 from smp_strategy.testing import run_ranks
 from tests.parity.models import VOCABULARY, WithOwnLoss, gpt2

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed import deadlock as watch
+from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError, UnsupportedError
 from smp_strategy.pipeline import recorder
+from smp_strategy.reports.timeline import clocks
+from smp_strategy.reports.timeline import gather as gathering
+from smp_strategy.reports.timeline.timeline import Timeline
 from smp_strategy.testing import run_ranks
-from smp_strategy.timeline import clocks, gathering
-from smp_strategy.timeline.timeline import Timeline
-from smp_strategy.waiting import watch
 
 from .steps import Block, Net, batch
 

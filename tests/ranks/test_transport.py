@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.pipeline.messages import _MARK
+from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.transport import Transport
+from smp_strategy.pipeline.wire_format import _MARK
 from smp_strategy.testing import run_ranks
-from smp_strategy.trace.spec import TensorSpec
 
 TENSORS: dict[str, Tensor] = {
     "contiguous": torch.arange(24.0).reshape(2, 3, 4),

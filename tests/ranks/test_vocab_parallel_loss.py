@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from smp_strategy.tensor_parallel import loss
 from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.sharded_tensor import cross_entropy as loss
 from smp_strategy.testing import run_ranks
 
 TOKENS = 7

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_strategy.agreement import start_alike
+from smp_strategy.distributed import deadlock as watch
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.distributed.failure import publish, publish_own
+from smp_strategy.engine.consensus import start_alike
 from smp_strategy.errors import ApartError, PeerFailedError
-from smp_strategy.failure import publish, publish_own
-from smp_strategy.sharding.point_to_point import PointToPoint
 from smp_strategy.testing import run_ranks
-from smp_strategy.waiting import collectives, watch
 
 
 def hurry(silence=60.0):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from smp_strategy.distributed import deadlock as watch
 from smp_strategy.errors import PeerFailedError, UnsupportedError
-from smp_strategy.pipeline import turns
+from smp_strategy.pipeline import microbatch_runner as turns
 from smp_strategy.testing import run_ranks
-from smp_strategy.waiting import watch
 
 from .steps import Net, batch
 from .test_placed import engine_for

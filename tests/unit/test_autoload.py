@@ -90,9 +90,9 @@ print("survived")
 @pytest.mark.parametrize(
     ("imports", "expected"),
     [
-        ("import lightning.pytorch", "smp_strategy.lightning"),
+        ("import lightning.pytorch", "smp_strategy.integrations.lightning"),
         ("import pytorch_lightning", "smp_strategy.pytorch_lightning"),
-        ("", "smp_strategy.lightning"),
+        ("", "smp_strategy.integrations.lightning"),
     ],
 )
 def test_the_strategy_fits_the_lightning_that_the_script_uses(imports, expected):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.config import SMPConfig
-from smp_strategy.engine import Engine
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.engine.engine import Engine
+from smp_strategy.model.units import choose_units
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
-from smp_strategy.units import choose_units
 
 from .architecture import Architecture
 

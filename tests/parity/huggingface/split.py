@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.report import Report
-from smp_strategy.tensor_parallel.sequence import SequenceParallel, chains
+from smp_strategy.tensor_parallel.plan.split_report import Report
+from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.testing import run_ranks
 

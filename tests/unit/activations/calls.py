@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.activations.activations import Activations, UnitCall
 from smp_strategy.activations.ambient import random_of_now
-from smp_strategy.activations.treatment import Treatment
+from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.unit_wrapper import Activations, UnitCall
 
 __all__ = ["ALL", "CHEAP", "WIDTH", "Counting", "Mlp", "gradients", "numbers", "treated"]
 

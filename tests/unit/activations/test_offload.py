@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.activations.copies import copies_of
+from smp_strategy.activations.copy_stream import copies_of
 from smp_strategy.errors import UnsupportedError
 from tests.unit.activations.double import Device
 from tests.unit.activations.offloading import (

@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from smp_strategy.activations.copies import copies_of
+from smp_strategy.activations.copy_stream import copies_of
 from tests.unit.activations.double import Device
 from tests.unit.activations.offloading import (
     NBYTES,

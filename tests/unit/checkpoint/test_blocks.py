@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.checkpoint.blocks import blocks_of_part, blocks_of_run, rectangles_of_run
-from smp_strategy.storage.held import Block
+from smp_strategy.checkpoint.storage.held_tensor import Block
 from smp_strategy.tensor_parallel.cut import Cut
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)

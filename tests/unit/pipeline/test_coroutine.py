@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.rng import Streams
 from smp_strategy.pipeline.coroutine import Coroutine
-from smp_strategy.pipeline.rng import Streams
 from smp_strategy.pipeline.threads import ProgramThread, Threads
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.joining import merge
+from smp_strategy.pipeline.join_results import merge
 from smp_strategy.pipeline.microbatch import sizes_of, split
 
 

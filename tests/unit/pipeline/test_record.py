@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from smp_strategy.model.trace.events import Event, Value
+from smp_strategy.model.trace.prediction import Made, Prediction
+from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.routing import Router
-from smp_strategy.trace.events import Event, Value
-from smp_strategy.trace.prediction import Made, Prediction
-from smp_strategy.trace.spec import TensorSpec
 
 SPEC = TensorSpec((2,), (1,), torch.float32, torch.device("cpu"), True)
 STAGE_OF = {"a": 0, "b": 1, "c": 2}

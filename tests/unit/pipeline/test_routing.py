@@ -2,11 +2,10 @@
 
 from hypothesis import given
 
+from smp_strategy.model.trace.events import Event, Trace, Value
+from smp_strategy.model.trace.work_trace import Work
 from smp_strategy.pipeline.routing import Router, SegmentId, gradient_uses, route
-from smp_strategy.trace.events import Event, Trace, Value
-from smp_strategy.trace.work import Work
-
-from .flows import chain, flow_of, programs
+from tests.unit.planning.schedule.flows import chain, flow_of, programs
 
 
 def value(number: int, *, grad: bool = True) -> Value:

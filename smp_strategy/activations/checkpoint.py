@@ -1,0 +1,212 @@
+"""A call that keeps its inputs only, and is run once more in backward.
+
+While the call runs, autograd is handed empty *places* for what it wants to keep. When backward opens the first of
+them, the call is run again, with everything as it was, and what autograd wants to keep this time goes
+into the places, one after the other: it is the same, in the same order. The run ends as soon as the last place that
+backward may still open is filled. The graph of the call itself is the only one that gradients pass through, so hooks
+fire once, weights get one gradient, and a backward that has been split, or that comes twice, or through which another
+one goes, finds what it would have found without all this.
+
+What is in a place stays until autograd lets go of the place, which it does as soon as it has used it. If the graph is
+retained, it stays until the backward is over, and the next one runs the call again.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
+
+from smp_strategy.activations.checkpoint_inputs import Inputs
+from smp_strategy.activations.selective import Products
+from smp_strategy.errors import UnsupportedError, changed_in_place
+from smp_strategy.model.trace.func_transforms import without_transforms
+from smp_strategy.model.trace.pytree import flatten, unflatten_call
+
+__all__ = ["Recomputed"]
+
+
+class _Enough(BaseException):
+    """All that backward may open is there. No ``Exception``: the user's code must not stop it."""
+
+
+class _Place:
+    """Where a tensor will be that autograd has wanted to keep."""
+
+    __slots__ = ("__weakref__", "_content", "_kind", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._kind = _kind(tensor)
+        self._content: Tensor | None = None
+        self._version = 0
+
+    @property
+    def is_filled(self) -> bool:
+        return self._content is not None
+
+    def fill(self, tensor: Tensor, name: str) -> None:
+        if _kind(tensor) != self._kind:
+            raise _is_different(name, f"a tensor that was {_shown(self._kind)} is {_shown(_kind(tensor))} then")
+        # A result must not hold the node that holds it.
+        self._content = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = tensor._version
+
+    def take(self) -> Tensor:
+        content = self._content
+        assert content is not None
+        if content._version != self._version:
+            raise changed_in_place(content.shape, content._version, self._version)
+        return content
+
+    def clear(self) -> None:
+        self._content = None
+
+
+@final
+class Recomputed:
+    """See the module docstring.
+
+    Args:
+        name: of the unit, for messages.
+        function: runs it.
+        structure: of its arguments.
+        inputs: its arguments.
+        as_before: opens a context in which everything else that it depends on is as it is now.
+        earlier: the call of the group before this one, whose results are among the arguments.
+        products: which are kept; ``None``: all are done again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        structure: Any,
+        inputs: Inputs,
+        as_before: Callable[[], AbstractContextManager[Any]],
+        *,
+        earlier: "Recomputed | None" = None,
+        products: Products | None = None,
+    ) -> None:
+        self.earlier = earlier
+        self._name = name
+        self._function = function
+        self._structure = structure
+        self._inputs = inputs
+        self._as_before = as_before
+        self._products = products
+        self._places: list[weakref.ref[_Place]] = []
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """The call itself, with the arguments that it was given."""
+        remedy = "Leave it out of `activation_checkpointing`."
+        with (
+            without_transforms(f"`{self._name}`", "that is computed again in backward", remedy),
+            saved_tensors_hooks(self._note, self._open),
+        ):
+            if self._products is None:
+                return self._function(*args, **kwargs)
+            with self._products.recording:
+                result = self._function(*args, **kwargs)
+        self._products.settle(flatten(result)[0])
+        return result
+
+    def _note(self, tensor: Tensor) -> _Place:
+        place = _Place(tensor)
+        self._places.append(weakref.ref(place))
+        return place
+
+    def _open(self, place: _Place) -> Tensor:
+        if place.is_filled:
+            return place.take()
+        group = [self]
+        while group[-1].earlier is not None:
+            group.append(group[-1].earlier)
+        results: Sequence[Any] = ()
+        while group:
+            call = group.pop()
+            results = call._run_again(results, is_last=not group)
+        content = place.take()
+        if torch._C._current_graph_task_id() == -1:
+            self._clear()  # somebody looks at the graph; no backward will use this
+        return content
+
+    def _run_again(self, results: Sequence[Any], *, is_last: bool) -> Sequence[Any]:
+        """Fill the places.
+
+        Args:
+            results: of the call before this one, made again.
+            is_last: nobody needs the results of this one.
+        """
+        places = [each() for each in self._places]
+        wanted = [number for number, place in enumerate(places) if place is not None and not place.is_filled]
+        if torch._C._current_graph_task_id() != -1:
+            Variable._execution_engine.queue_callback(_when_alive(self))
+        last = wanted[-1] if wanted else -1
+        number = -1
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal number
+            number += 1
+            place = places[number] if number <= last else None
+            if place is not None and not place.is_filled:
+                place.fill(tensor, self._name)
+            if number >= last and is_last:
+                raise _Enough
+            return tensor if tensor.grad_fn is None else tensor.detach()
+
+        try:
+            args, kwargs = unflatten_call(self._inputs.again(results), self._structure)
+            products = nullcontext() if self._products is None else self._products.again()
+            with self._as_before(), torch.enable_grad(), saved_tensors_hooks(keep, _as_it_is), products:
+                made = self._function(*args, **kwargs)
+        except BaseException:
+            # Code that is not Python's makes another exception of it.
+            if not (is_last and number >= last):
+                raise
+            return ()
+        if number < last:
+            raise _is_different(self._name, f"backward was to use {last + 1} tensors and {number + 1} were made")
+        return flatten(made)[0]
+
+    def _clear(self) -> None:
+        for each in self._places:
+            place = each()
+            if place is not None:
+                place.clear()
+
+
+def _when_alive(call: Recomputed) -> Callable[[], None]:
+    """Empties the places of ``call`` if a graph still leads to it."""
+    reference = weakref.ref(call)
+
+    def clear() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._clear()
+
+    return clear
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.device
+
+
+def _shown(kind: tuple[Any, ...]) -> str:
+    dtype, shape, device = kind
+    return f"{dtype} {list(shape)} on {device}"
+
+
+def _is_different(name: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"`{name}` is computed again in backward, but does something else then: {what}. What it does may depend on its "
+        "arguments, its attributes and random numbers, and on nothing else that changes. Leave it out of "
+        "`activation_checkpointing`."
+    )

@@ -1,0 +1,226 @@
+"""What a unit finds and leaves elsewhere than in its arguments and its result, put back for a second run.
+
+A unit may count its calls, keep running statistics, fill a cache or a list. When it is run once more in backward, it
+must find what it has found the first time, or it would compute something else; and what it leaves must not be left
+twice. So the attributes and buffers of the unit's modules, and the contents of objects among its arguments, are noted
+when it is called, and a second run sees what was noted. Afterwards everything is as it was before that run.
+
+Attributes are noted as they are; of lists, dicts and sets in them, of buffers, and of other tensors that are kept so,
+copies are made. The copies of tensors that the call has not changed are dropped when it is over, unless they are small:
+code can change a tensor through ``.data``, which leaves no trace.
+
+Parameters are not copied; those that the unit has had are put in their places, if others have been lent to it for the
+call (``functional_call``). A unit that changes its own cannot be run again, and one whose parameters have changed since
+would compute with the wrong ones: both are errors.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.context_containers import additions
+from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
+from smp_strategy.model.trace.undo_attributes import attributes_restored, containers_in, refill
+
+__all__ = ["Bystanders", "Found"]
+
+Bystanders = Callable[[nn.Module], tuple[Sequence[nn.Module], Sequence[Any]]]
+"""Modules and containers outside of a unit that hooks in it may change."""
+
+SMALL_BYTES = 1 << 16
+"""Tensors up to this size are kept as they were, without asking whether they have changed."""
+
+# Attributes of every module that calls do not change, `training` aside.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+
+@final
+class Found:
+    """What a call of a unit finds; made as it begins.
+
+    Args:
+        name: of the unit.
+        module: the unit.
+        leaves: its flattened arguments.
+        bystanders: see :data:`Bystanders`.
+    """
+
+    def __init__(self, name: str, module: nn.Module, leaves: Sequence[Any], bystanders: Bystanders) -> None:
+        self._name = name
+        self._module = module
+        self._bystanders = bystanders
+        self._objects = contents_of_objects(leaves)
+        self._tensors: dict[int, _Copied] = {}
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._weights: list[tuple[Tensor, int, bool]] = []
+        for part in module.modules():
+            held = vars(part)
+            own = _own(held)
+            self._attributes.append((held, {key: self._noted(value) for key, value in own.items()}))
+            for container in containers_in(own.values()):
+                self._containers[id(container)] = (container, _replaced(container, self._noted))
+            for kind in ("_buffers", "_parameters"):
+                if held[kind]:
+                    self._note_tensors(held[kind], are_copied=kind == "_buffers")
+
+    def _note_tensors(self, held: Any, *, are_copied: bool) -> None:
+        if not isinstance(held, dict):  # of TorchScript, whose tensors nobody can put into the place of others
+            self._weights += [(each, each._version, each.requires_grad) for each in held.values()]
+        elif are_copied:
+            self._buffers.append((held, {key: self._noted(each) for key, each in held.items()}))
+        else:
+            self._parameters.append((held, dict(held)))
+            present = [each for each in held.values() if each is not None]
+            self._weights += [(each, each._version, each.requires_grad) for each in present]
+
+    def _noted(self, value: Any) -> Any:
+        """What stands for something in an attribute."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.grad_fn is not None:  # a graph that an earlier call has left must not live as long as this one
+            return value.detach().requires_grad_()
+        can_change = type(value) is Tensor and not value.requires_grad and not value.is_inference()
+        return self._copied(value) if can_change else value
+
+    def _copied(self, tensor: Tensor) -> "_Copied":
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = _Copied(tensor)
+        return self._tensors[id(tensor)]
+
+    def settle(self) -> None:
+        """The call is over: let go of what it has not changed.
+
+        Raises:
+            UnsupportedError: it has changed a parameter.
+        """
+        changed = self._changed()
+        if changed is not None:
+            raise UnsupportedError(
+                f"`{self._name}` changes its weights (one of shape {list(changed.shape)}) in its `forward`, so it "
+                "cannot be computed again in backward. Leave it out of `activation_checkpointing`."
+            )
+        for tensor in self._tensors.values():
+            tensor.settle()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In here everything is as it was found; afterwards it is as it was before.
+
+        Raises:
+            RuntimeError: parameters have changed since.
+        """
+        changed = self._changed()
+        if changed is not None:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of shape {list(changed.shape)} of `{self._name}`, which is computed again in backward, and "
+                "whose `forward` has used other values."
+            )
+        made = {copied: copied.value(self._name) for copied in self._tensors.values()}
+
+        def found(value: Any) -> Any:
+            return made[value] if isinstance(value, _Copied) else value
+
+        containers = list(self._containers.values())
+        with ExitStack() as stack:
+            stack.enter_context(self._bystanders_restored())
+            stack.callback(_refill_all, [(container, _contents(container)) for container, _ in self._objects])
+            stack.callback(_refill_all, [(container, _contents(container)) for container, _ in containers])
+            stack.callback(_put, [(held, _own(held)) for held, _ in self._attributes])
+            for held, copies in self._buffers:
+                stack.callback(refill, held, dict(held))
+                held.update({key: found(each) for key, each in copies.items()})
+            for held, parameters in self._parameters:
+                stack.callback(refill, held, dict(held))
+                refill(held, parameters)
+            for tensor, _, is_trained in self._weights:
+                if tensor.requires_grad != is_trained and tensor.is_leaf:  # frozen or unfrozen since
+                    stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                    tensor.requires_grad_(is_trained)
+            _put([(held, {key: found(each) for key, each in own.items()}) for held, own in self._attributes])
+            _refill_all([(container, _replaced(noted, found)) for container, noted in containers])
+            put_back(self._objects)
+            stack.enter_context(additions())
+            yield
+
+    @contextmanager
+    def _bystanders_restored(self) -> Iterator[None]:
+        if not any(part._forward_hooks or part._forward_pre_hooks for part in self._module.modules()):
+            yield
+            return
+        modules, containers = self._bystanders(self._module)
+        before = [(container, _contents(container)) for container in containers]
+        with attributes_restored(modules):
+            try:
+                yield
+            finally:
+                _refill_all(before)
+
+    def _changed(self) -> Tensor | None:
+        return next((tensor for tensor, version, _ in self._weights if tensor._version != version), None)
+
+
+@final
+class _Copied:
+    """A tensor as it was, which may be changed in place."""
+
+    __slots__ = ("_copy", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+        self._copy: Tensor | None = tensor.detach().clone()
+
+    def settle(self) -> None:
+        is_small = self._tensor.numel() * self._tensor.element_size() <= SMALL_BYTES
+        if self._tensor._version == self._version and not is_small:
+            self._copy = None
+
+    def value(self, name: str) -> Tensor:
+        """It, for another call of the unit ``name``."""
+        if self._copy is not None:
+            # A copy of the copy: the second run changes it, too, and may not be the last.
+            return self._copy.clone()
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"buffer or attribute of shape {list(self._tensor.shape)} of `{name}`, which is computed again in "
+                "backward. Let the code that changes it make a new tensor, or leave the unit out of "
+                "`activation_checkpointing`."
+            )
+        return self._tensor
+
+
+def _own(held: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that not every module has."""
+    return {key: value for key, value in held.items() if key not in _OF_EVERY_MODULE}
+
+
+def _replaced(container: Any, by: Callable[[Any], Any]) -> Any:
+    """A copy of a list, dict or set, with other things in it."""
+    if isinstance(container, Mapping):
+        return {key: by(value) for key, value in container.items()}
+    return [by(item) for item in container]
+
+
+def _contents(container: Any) -> Any:
+    return dict(container) if isinstance(container, Mapping) else copy.copy(container)
+
+
+def _put(attributes: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for held, own in attributes:
+        for key in _own(held).keys() - own.keys():
+            del held[key]
+        held.update(own)
+
+
+def _refill_all(contents: Sequence[tuple[Any, Any]]) -> None:
+    for container, before in contents:
+        refill(container, before)

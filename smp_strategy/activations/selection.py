@@ -1,0 +1,107 @@
+"""Which units are computed again, after the options and after what the user has asked for by hand.
+
+A pattern of the option `activation_checkpointing` is the name of a module, with wildcards, or of a class. A module that
+holds units stands for all of them, and one inside of a unit for itself. Of modules that hold each other the outermost
+counts: computing a part again while the whole is computed again would cost time and save nothing. What is asked for a
+module by hand comes before the options.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple, final
+
+from torch import nn
+
+from smp_strategy.activations.annotations import asked_for
+from smp_strategy.activations.policy import KEEP, Treatment, Treatments
+from smp_strategy.config.options import ActivationOptions, group_size
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.units import Unit
+
+__all__ = ["Choice", "choose"]
+
+
+@final
+class Choice(NamedTuple):
+    """What is computed again."""
+
+    units: Treatments
+    inside: Treatments
+    """Modules inside of units, by their qualified names."""
+
+
+def choose(options: ActivationOptions, root: nn.Module, units: Sequence[Unit]) -> Choice:
+    """What ``options``, and notes on the modules of ``root``, say of its ``units``.
+
+    Raises:
+        ConfigError: a pattern fits no module, or an option has no effect because nothing is computed again.
+    """
+    ordinary = Treatment(
+        recompute="cheap" if options.selective_checkpointing else "all",
+        group=group_size(options.checkpoint_strategy),
+        preserve_rng_state=options.preserve_rng_state,
+    )
+    chosen = Choice({}, {})
+    for name in _outermost(_named(options, root)):
+        chosen = _with(chosen, units, name, ordinary)
+    if options.activation_checkpointing == "all":
+        chosen = Choice({unit.name: ordinary for unit in units}, {})
+    for name, module in root.named_modules():
+        asked = asked_for(module)
+        if asked is not None:
+            by_hand = replace(ordinary, group=group_size(asked.strategy), preserve_rng_state=asked.preserve_rng_state)
+            chosen = _with(chosen, units, name, by_hand, parts=module if isinstance(module, nn.Sequential) else None)
+    if not any(chosen) and options.selective_checkpointing and options.activation_checkpointing == "none":
+        raise ConfigError(
+            "`selective_checkpointing` has no effect, because nothing is computed again. Set "
+            "`activation_checkpointing`, or leave it out."
+        )
+    if options.offload_activations and options.activation_checkpointing != "auto":
+        offloaded = chosen.units or dict.fromkeys((unit.name for unit in units), KEEP)
+        chosen = chosen._replace(units={name: replace(each, offload=True) for name, each in offloaded.items()})
+    return chosen
+
+
+def _with(
+    chosen: Choice, units: Sequence[Unit], name: str, treatment: Treatment, parts: nn.Sequential | None = None
+) -> Choice:
+    """``chosen``, and ``treatment`` for the module ``name``: of units in it, or of itself inside of one."""
+    held = {unit.name: treatment for unit in units if _is_in(unit.name, name)}
+    if held:
+        return chosen._replace(units={**chosen.units, **held})
+    if not any(_is_in(name, unit.name) for unit in units):
+        return chosen  # code above the units that holds none: everyone runs it, and it keeps next to nothing
+    names = [name] if parts is None else [f"{name}.{child}" for child, _ in parts.named_children()]
+    return chosen._replace(inside={**chosen.inside, **dict.fromkeys(names, treatment)})
+
+
+def _named(options: ActivationOptions, root: nn.Module) -> Iterator[str]:
+    """The modules that the patterns name."""
+    names = {name: module for name, module in root.named_modules() if name}
+    for pattern in options.checkpointing_patterns:
+        found = [name for name, module in names.items() if fnmatchcase(name, pattern) or pattern in _classes(module)]
+        if not found:
+            known = {*names, *(kind for module in names.values() for kind in _classes(module))}
+            near = difflib.get_close_matches(pattern, known, n=1)
+            raise ConfigError(
+                f"`activation_checkpointing` names {pattern!r}, but the model has no module of such a name or class."
+                + (f" Did you mean {near[0]!r}?" if near else "")
+            )
+        yield from found
+
+
+def _outermost(names: Iterator[str]) -> list[str]:
+    found = dict.fromkeys(names)
+    return [name for name in found if not any(name != other and _is_in(name, other) for other in found)]
+
+
+def _is_in(name: str, other: str) -> bool:
+    """Whether the module ``name`` is ``other``, or stands in it."""
+    return not other or name == other or name.startswith(f"{other}.")
+
+
+def _classes(module: nn.Module) -> set[str]:
+    kinds = type(module).__mro__
+    return {kind.__name__ for kind in kinds} | {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}

@@ -1,0 +1,64 @@
+"""Parts of units that are computed again, each for itself.
+
+What the user asks for a module inside of a unit (an attention, say) concerns calls that the runtime does not see. So
+the ``forward`` of such a module is replaced on the instance, as that of a unit is, for as long as the model is under
+the engine. Where the unit is compiled as a whole, the compiler is told by PyTorch's `checkpoint`, which it knows.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from smp_strategy.activations.ambient import random_of_now
+from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.unit_wrapper import Activations, UnitCall
+from smp_strategy.model.patching import StandIns
+
+__all__ = ["PartCalls"]
+
+
+@final
+class PartCalls:
+    """The way from calls of such modules to what they keep.
+
+    Args:
+        activations: of the stage.
+        device: where the units run.
+        is_on: whether a unit runs just now to compute something, and not to be looked at.
+    """
+
+    def __init__(self, activations: Activations, device: torch.device, is_on: Callable[[], bool]) -> None:
+        self._activations = activations
+        self._device = device
+        self._is_on = is_on
+        self._stand_ins = StandIns()
+
+    def intercept(self, parts: Mapping[str, tuple[nn.Module, Treatment]]) -> None:
+        """Let calls of ``parts``, by their qualified names, come here."""
+        for name, (module, treatment) in parts.items():
+            self._stand_ins.replace(module, self._replacement(name, module, treatment))
+
+    def give_back(self) -> None:
+        """Let calls reach the modules directly, as before."""
+        self._stand_ins.give_back()
+
+    def _replacement(self, name: str, part: nn.Module, treatment: Treatment) -> Callable[..., Any]:
+        original = part.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return torch_checkpoint.checkpoint(
+                    original, *args, use_reentrant=False, preserve_rng_state=treatment.preserve_rng_state, **kwargs
+                )
+            if not self._is_on():
+                return original(*args, **kwargs)
+            random = random_of_now(self._device) if treatment.preserve_rng_state else None
+            call = UnitCall(name, part, None, random=random)
+            return self._activations.recomputed(call, treatment, original)(*args, **kwargs)
+
+        return forward

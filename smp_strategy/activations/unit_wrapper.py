@@ -1,0 +1,143 @@
+"""What is done around the calls of units so that they keep less for backward.
+
+Programs ask here with every call of a unit that runs on their stage. A call that is to be computed again comes with
+what brings back its random numbers; everything else that it depends on is noted here.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from smp_strategy.activations.ambient import autocast_of_now, random_of_now
+from smp_strategy.activations.checkpoint import Recomputed
+from smp_strategy.activations.checkpoint_groups import Groups
+from smp_strategy.activations.checkpoint_inputs import Inputs
+from smp_strategy.activations.checkpoint_state import Bystanders, Found
+from smp_strategy.activations.copy_stream import copies_of
+from smp_strategy.activations.offload import Offload
+from smp_strategy.activations.policy import KEEP, Treatment, Treatments
+from smp_strategy.activations.selective import Products
+from smp_strategy.model.trace.parametrize_cache import cache_of_now
+from smp_strategy.model.trace.pytree import flatten, flatten_call
+
+__all__ = ["Activations", "UnitCall"]
+
+_Again = Callable[[], AbstractContextManager[Any]]
+
+
+@final
+class UnitCall(NamedTuple):
+    """A call of a unit that is about to run."""
+
+    name: str
+    module: nn.Module
+    token: object
+    """Equal for the calls of one microbatch."""
+    random: _Again | None = None
+    """In which it draws its random numbers, every time anew; ``None``: it draws none."""
+    asked: Treatment | None = None
+    """What the code above the units asks for this call, if it does."""
+    changed: Collection[int] = ()
+    """Positions of arguments that it changes in place."""
+    is_compiled: bool = False
+    """Whether it runs through ``torch.compile``."""
+
+
+@final
+class Activations:
+    """What becomes of what units keep for backward. One object lasts for all steps of a stage.
+
+    Args:
+        treatments: of the units.
+        device: where they run.
+        bystanders: see :data:`~smp_strategy.activations.checkpoint_state.Bystanders`.
+        offload: puts what units keep into host memory, where treatments ask for that.
+
+    Attributes:
+        offload: as given.
+        repeating: the unit that is being run once more just now, if one is.
+        switched: gives what brings back what the step has switched around the unit.
+    """
+
+    def __init__(
+        self,
+        treatments: Treatments | None = None,
+        device: torch.device | None = None,
+        bystanders: Bystanders = lambda unit: ((), ()),
+        offload: Offload | None = None,
+    ) -> None:
+        self.repeating: nn.Module | None = None
+        self.switched: Callable[[], _Again] = lambda: nullcontext
+        self._treatments = treatments or {}
+        self._device = device or torch.device("cpu")
+        self.offload = offload or Offload(copies_of(self._device))
+        self._bystanders = bystanders
+        self._groups = Groups()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether units are to be computed again in every step."""
+        return any(treatment.recompute != "no" for treatment in self._treatments.values())
+
+    def around(self, call: UnitCall, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What to call instead of ``function``, which runs the unit."""
+        treatment = self._treatments.get(call.name, KEEP)
+        if call.asked is not None and treatment.recompute == "no":
+            treatment = replace(call.asked, offload=treatment.offload)
+        if treatment.is_default or not torch.is_grad_enabled():
+            return function
+        if treatment.recompute == "all" or (treatment.recompute == "cheap" and not call.is_compiled):
+            function = self.recomputed(call, treatment, function)
+        # Outside: it sees what a call that is computed again keeps.
+        return self.offload.around(function, call.module) if treatment.offload else function
+
+    def recomputed(self, call: UnitCall, treatment: Treatment, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs ``function`` once more in backward."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = flatten_call(args, kwargs)
+            joined = self._groups.join(call.name, call.token, leaves, treatment.group)
+            found = Found(call.name, call.module, leaves, self._bystanders)
+            random = None
+            if treatment.preserve_rng_state:
+                # It may draw after all: what was predicted of it goes by its arguments, and its attributes can change.
+                random = call.random or random_of_now(self._device, only_torch=True)
+            once = Recomputed(
+                call.name,
+                function,
+                structure,
+                Inputs(leaves, call.changed, joined.made),
+                self._as_before(call.module, found, random),
+                earlier=joined.earlier,
+                products=Products() if treatment.recompute == "cheap" else None,
+            )
+            result = once.call(args, kwargs)
+            found.settle()
+            self._groups.note(call.name, call.token, once, flatten(result)[0], joined.size)
+            return result
+
+        return run
+
+    def _as_before(self, module: nn.Module, found: Found, random: _Again | None) -> _Again:
+        """Opens a context in which a call can be run again."""
+        autocast, cache, switched = autocast_of_now(self._device), cache_of_now(), self.switched()
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            before, self.repeating = self.repeating, module
+            try:
+                with ExitStack() as stack:
+                    stack.enter_context(switched())
+                    stack.enter_context(found.again())
+                    stack.enter_context(autocast())
+                    stack.enter_context(cache())
+                    stack.enter_context(nullcontext() if random is None else random())
+                    yield
+            finally:
+                self.repeating = before
+
+        return again

@@ -1,0 +1,86 @@
+"""Opens a checkpoint of any kind, which the files tell (:mod:`smp_strategy.checkpoint.storage.path_kind`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from smp_strategy.checkpoint.convert.contents import Contents
+from smp_strategy.checkpoint.convert.join_tp import Shape
+from smp_strategy.checkpoint.convert.read_dcp import open_sharded
+from smp_strategy.checkpoint.convert.read_sagemaker import open_sagemaker
+from smp_strategy.checkpoint.convert.read_torch import open_torch_file
+from smp_strategy.checkpoint.convert.safetensors import INDEX_ENDING, open_safetensors
+from smp_strategy.checkpoint.convert.weight_folders import open_state, open_weights
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage.path_kind import CHECKPOINTS, CheckpointKind, kind_of, unreadable
+from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["located", "open_checkpoint"]
+
+
+def open_checkpoint(
+    path: Path,
+    *,
+    weights_at: str | None = None,
+    like: Mapping[str, Shape] | None = None,
+    verify: bool = True,
+) -> Contents:
+    """Open a checkpoint of any kind; tensors are read later.
+
+    Args:
+        path: a file or a directory.
+        weights_at: the keys to the weights, with dots between; ``None``: one of the usual ones.
+        like: whole shapes of the weights, for parts of SageMaker's split layers.
+        verify: compare a file to its digests now. What is read of a directory is verified when it is.
+
+    Raises:
+        CheckpointError: it cannot be read, or what it is cannot be told.
+    """
+    path = located(path)
+    kind = kind_of(path)
+    if reason := unreadable(path, kind):
+        raise CheckpointError(reason)
+    if path.is_file():
+        is_index = path.name.endswith(INDEX_ENDING)
+        is_safe = kind is CheckpointKind.SAFETENSORS or path.suffix == ".safetensors" or is_index
+        return open_safetensors(path) if is_safe else open_torch_file(path, weights_at=weights_at, verify=verify)
+    if kind is CheckpointKind.SHARDED:
+        return open_sharded(path, weights_at=weights_at)
+    if kind is CheckpointKind.STATE:
+        return open_state(path, weights_at=weights_at, verify=verify)
+    if kind is CheckpointKind.SAGEMAKER:
+        return open_sagemaker(path, like=like)
+    if kind is CheckpointKind.WEIGHTS:
+        return open_weights(path)
+    raise CheckpointError(_unknown(path))
+
+
+def located(path: Path) -> Path:
+    """What is read when ``path`` is asked for: of a folder of checkpoints with tags the newest one.
+
+    Raises:
+        CheckpointError: there is nothing.
+    """
+    commit.recover(path)
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.")
+    return _newest(path) if path.is_dir() and kind_of(path) is CheckpointKind.TAGGED else path
+
+
+def _unknown(folder: Path) -> str:
+    names = sorted(each.name for each in folder.iterdir())
+    inside = [name for name in names if not name.startswith(".") and kind_of(folder / name) in CHECKPOINTS]
+    if inside:
+        return f"{folder} is no checkpoint, but has some in it: {', '.join(inside[:5])}. Give one of them."
+    return (
+        f"{folder} is no checkpoint of a known kind: it has no .metadata, no *.safetensors and no model_0_0.pt, but "
+        f"{', '.join(names[:5])}. Give the directory itself, or a file."
+    )
+
+
+def _newest(folder: Path) -> Path:
+    """What was saved last in a folder of SageMaker's library, or of ``smp_strategy.save_checkpoint``."""
+    try:
+        return TaggedFolder.to_read(folder, None, partial=True).partial
+    except CheckpointError:
+        return TaggedFolder.to_read(folder, None, partial=False).full

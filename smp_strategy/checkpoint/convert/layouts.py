@@ -1,0 +1,238 @@
+"""Where in a nest of dicts are the weights, and where is the state of optimizers?
+
+======================================= ===============================================================================
+Lightning's file                        ``state_dict``, ``optimizer_states[0]``, and everything else
+sharded directories, ours and its       ``state_dict`` (``model`` of FSDP), ``optimizer_0``; everything else in meta.pt
+scripts of one's own                    ``model``, ``model_state_dict``, ...; ``optimizer``, ``optim``, ...
+a bare state dict                       names and tensors
+======================================= ===============================================================================
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents, tensors_of
+from smp_strategy.checkpoint.convert.names import NAMES, Shape, named_groups
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["PARAMETER_NAMES", "contents_of", "parameter_shapes", "read_optimizer"]
+
+# Where a Lightning checkpoint has what the strategy adds.
+OWN_STATE: Final = "smp_strategy"
+# In a full file, for each optimizer and each of its groups the names of the parameters, which PyTorch numbers.
+PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
+MODEL_KEYS: Final = ("state_dict", "model", "module", "model_state_dict", "weights")
+OPTIMIZER_KEYS: Final = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
+
+
+def contents_of(
+    tree: Mapping[str, Any],
+    *,
+    kind: str,
+    source: str,
+    rest: Mapping[str, Any] | None = None,
+    weights_at: str | None = None,
+) -> Contents:
+    """What is what in ``tree``.
+
+    Args:
+        tree: dicts in dicts; its tensors are :class:`LazyTensor`.
+        kind: of checkpoint, if it is not one of Lightning's.
+        source: for messages.
+        rest: of a Lightning checkpoint, if that is elsewhere.
+        weights_at: the keys to the weights, with dots between; ``None``: one of the usual ones.
+
+    Raises:
+        CheckpointError: there are no weights.
+    """
+    if weights_at is None:
+        tree = _unwrapped(tree)
+    taken, weights = _weights(tree, source, weights_at)
+    if taken is None:
+        found, others = Contents(kind=kind, weights=dict(weights)), {}
+    else:
+        others = {key: value for key, value in tree.items() if key != taken}
+        found = Contents(kind=kind, weights=dict(weights))
+    _add_optimizers(found, _take_optimizers(others), others.pop(PARAMETER_NAMES, None))
+    _add_rest(found, others if rest is None else {**others, **rest})
+    return found
+
+
+def _add_optimizers(found: Contents, states: Sequence[tuple[str, Mapping[str, Any]]], names: Any) -> None:
+    shapes = parameter_shapes(found.weights)
+    for number, (where, state) in enumerate(states):
+        known = names[number] if isinstance(names, list) and len(names) == len(states) else None
+        optimizer = read_optimizer(_with_names(state, known), shapes, where, found.remarks)
+        if optimizer is None:
+            # Later ones would get its number.
+            found.remarks += [f"`{later}` was left out, too." for later, _ in states[number + 1 :]]
+            break
+        found.optimizers.append(optimizer)
+
+
+def _with_names(state: Mapping[str, Any], names: Any) -> Mapping[str, Any]:
+    groups = state["param_groups"]
+    if not isinstance(names, list) or len(names) != len(groups):
+        return state
+    return {
+        **state,
+        "param_groups": [
+            {**group, NAMES: own} if len(own) == len(group["params"]) else group
+            for group, own in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def _weights(tree: Mapping[str, Any], source: str, at: str | None) -> tuple[str | None, Mapping[str, Any]]:
+    """The first key to the weights, ``None`` if they are ``tree`` itself; and the weights."""
+    if at is not None:
+        found: Any = tree
+        for key in at.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping) or not any(tensors_of(found)):
+            raise CheckpointError(
+                f"{source} has no weights under `{at}`. There are: {', '.join(map(str, tree)) or 'nothing'}."
+            )
+        return at.split(".")[0], _flat(found)
+    for key in MODEL_KEYS:
+        if isinstance(tree.get(key), Mapping) and any(tensors_of(tree[key])):
+            return key, _flat(tree[key])
+    if any(isinstance(value, LazyTensor) for value in tree.values()):
+        return None, tree
+    keys = [str(key) for key, value in tree.items() if isinstance(value, Mapping) and any(tensors_of(value))]
+    if len(keys) == 1 and not _is_optimizer(tree[keys[0]]):
+        return keys[0], _flat(tree[keys[0]])
+    raise CheckpointError(
+        f"{source} has no weights that can be recognised: none of {', '.join(MODEL_KEYS)} is there, but "
+        f"{', '.join(map(str, tree)) or 'nothing'}. Say where they are, by `--weights KEY`."
+    )
+
+
+def _unwrapped(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is in the only entry, if that has a model: applications save themselves as ``{"app": ...}``."""
+    while len(tree) == 1:
+        [inside] = tree.values()
+        if not isinstance(inside, Mapping) or not any(isinstance(inside.get(key), Mapping) for key in MODEL_KEYS):
+            break
+        tree = inside
+    return tree
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Names of a state dict, where a writer has made dicts of them."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and any(tensors_of(value)) and not name.endswith("_extra_state"):
+            found.update(_flat(value, f"{name}."))
+        elif name != "_smp_is_partial":
+            found[name] = value
+    return found
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and "state" in value and "param_groups" in value
+
+
+def _take_optimizers(tree: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The states of optimizers and where they are; the entries are removed if ``tree`` is a dict of ours."""
+    numbered = sorted((int(match[1]), key) for key in tree if (match := re.fullmatch(r"optimizer_(\d+)", str(key))))
+    candidates: list[tuple[str, Any]] = [(key, tree[key]) for _, key in numbered]
+    for key in ("optimizer_states", *OPTIMIZER_KEYS):
+        value = tree.get(key)
+        if isinstance(value, list | tuple):
+            candidates += [(f"{key}[{number}]", item) for number, item in enumerate(value)]
+        elif value is not None:
+            candidates.append((key, value))
+    found = [(key, value) for key, value in candidates if _is_optimizer(value)]
+    if isinstance(tree, dict):
+        for key in {key.partition("[")[0] for key, _ in found}:
+            tree.pop(key, None)
+    return found
+
+
+def parameter_shapes(weights: Mapping[str, Any]) -> dict[str, Shape]:
+    """Of everything that may be a parameter, once for each: tied ones have several names."""
+    seen: set[object] = set()
+    found: dict[str, Shape] = {}
+    for name, value in weights.items():
+        if not isinstance(value, LazyTensor) or not value.dtype.is_floating_point:
+            continue
+        if value.memory is None or value.memory not in seen:
+            found[name] = value.shape
+            seen.add(value.memory)
+    return found
+
+
+def read_optimizer(
+    state: Mapping[str, Any], weights: Mapping[str, Shape], where: str, remarks: list[str]
+) -> OptimizerContents | None:
+    """The state of an optimizer by the names of its parameters.
+
+    Args:
+        state: as ``optimizer.state_dict()`` gives it, by numbers or by names.
+        weights: of everything that may be a parameter.
+        where: it is, for remarks.
+        remarks: gets one if parameters are found by shapes, or not at all.
+    """
+    kept = {key: _decoded(value) for key, value in state["state"].items()}
+    groups = [dict(group) for group in state["param_groups"]]
+    names, is_guess = named_groups(groups, {key: _shape(value) for key, value in kept.items()}, weights)
+    if names is None:
+        remarks.append(
+            f"`{where}` was left out: its parameters have numbers, and it cannot be told for certain which names these "
+            "are. A sharded checkpoint has names, as has one of an optimizer made with `named_parameters()`."
+        )
+        return None
+    if is_guess:
+        remarks.append(f"`{where}` has numbers for parameters: their names were found by order and shape.")
+    by_key = {
+        old: name
+        for group, own in zip(groups, names, strict=True)
+        for old, name in zip(group["params"], own, strict=True)
+    }
+    strays = [str(key) for key in kept if key not in by_key]
+    if strays:
+        remarks.append(f"`{where}` keeps something for {', '.join(strays[:5])}, which is in none of its groups.")
+    named = {by_key[key]: value for key, value in kept.items() if key in by_key}
+    for group, own in zip(groups, names, strict=True):
+        group.pop(NAMES, None)
+        group["params"] = own
+    return OptimizerContents(named, groups)
+
+
+def _shape(kept: Any) -> Shape | None:
+    """The shape of a parameter, where everything that is kept for it and is no single number has that shape."""
+    shapes = {tensor.shape for tensor in tensors_of(kept) if tensor.shape}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+def _decoded(value: Any) -> Any:
+    """In sharded directories lists with tensors are dicts with the keys ``#0``, ``#1``."""
+    if not isinstance(value, Mapping):
+        return value
+    items = {key: _decoded(item) for key, item in value.items()}
+    if items and all(isinstance(key, str) and key.startswith("#") for key in items):
+        return [items[f"#{number}"] for number in range(len(items))]
+    return items
+
+
+def _add_rest(found: Contents, others: Mapping[str, Any]) -> None:
+    if "pytorch-lightning_version" in others:
+        found.rest = dict(others)
+        found.note = _note(others)
+        found.kind = found.kind if found.kind.startswith("sharded") else "Lightning checkpoint"
+    elif others:
+        found.remarks.append(
+            f"{', '.join(map(str, others))}: left out, as this is no checkpoint of Lightning, which has a place for "
+            "such things."
+        )
+
+
+def _note(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file tells of itself, as the manifest of a directory does."""
+    own = rest.get(OWN_STATE)
+    layout = own.get("layout") if isinstance(own, Mapping) else None
+    counts = {key: rest[key] for key in ("global_step", "epoch") if isinstance(rest.get(key), int)}
+    return {"layout": dict(layout), **counts} if isinstance(layout, Mapping) else counts

@@ -1,0 +1,205 @@
+"""Checkpoints of SageMaker's model parallel library: one file per rank.
+
+``model_{pp}_{tp}.pt`` has what pipeline rank ``pp`` and tensor parallel rank ``tp`` have of the model, and
+``optimizer_{pp}_{tp}.pt`` of the optimizer (a third number is that of a replica that has a share of the state). Sharded
+data parallelism writes one ``model_0.pt`` instead, whose parameters are empty, and ``optimizer_{rank}.pt`` with float32
+values in flat groups.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents
+from smp_strategy.checkpoint.convert.flat_groups import flat_weights, shapes_in
+from smp_strategy.checkpoint.convert.join_tp import Shape, join_parts, union
+from smp_strategy.checkpoint.convert.layouts import contents_of, parameter_shapes, read_optimizer
+from smp_strategy.checkpoint.convert.read_torch import read_dict
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["open_sagemaker"]
+
+_NAME = re.compile(r"(model|optimizer)_(\d+(?:_\d+){0,2})\.pt")
+Place = tuple[int, ...]
+
+
+def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> Contents:
+    """The whole of what the ranks have written.
+
+    Args:
+        path: the directory.
+        like: the whole shapes of the weights, needed where layers were split.
+
+    Raises:
+        CheckpointError: files are lacking, damaged or do not fit each other.
+    """
+    files = _files(path)
+    if set(files["model"]) == {(0,)} and files["optimizer"]:
+        return _open_sharded(path, files["optimizer"])
+    models = {place: _open_model(file) for place, file in files["model"].items()}
+    ranks = _grid(path, models)
+    replicas = {place[:2] for place in models}
+    parts = {(pp, tp): models[next(p for p in models if p[:2] == (pp, tp))] for pp, tp in replicas}
+    stages, splits = ranks
+    weights = join_parts(
+        [union([parts[pp, tp].weight_tensors() for pp in stages], str(path)) for tp in splits], like, str(path)
+    )
+    extra = {
+        name: value
+        for part in parts.values()
+        for name, value in part.weights.items()
+        if not isinstance(value, LazyTensor)
+    }
+    found = Contents(kind="files of SageMaker's library", weights={**weights, **extra})
+    if (path / "user_content.pt").exists():
+        found.remarks.append("user_content.pt was left out: it is the script's own.")
+    _add_optimizer(found, files["optimizer"], models, ranks, like, path)
+    return found
+
+
+def _files(path: Path) -> dict[str, dict[Place, Path]]:
+    found: dict[str, dict[Place, Path]] = {"model": {}, "optimizer": {}}
+    for file in sorted(path.glob("*.pt")):
+        if match := _NAME.fullmatch(file.name):
+            found[match[1]][tuple(map(int, match[2].split("_")))] = file
+    return found
+
+
+def _open_model(file: Path) -> Contents:
+    tree = read_dict(file)
+    tree.pop("_smp_is_partial", None)
+    return contents_of(tree, kind="", source=str(file)) if tree else Contents(kind="", weights={})
+
+
+def _grid(path: Path, models: Mapping[Place, Any]) -> tuple[list[int], list[int]]:
+    """The pipeline ranks and the tensor parallel ranks, all of which must be there with each other."""
+    if any(len(place) < 2 for place in models):
+        raise CheckpointError(f"{path} has model files with one number and no optimizer files with flat groups.")
+    stages, splits = (sorted({place[axis] for place in models}) for axis in (0, 1))
+    lacking = [f"model_{pp}_{tp}.pt" for pp in range(stages[-1] + 1) for tp in range(splits[-1] + 1)
+               if not any(place[:2] == (pp, tp) for place in models)]  # fmt: skip
+    if lacking:
+        raise CheckpointError(f"{path} is not complete: {', '.join(lacking)} is lacking.")
+    return stages, splits
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+@final
+class _NotTold(Exception):
+    """Why the state of the optimizer cannot be had."""
+
+
+def _add_optimizer(
+    found: Contents,
+    files: Mapping[Place, Path],
+    models: Mapping[Place, Contents],
+    ranks: tuple[list[int], list[int]],
+    like: Mapping[str, Shape] | None,
+    path: Path,
+) -> None:
+    if not files:
+        return
+    stages, splits = ranks
+    try:
+        parts = {place: _open_optimizer(file, place, models) for place, file in files.items()}
+        columns = []
+        for tp in splits:
+            column = [part for (pp, own, *_), part in sorted(parts.items()) if own == tp]
+            if {pp for pp, own, *_ in parts if own == tp} != set(stages):
+                raise _NotTold("files of some ranks are lacking.")
+            columns.append(_together(column))
+        found.optimizers.append(_join_columns(columns, like, str(path)))
+    except _NotTold as reason:
+        found.remarks.append(f"The state of the optimizer was left out: {reason}")
+
+
+def _open_optimizer(file: Path, place: Place, models: Mapping[Place, Contents]) -> OptimizerContents:
+    tree = read_dict(file)
+    if not {"state", "param_groups"} <= tree.keys():
+        raise _NotTold(f"{file.name} has no `state` and `param_groups`.")
+    model = next((models[other] for other in (place, place[:2]) if other in models), None)
+    if model is None:
+        raise _NotTold(f"there is no model file for {file.name}.")
+    remarks: list[str] = []
+    optimizer = read_optimizer(tree, parameter_shapes(model.weights), file.name, remarks)
+    if optimizer is None:
+        raise _NotTold(" ".join(remarks))
+    return optimizer
+
+
+def _together(parts: Sequence[OptimizerContents]) -> OptimizerContents:
+    """Of stages, each of which has its own parameters; of replicas that have shares of the state."""
+    state: dict[str, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = [{**group, "params": []} for group in parts[0].groups]
+    for part in parts:
+        state.update(part.state)
+        if len(part.groups) != len(groups):
+            raise _NotTold("ranks have different numbers of groups.")
+        for group, own in zip(groups, part.groups, strict=True):
+            group.pop("param_names", None)
+            group["params"] = list(dict.fromkeys([*group["params"], *own["params"]]))
+    return OptimizerContents(state, groups)
+
+
+def _join_columns(
+    columns: Sequence[OptimizerContents], like: Mapping[str, Shape] | None, source: str
+) -> OptimizerContents:
+    if len(columns) == 1:
+        return columns[0]
+    flat = [
+        {f"{name}\0{key}": value for name, kept in column.state.items() for key, value in kept.items()}
+        for column in columns
+    ]
+    tensors = [{key: value for key, value in part.items() if isinstance(value, LazyTensor)} for part in flat]
+    shapes: dict[str, Shape] | None = None
+    if like is not None:
+        # Numbers (Adam's `step`) are not cut, everything else as the parameter is.
+        shapes = {
+            key: like.get(key.partition("\0")[0], value.shape) if value.shape else ()
+            for key, value in tensors[0].items()
+        }
+    joined: dict[str, Any] = {**flat[0], **join_parts(tensors, shapes, source)}
+    state: dict[str, dict[str, Any]] = {}
+    for key, value in joined.items():
+        name, _, entry = key.partition("\0")
+        state.setdefault(name, {})[entry] = value
+    return OptimizerContents(state, columns[0].groups)
+
+
+# --- sharded data parallelism -----------------------------------------------------------------------------------------
+
+
+def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> Contents:
+    user_content = path / "user_content.pt"
+    content = read_dict(user_content) if user_content.is_file() else {}
+    if "param_shapes" not in content:
+        raise CheckpointError(
+            f"{path} has weights in flat groups, for which user_content.pt must have `param_shapes` (and "
+            "`buffer_names`), but it is lacking, or has none."
+        )
+    numbers = sorted(place[0] for place in optimizers)
+    loaded = [read_dict(optimizers[place]) for place in sorted(optimizers)]
+    states: list[Any] = [state.get("optimizer_state_dict", state) for state in loaded]
+    count = states[0].get("partition_count", len(numbers))
+    count = max(count) if isinstance(count, list | tuple) and count else count
+    if numbers != list(range(len(numbers))) or any(len(place) != 1 for place in optimizers) or count != len(numbers):
+        raise CheckpointError(
+            f"{path} is not complete: {count} optimizer files are needed, there are those of ranks {numbers}."
+        )
+    lacking = [str(number) for number, state in enumerate(states) if "fp32_flat_groups" not in state]
+    if lacking:
+        raise CheckpointError(f"{path}: no `fp32_flat_groups` in the optimizer files of ranks {', '.join(lacking)}.")
+    shapes = shapes_in(content["param_shapes"], str(user_content))
+    weights: dict[str, Any] = dict(flat_weights([state["fp32_flat_groups"] for state in states], shapes, str(path)))
+    tree = read_dict(path / "model_0.pt")
+    module: Any = tree.get("module", tree)
+    for name in content.get("buffer_names", ()):
+        if not isinstance(module, Mapping) or not isinstance(module.get(name), LazyTensor):
+            raise CheckpointError(f"{path / 'model_0.pt'} lacks the buffer `{name}`.")
+        weights[name] = module[name]
+    found = Contents(kind="files of SageMaker's library, sharded data parallelism", weights=weights)
+    found.remarks.append("The state of the optimizer was left out: it is flat, and only weights have names there.")
+    return found

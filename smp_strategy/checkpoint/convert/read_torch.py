@@ -1,0 +1,45 @@
+"""Files that ``torch.save`` has written: mapped into memory, and only values are made of what they say."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, map_tensors
+from smp_strategy.checkpoint.convert.layouts import contents_of
+from smp_strategy.checkpoint.storage.full_file import read_full
+from smp_strategy.checkpoint.storage.full_file_digests import has_digests
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["open_torch_file", "read_dict"]
+
+
+def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:
+    """The dict that a file has, its tensors as :class:`LazyTensor`.
+
+    Args:
+        path: the file.
+        verify: compare all of it to its digests, if it has some.
+
+    Raises:
+        CheckpointError: it is damaged, has no dict, or names classes, which could run code.
+    """
+    found = read_full(path, verify=verify)
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} has no dict with weights, but a {type(found).__name__}.")
+    return {key: map_tensors(value, LazyTensor.of) for key, value in found.items()}
+
+
+def open_torch_file(path: Path, *, weights_at: str | None = None, verify: bool = True) -> Contents:
+    """A Lightning checkpoint, a script's own dict, or a bare state dict.
+
+    Args:
+        path: the file.
+        weights_at: see :func:`~smp_strategy.checkpoint.convert.layouts.contents_of`.
+        verify: see :func:`read_dict`.
+
+    Raises:
+        CheckpointError: it cannot be read, or has no weights.
+    """
+    found = contents_of(read_dict(path, verify=verify), kind="PyTorch file", source=str(path), weights_at=weights_at)
+    found.has_digests = has_digests(path)
+    return found

@@ -1,0 +1,154 @@
+"""A directory that ``from_pretrained`` of Hugging Face's transformers reads: weights, and what the model is.
+
+The configuration, the tokenizer and the like come from another such directory: that from which training has begun.
+Weights have the names that the model gives them. Tied ones are saved once, as the model ties them again.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor
+from smp_strategy.checkpoint.convert.prefixes import find_prefix, strip_prefix
+from smp_strategy.errors import CheckpointError
+
+__all__ = [
+    "copy_configuration",
+    "hugging_face_weights",
+    "is_copied",
+    "main_dtype",
+    "read_configuration",
+    "without_tied",
+]
+
+CONFIG: Final = "config.json"
+# Everything but weights: configurations, vocabularies, templates, the model's own code.
+_COPIED: Final = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.tiktoken", "*.bpe.codes")
+_NOT_COPIED: Final = ("*.index.json", "trainer_state.json")
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """The configuration of a model: of a directory with ``config.json``, or of such a file.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} has no configuration of a Hugging Face model ({CONFIG}): {error}. Write one with "
+            "`model.config.save_pretrained(DIRECTORY)`."
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} is no configuration of a Hugging Face model: it has no keys and values.")
+    return found
+
+
+def hugging_face_weights(
+    contents: Contents, configuration: Mapping[str, Any], prefix: str | None
+) -> tuple[dict[str, LazyTensor], list[str]]:
+    """The weights as the model itself calls them.
+
+    Args:
+        contents: the checkpoint.
+        configuration: of the model.
+        prefix: what the names begin with in the checkpoint; ``None``: the LightningModule's attribute, if it is one.
+
+    Returns:
+        The weights, and what was done with others.
+
+    Raises:
+        CheckpointError: the prefix cannot be told, or nothing begins with it.
+    """
+    weights = contents.weight_tensors()
+    remarks = [f"`{name}` was left out: it is no tensor." for name in contents.weights if name not in weights]
+    if prefix is None:
+        prefix = find_prefix(weights) if contents.is_lightning else ""
+        if prefix:
+            remarks.append(f"`{prefix}` was taken away from the names.")
+    found, others = strip_prefix(weights, prefix)
+    if others:
+        remarks.append(f"{len(others)} tensors were left out, as they do not begin with `{prefix}`: {_some(others)}.")
+    kept, tied = without_tied(found, configuration)
+    remarks += [f"`{name}` was left out: it is tied to `{first}`." for name, first in tied.items()]
+    return kept, remarks
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def without_tied(
+    weights: Mapping[str, LazyTensor], configuration: Mapping[str, Any]
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Leave out what the model ties again; returns the rest, and the first name of each that was left out.
+
+    Tied are tensors that are one in the checkpoint. Where it does not tell, as other programs may have written both,
+    those of the size of the vocabulary are compared.
+    """
+    if configuration.get("tie_word_embeddings") is False:
+        return dict(weights), {}
+    parts = [configuration, *(value for value in configuration.values() if isinstance(value, dict))]
+    sizes = {part["vocab_size"] for part in parts if "vocab_size" in part}
+    first: dict[object, str] = {}
+    large: list[str] = []
+    same: dict[str, str] = {}
+    for name, tensor in weights.items():
+        if tensor.memory is not None and first.setdefault(tensor.memory, name) != name:
+            same[name] = first[tensor.memory]
+        elif len(tensor.shape) == 2 and tensor.shape[0] in sizes:
+            twin = next((other for other in large if _are_equal(weights[other], tensor)), None)
+            if twin is None:
+                large.append(name)
+            else:
+                same[name] = twin
+    return {name: tensor for name, tensor in weights.items() if name not in same}, same
+
+
+def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.read(), other.read())
+
+
+def main_dtype(weights: Mapping[str, LazyTensor]) -> torch.dtype | None:
+    """In which most floating point numbers are; ``None``: there are none."""
+    bytes_in: Counter[torch.dtype] = Counter()
+    for tensor in weights.values():
+        if tensor.dtype.is_floating_point:
+            bytes_in[tensor.dtype] += tensor.num_bytes
+    return max(bytes_in, key=bytes_in.__getitem__, default=None)
+
+
+def is_copied(name: str) -> bool:
+    """Whether :func:`copy_configuration` takes a file of this name along."""
+    return any(fnmatch(name, each) for each in _COPIED) and not any(fnmatch(name, each) for each in _NOT_COPIED)
+
+
+def copy_configuration(source: Path, target: Path, dtype: torch.dtype | None) -> list[str]:
+    """Copy everything but weights to the directory ``target``; returns the names of the files.
+
+    Args:
+        source: a directory, or only the file with the configuration.
+        target: is there.
+        dtype: of the weights that are beside it; the model is loaded in this.
+    """
+    configuration = read_configuration(source)
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in configuration and "dtype" not in configuration else "dtype"
+        configuration[key] = str(dtype).removeprefix("torch.")
+    (target / CONFIG).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
+    copied = [CONFIG]
+    for file in sorted(source.iterdir()) if source.is_dir() else ():
+        if file.is_file() and file.name != CONFIG and is_copied(file.name):
+            shutil.copyfile(file, target / file.name)
+            copied.append(file.name)
+    return copied

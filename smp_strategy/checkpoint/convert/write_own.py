@@ -1,0 +1,123 @@
+"""Contents as one of our own two forms: a directory that ranks read together, or one ordinary file of Lightning."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents, map_tensors
+from smp_strategy.checkpoint.convert.layouts import PARAMETER_NAMES
+from smp_strategy.checkpoint.convert.names import numbered_groups
+from smp_strategy.checkpoint.convert.scratch import Scratch
+from smp_strategy.checkpoint.convert.writing import Progress
+from smp_strategy.checkpoint.storage.atomic_commit import Check
+from smp_strategy.checkpoint.storage.full_file import write_full
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.checkpoint.storage.write_errors import saving
+from smp_strategy.checkpoint.storage.writer import ShardedWriter
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["lightning_rest", "save_full", "save_sharded"]
+
+
+def lightning_rest(contents: Contents) -> dict[str, Any]:
+    """What a Lightning checkpoint has besides weights and optimizers; that of a run at its beginning, if none is known.
+
+    Raises:
+        CheckpointError: there is no Lightning here, whose version must be told.
+    """
+    if contents.is_lightning:
+        return contents.rest
+    for package in ("lightning", "pytorch-lightning"):
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        begun: dict[str, Any] = {} if contents.optimizers else {"optimizer_states": []}
+        return {"epoch": 0, "global_step": 0, "pytorch-lightning_version": found, "lr_schedulers": [], **begun}
+    raise CheckpointError("Lightning is not installed, and its checkpoints tell which version has written them.")
+
+
+def save_full(
+    contents: Contents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
+) -> None:
+    """Write one file as Lightning does, in place of what is there: parameters of optimizers have numbers.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    check(target)
+    with saving(target), _scratch(target) as scratch:
+        content = {
+            **map_tensors(lightning_rest(contents), scratch.tensor, LazyTensor),
+            "state_dict": _read(contents.weights, scratch, progress),
+        }
+        if contents.optimizers:
+            content["optimizer_states"] = [_numbered(each, scratch, progress) for each in contents.optimizers]
+            content[PARAMETER_NAMES] = [
+                [list(group["params"]) for group in each.groups] for each in contents.optimizers
+            ]
+        write_full(target, content, check=check)
+
+
+def save_sharded(
+    contents: Contents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
+) -> None:
+    """Write a directory as several ranks do together, in place of what is there.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+    """
+    check(target)
+    with saving(target), _scratch(target) as scratch:
+        state: dict[str, Any] = {"state_dict": _with_aliases(_read(contents.weights, scratch, progress))}
+        for number, optimizer in enumerate(contents.optimizers):
+            kept = {name: _encoded(value) for name, value in _read(optimizer.state, scratch, progress).items()}
+            state[f"optimizer_{number}"] = {"state": kept, "param_groups": optimizer.groups}
+        rest = map_tensors(lightning_rest(contents), scratch.tensor, LazyTensor)
+        ShardedWriter().prepare(state, copy=False).write(target, rest=rest, note=contents.note, check=check)
+
+
+def _scratch(target: Path) -> Scratch:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return Scratch(target.parent)
+
+
+def _read(values: dict[str, Any], scratch: Scratch, progress: Progress) -> dict[str, Any]:
+    found = {}
+    for name, value in values.items():
+        found[name] = map_tensors(value, scratch.tensor, LazyTensor)
+        progress(name)
+    return found
+
+
+def _numbered(optimizer: OptimizerContents, scratch: Scratch, progress: Progress) -> dict[str, Any]:
+    groups, numbers = numbered_groups(optimizer.groups)
+    kept = {numbers[name]: value for name, value in _read(optimizer.state, scratch, progress).items()}
+    return {"state": dict(sorted(kept.items())), "param_groups": groups}
+
+
+def _with_aliases(weights: dict[str, Any]) -> dict[str, Any]:
+    """Tensors once, with all of their names."""
+    names: dict[int, list[str]] = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), []).append(name)
+    found: dict[str, Any] = {}
+    for name, value in weights.items():
+        if not isinstance(value, Tensor):
+            found[name] = value
+        elif (every := names[id(value)])[0] == name:
+            found[name] = Held.whole(value, aliases=tuple(every[1:]))
+    return found
+
+
+def _encoded(value: Any) -> Any:
+    """As engines write it: lists with tensors are dicts with the keys ``#0``, ``#1``."""
+    if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
+        value = {f"#{number}": item for number, item in enumerate(value)}
+    if isinstance(value, dict):
+        return {str(key): _encoded(item) for key, item in value.items()}
+    return Held.whole(value) if isinstance(value, Tensor) else value

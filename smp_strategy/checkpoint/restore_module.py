@@ -1,0 +1,134 @@
+"""Giving the whole module back: every stage sends what it holds, and who wants it keeps it.
+
+The same goes for what the user's hooks have made of parameters and kept (averages, backups).
+
+Parameters keep their identity and get the memory layout that they had. Of a parameter every rank knows the metadata;
+buffers may have been replaced while the module was spread, so their holders describe them first, together with the
+extra state of modules (``get_extra_state``). Values travel as raw elements, a bucket at a time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.buckets import buckets
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.model.guarded_tensors import StageTensor, home_of, in_plain_sight
+from smp_strategy.model.ownership import Ownership
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.model.units import Unit
+
+__all__ = ["restore"]
+
+_END = "the whole module, at the end of a run"
+
+
+def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: bool) -> None:
+    """Make the values of all stages those of ``root``; collective over the stages of a replica.
+
+    Args:
+        root: the module that was spread.
+        ownership: who holds what.
+        mesh: where the ranks stand.
+        keep: whether this rank wants the whole module; otherwise it only sends what it has.
+    """
+    mine = [unit for unit in ownership.units if ownership.stage_of[unit.name] == mesh.stage]
+    guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
+    numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]
+    # The group lists its ranks in ascending order, not in that of the stages.
+    told = (mesh.stage, _buffers(mine), _extra_states(mine), [(n, _spec_of(guests[n][0])) for n in numbers])
+    described = collectives.gather_objects(told, _END, mesh.pp_group)
+    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+        for stage, buffers, states, kept in sorted(described, key=lambda description: description[0]):
+            away = [parameter for parameter in root.parameters() if _is_sent_by(stage, parameter, ownership, mesh)]
+            specs = [*map(_spec_of, away), *buffers.values(), *(spec for _, spec in kept)]
+            values: list[Tensor] = []
+            if stage == mesh.stage:
+                values = [*away, *(root.get_buffer(name) for name in buffers), *(guests[n][0] for n, _ in kept)]
+            received = iter(_broadcast(values, specs, mesh.stage_ranks[stage], mesh, keep=keep))
+            if not keep or stage == mesh.stage:
+                continue
+            for parameter in away:
+                _give(parameter, next(received))
+            for name in buffers:
+                _set_buffer(root, name, next(received))
+            for number, _ in kept:
+                value = next(received)
+                if number in guests:  # not collected here
+                    _give(guests[number][0], value)
+            for name, state in states.items():
+                root.get_submodule(name).set_extra_state(state)
+        for parameter in root.parameters():
+            # Each rank has gradients of its own units only: a part would pass for the whole.
+            parameter.grad = None
+
+
+def _give(tensor: Tensor, value: Tensor) -> None:
+    if home_of(tensor) is not None:
+        StageTensor.bring_back(tensor, value)
+
+
+def _is_sent_by(stage: int, parameter: nn.Parameter, ownership: Ownership, mesh: ProcessMesh) -> bool:
+    holders = ownership.holders(parameter)
+    return len(holders) < mesh.pp and min(holders) == stage
+
+
+def _spec_of(tensor: Tensor) -> TensorSpec:
+    home = home_of(tensor)
+    stride = tuple(tensor.stride()) if home is None else home.stride
+    return TensorSpec(tuple(tensor.size()), stride, tensor.dtype, tensor.device, False)
+
+
+def _buffers(units: Sequence[Unit]) -> dict[str, TensorSpec]:
+    """The buffers of ``units`` as they are now, by their names in the whole module."""
+    return {
+        f"{unit.name}.{name}": TensorSpec.of(buffer) for unit in units for name, buffer in unit.module.named_buffers()
+    }
+
+
+def _extra_states(units: Sequence[Unit]) -> dict[str, Any]:
+    return {
+        f"{unit.name}.{name}".removesuffix("."): module.get_extra_state()
+        for unit in units
+        for name, module in unit.module.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def _set_buffer(root: nn.Module, name: str, value: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    owner = root.get_submodule(path)
+    buffer = owner._buffers.get(key)
+    if isinstance(buffer, StageTensor) and buffer.dtype == value.dtype:
+        StageTensor.bring_back(buffer, value)
+    elif buffer is None or isinstance(buffer, StageTensor):
+        owner._buffers[key] = value
+
+
+def _broadcast(
+    values: Sequence[Tensor], specs: Sequence[TensorSpec], source: int, mesh: ProcessMesh, *, keep: bool
+) -> list[Tensor]:
+    """Send ``values`` from the rank ``source``, which has them, to the others; they get them if they ``keep`` them."""
+    received: list[Tensor] = []
+    for numbers in buckets(specs):
+        sizes = [specs[number].numel for number in numbers]
+        flat = torch.empty(sum(sizes), dtype=specs[numbers[0]].dtype, device=specs[numbers[0]].device)
+        pieces = flat.split(sizes)
+        if mesh.rank == source:
+            for number, piece in zip(numbers, pieces, strict=True):
+                piece.copy_(values[number].detach().reshape(-1))
+        collectives.broadcast(flat, source, group=mesh.pp_group, doing=_END).wait()
+        if keep and mesh.rank != source:
+            for number, piece in zip(numbers, pieces, strict=True):
+                spec = specs[number]
+                received.append(_empty(spec).copy_(piece.view(spec.size)))
+    return received
+
+
+def _empty(spec: TensorSpec) -> Tensor:
+    """Memory for the elements of ``spec``, without the gaps and overlaps of a strided view."""
+    layout = torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta")
+    return torch.empty_like(layout, device=spec.device)

@@ -1,0 +1,1 @@
+"""Files of checkpoints: sharded and full, with digests, written atomically."""

@@ -1,0 +1,112 @@
+"""Items of PyTorch's distributed checkpoints: what ``torch.save`` makes of one tensor, or of one object.
+
+Of a tensor it is a zip file, in which the values stand as they are in memory. What is before and behind them tells
+shape and dtype only, as long as no checksums are in it (ours are elsewhere, and are faster). So that is made once for
+all tensors of a shape, and a tensor is written as fast as its bytes.
+"""
+
+import io
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.serialization import config as _config
+
+from smp_strategy.checkpoint.storage.checksums import DigestingFile
+from smp_strategy.checkpoint.storage.manifest import Region
+from smp_strategy.checkpoint.storage.staging import raw
+from smp_strategy.checkpoint.storage.torch_load import load_failure
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["Envelope", "Envelopes", "check_object", "object_item", "write_item"]
+
+
+config: Any = _config  # without types
+
+
+class Envelope(NamedTuple):
+    """What stands around the values of a tensor."""
+
+    before: bytes
+    behind: bytes
+
+
+@final
+class Envelopes:
+    """Those of tensors by shape and dtype."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.Size, torch.dtype], Envelope] = {}
+
+    def of(self, tensor: Tensor) -> Envelope:
+        """That of a tensor whose values are in a row in host memory."""
+        key = (tensor.shape, tensor.dtype)
+        if key not in self._known:
+            self._known[key] = _envelope(tensor)
+        return self._known[key]
+
+
+class _Splitter:
+    """Takes what ``torch.save`` writes and leaves out the values, which it knows by their address."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self._start, self._size = start, size
+        self.before, self.behind, self.seen = bytearray(), bytearray(), 0
+
+    def write(self, data: memoryview) -> int:
+        address = np.frombuffer(data, dtype=np.uint8).ctypes.data if len(data) else 0
+        if self._start <= address < self._start + self._size:
+            self.seen += len(data)
+        elif self.seen < self._size or not self._size:
+            self.before += data
+        else:
+            self.behind += data
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def _envelope(tensor: Tensor) -> Envelope:
+    values = raw(tensor)
+    # A storage that ends with the tensor, and no copy of it: torch.save writes whole storages.
+    alone = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, dtype=torch.uint8)
+    alone = alone.view(tensor.dtype).view(tensor.shape)
+    splitter = _Splitter(alone.data_ptr() if len(values) else 0, len(values))
+    with config.patch({"save.compute_crc32": False}):
+        torch.save(alone, splitter)  # type: ignore[arg-type]
+    assert splitter.seen == len(values), "torch.save has copied the values"
+    return Envelope(bytes(splitter.before), bytes(splitter.behind))
+
+
+def object_item(value: Any) -> bytes:
+    """What ``torch.save`` makes of an object."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def check_object(name: str, item: bytes) -> None:
+    """Make sure that an object can be loaded without running code of the file.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    try:
+        torch.load(io.BytesIO(item), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"`{name}` cannot be saved: a checkpoint has tensors, numbers, texts, and lists and dicts of them; this "
+            f"is something else, which {load_failure(error)} Convert it."
+        ) from error
+
+
+def write_item(file: DigestingFile, name: str, *stretches: bytes | memoryview) -> Region:
+    """Append what stands before the values, the values, and what stands behind."""
+    offset, digests = file.size, []
+    for stretch in stretches:
+        file.write(stretch)
+        digests += file.end_stretch()
+    before, values, behind = map(len, stretches)
+    return Region(name=name, offset=offset, before=before, values=values, behind=behind, digests=tuple(digests))

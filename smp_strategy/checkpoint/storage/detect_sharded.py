@@ -1,0 +1,100 @@
+"""Which directories ranks have written together, and whether one is whole, as far as sizes and descriptions tell."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage import dcp_metadata, manifest
+from smp_strategy.checkpoint.storage.checksums import digest
+from smp_strategy.checkpoint.storage.dcp_metadata import Contents, Place
+from smp_strategy.checkpoint.storage.manifest import Manifest, Region
+from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["Opened", "Regions", "is_sharded", "opened", "verify_whole"]
+
+Regions = dict[tuple[str, int], Region]
+
+
+class Opened(NamedTuple):
+    """A directory that looks whole."""
+
+    contents: Contents
+    manifest: Manifest | None
+    """``None``, if another program has written it."""
+    regions: Regions
+    """Those of the manifest by file and offset."""
+
+
+def is_sharded(path: Path | str) -> bool:
+    """Whether ``path`` is a directory of PyTorch's distributed checkpoints, ours or another's."""
+    path = Path(path)
+    commit.recover(path)
+    return path.is_dir() and (path / dcp_metadata.FILE_NAME).is_file()
+
+
+def opened(path: Path) -> Opened:
+    """Read what is in a directory, and compare it with the sizes of the files.
+
+    Raises:
+        DamageError: they do not agree, or a description is damaged or hostile.
+        CheckpointError: it is no such directory.
+    """
+    if not is_sharded(path):
+        raise CheckpointError(
+            f"{path} is no directory that ranks have written together: there is no {dcp_metadata.FILE_NAME} in it."
+        )
+    try:
+        data = (path / dcp_metadata.FILE_NAME).read_bytes()
+        found = None
+        if (path / manifest.FILE_NAME).is_file():
+            found = Manifest.from_bytes((path / manifest.FILE_NAME).read_bytes())
+            verify_whole(found, dcp_metadata.FILE_NAME, data)
+        contents = dcp_metadata.from_bytes(data)
+        if contents.has_manifest and found is None:
+            raise DamageError(f"{manifest.FILE_NAME}, which was written with it, is missing.")
+        files = found.files.items() if found else ()
+        regions = {(file, region.offset): region for file, each in files for region in each}
+        _check_places(path, contents, found, regions)
+    except OSError as error:
+        raise DamageError(f"{path} cannot be read: {error}") from error
+    except CheckpointError as error:
+        raise DamageError(f"{path} is damaged, or no checkpoint: {error}") from error
+    return Opened(contents, found, regions)
+
+
+def verify_whole(found: Manifest, file: str, data: bytes) -> None:
+    """Compare the content of a file that is one region with its digests.
+
+    Raises:
+        DamageError: it is another one.
+    """
+    regions = found.files.get(file, ())
+    pieces = [piece for region in regions for piece in region.pieces(found.piece)]
+    digests = [each for region in regions for each in region.digests]
+    is_whole = len(data) == sum(region.length for region in regions)
+    if not is_whole or any(digest(data[slice(*piece)]) != each for piece, each in zip(pieces, digests, strict=True)):
+        raise DamageError(f"{file} has changed since it was written.")
+
+
+def _check_places(path: Path, contents: Contents, found: Manifest | None, regions: Regions) -> None:
+    """What is to be read is there, as far as sizes tell; and the two descriptions of it agree."""
+    with Files(path) as files:
+        for file, parts in found.files.items() if found else ():
+            size, expected = files.size(file), sum(region.length for region in parts)
+            if size != expected:
+                raise DamageError(f"{file} has {size} bytes, but was written with {expected}.")
+        places = [(name, place, 0) for name, place in contents.objects.items()]
+        for name, (described, chunks) in contents.tensors.items():
+            places += [(name, chunk.place, chunk.part.numel * described.dtype.itemsize) for chunk in chunks]
+        for name, place, num_bytes in places:
+            if place.offset + place.length > (size := files.size(place.file)):
+                raise DamageError(f"{place.file} ends after {size} bytes, before the end of `{name}`.")
+            if found is not None:
+                _check_agreement(name, place, num_bytes, regions)
+
+
+def _check_agreement(name: str, place: Place, num_bytes: int, regions: Regions) -> None:
+    region = regions.get((place.file, place.offset))
+    if region is None or region.length != place.length or (num_bytes and region.values != num_bytes):
+        raise DamageError(f"{manifest.FILE_NAME} tells of `{name}` other than {dcp_metadata.FILE_NAME}.")

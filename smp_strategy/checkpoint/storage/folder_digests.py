@@ -1,0 +1,99 @@
+"""Digests of the files of a folder that others define, and read too: ``manifest.json`` beside them.
+
+The same as in a directory that ranks write together (:mod:`smp_strategy.checkpoint.storage.manifest`), for files of any
+kind that are there already. Of safetensors the manifest has a region for each tensor, so that damage is reported with
+its name.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from smp_strategy.checkpoint.storage.checksums import PIECE, digest, pieces_of
+from smp_strategy.checkpoint.storage.manifest import FILE_NAME, Manifest, Region
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["describe", "verify"]
+
+_LENGTH: Final = 8  # bytes, of the length of the header of safetensors
+
+
+def describe(folder: Path, note: dict[str, Any]) -> None:
+    """Write the manifest of all files in ``folder``, those in folders in it left out. The last thing to do there."""
+    paths = sorted(each for each in folder.iterdir() if each.is_file() and each.name != FILE_NAME)
+    files = {path.name: tuple(_regions(path)) for path in paths}
+    (folder / FILE_NAME).write_bytes(Manifest(note=note, files=files).to_bytes())
+
+
+def verify(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Compare files with the manifest, if there is one. Files that are not there are not missed here.
+
+    Args:
+        folder: has them.
+        names: of the files; ``None``: all.
+
+    Raises:
+        CheckpointError: one is damaged; the message names the file, and the tensor where that is known.
+    """
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return
+    try:
+        found = Manifest.from_bytes(path.read_bytes())
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    for name in found.files if names is None else [each for each in names if each in found.files]:
+        if (folder / name).is_file():
+            _verify_file(folder / name, found.files[name], found.piece)
+
+
+def _verify_file(path: Path, regions: tuple[Region, ...], piece: int) -> None:
+    remedy = (
+        f"Load another checkpoint. If the file was changed on purpose, delete {path.with_name(FILE_NAME)}, and it is "
+        "loaded as it is."
+    )
+    size, expected = path.stat().st_size, sum(region.length for region in regions)
+    if size != expected:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, but {expected} when it was written. {remedy}")
+    with path.open("rb") as file:
+        for region in regions:
+            expected_digests = [*region.digests]
+            for start, stop in region.pieces(piece):
+                data = file.read(stop - start)
+                if not expected_digests or digest(data) != expected_digests.pop(0):
+                    what = "" if region.name == path.name else f" `{region.name}`, in"
+                    raise CheckpointError(
+                        f"{path} is damaged:{what} bytes {start} to {stop} have changed since they were "
+                        f"written. {remedy}"
+                    )
+
+
+def _regions(path: Path) -> Iterator[Region]:
+    offset = 0
+    with path.open("rb") as file:
+        for name, length in _stretches(path):
+            digests = tuple(digest(file.read(stop - start)) for start, stop in pieces_of(length, PIECE))
+            yield Region(name=name, offset=offset, before=0, values=length, behind=0, digests=digests)
+            offset += length
+
+
+def _stretches(path: Path) -> list[tuple[str, int]]:
+    """What stands in a file, and how many bytes it has, one behind the other."""
+    size = path.stat().st_size
+    whole = [(path.name, size)]
+    if path.suffix != ".safetensors" or size < _LENGTH:
+        return whole
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(_LENGTH), "little")
+            header = json.loads(file.read(length)) if length < size else {}
+        spans = sorted((*entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError):  # it only has the name of one
+        return whole
+    stretches, end = [(path.name, _LENGTH + length)], 0
+    for start, stop, name in spans:
+        if start != end:
+            return whole
+        stretches, end = [*stretches, (name, stop - start)], stop
+    return stretches if _LENGTH + length + end == size else whole

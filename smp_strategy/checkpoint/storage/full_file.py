@@ -1,0 +1,83 @@
+"""A checkpoint that is one ordinary file of ``torch.save``: written in one pass, read once it is verified.
+
+Nothing is copied to memory on the way to the disk, where Lightning has all of it twice. The file has digests of its own
+(:mod:`~smp_strategy.checkpoint.storage.full_file_digests`), which other readers do not notice; files of other programs
+have none, and are read without.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage.atomic_commit import Check
+from smp_strategy.checkpoint.storage.fallback import advice
+from smp_strategy.checkpoint.storage.file_loading import load_file
+from smp_strategy.checkpoint.storage.full_file_digests import ListeningFile, append_digests, problems_of_bytes
+from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.errors import DamagedError
+
+__all__ = ["read_full", "verify_full", "write_full"]
+
+_BUFFER = 2**20  # bytes
+
+
+def write_full(path: Path | str, content: Mapping[str, Any], *, check: Check = check_replaceable) -> None:
+    """Let ``path`` be a file with ``content``; until all of it is on the disk, it is what it was.
+
+    Args:
+        path: of the file. Missing folders are made.
+        content: what ``torch.save`` takes. Tensors may be on any device, they are copied one by one.
+        check: see :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`.
+
+    Raises:
+        CheckpointError: it could not be written. What was there before is still there.
+    """
+    with commit.replacing(Path(path), is_folder=False, check=check) as staging:
+        with open(staging, "wb", buffering=_BUFFER) as file:
+            listening = ListeningFile(file)
+            torch.save(content, listening)  # type: ignore[arg-type] # writing is all that it asks for
+        append_digests(staging, listening.heard)
+
+
+def read_full(path: Path | str, *, weights_only: bool = True, verify: bool = True) -> Any:
+    """What a file has. Tensors are in host memory, read when they are used.
+
+    They stay what they are when the file is replaced or deleted, by us or by a rename; but not if somebody writes into
+    it, as ``cp`` over it does, while they are used.
+
+    Args:
+        path: of the file, by us or by another program.
+        weights_only: see ``torch.load``. Without it the file can run code: only for files that one trusts.
+        verify: compare all of it to its digests first. Of ranks that read the same file one may do that for all.
+
+    Raises:
+        CheckpointError: it is damaged, no checkpoint, or cannot be loaded without running code. If it is damaged, an
+            undamaged one beside it is named.
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if verify:
+        verify_full(path)
+    try:
+        return load_file(path, weights_only=weights_only)
+    except DamagedError as error:
+        raise DamagedError(f"{error} {advice(path)}") from error
+
+
+def verify_full(path: Path | str) -> None:
+    """Compare all of a file to its digests, if it has some.
+
+    Raises:
+        CheckpointError: it has changed since it was written, or is no checkpoint; an undamaged one beside it is named.
+        FileNotFoundError: there is none.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if problems := problems_of_bytes(path):
+        first, more = problems[0], f" ({len(problems) - 1} more.)" if len(problems) > 1 else ""
+        what = f"tensor `{first.tensor}` " if first.tensor else ""
+        raise DamagedError(f"{path} is damaged: {what}{first.what}{more} {advice(path)}")

@@ -1,0 +1,232 @@
+"""Digests in a file of ``torch.save``, of which every byte counts, while anyone reads it as before.
+
+Such a file is a zip archive. One more record is put behind the others, with a digest of each record of values and one
+of all bytes in between; and the archive's comment, at the very end, has a digest of what that record and the table of
+contents add::
+
+    values of data.pkl, data/0, data/1, ...    a digest each            } in smp_strategy/checksums.json
+    headers, padding, the small records        one digest for all       }
+    smp_strategy/checksums.json, the table     one digest, in the comment, which also says where they begin
+
+So nothing has to be taken apart before it is verified, and whoever opens the archive otherwise finds one record that
+it does not ask for.
+"""
+
+import json
+import os
+import re
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final, NamedTuple, final
+
+import xxhash
+
+from smp_strategy.checkpoint.storage.damage import Problem
+from smp_strategy.checkpoint.storage.record_names import names_by_record
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["ListeningFile", "append_digests", "has_digests", "problems_of_bytes"]
+
+_RECORD: Final = "smp_strategy/checksums.json"
+_VERSION: Final = 1
+_COMMENT: Final = "smp_strategy:xxh3_128:{start:020d}:{digest:32}"
+_COMMENT_PATTERN: Final = re.compile(rb"smp_strategy:xxh3_128:(\d{20}):([0-9a-f]{32})")
+_COMMENT_LENGTH: Final = len(_COMMENT.format(start=0, digest=""))
+_DIGEST_LENGTH: Final = 32
+_LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
+_DATE: Final = (1980, 1, 1, 0, 0, 0)
+_WINDOW: Final = 2**20  # bytes that are read, or written, and digested while the processor has them at hand
+_LARGE: Final = 2**14  # bytes; it is less work to read smaller values again than to keep their digests
+_NEAR_THE_END: Final = 2**10  # bytes
+
+
+class _Stretch(NamedTuple):
+    name: str
+    offset: int
+    length: int
+    digest: str
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+@final
+class ListeningFile:
+    """What ``torch.save`` writes to: it keeps the digests of large values, which come in one piece each.
+
+    Args:
+        file: open for writing, with a buffer.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._position = 0
+        self.heard: dict[tuple[int, int], str] = {}
+        """Digests, by offset and length."""
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes."""
+        view = memoryview(data).cast("B")
+        if len(view) < _LARGE:
+            self._file.write(view)
+        else:
+            digest = xxhash.xxh3_128()
+            for start in range(0, len(view), _WINDOW):
+                part = view[start : start + _WINDOW]
+                digest.update(part)
+                self._file.write(part)
+            self.heard[self._position, len(view)] = digest.hexdigest()
+        self._position += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """``torch.save`` calls it."""
+        self._file.flush()
+
+
+def append_digests(path: Path, heard: dict[tuple[int, int], str]) -> None:
+    """Complete a file that ``torch.save`` has written.
+
+    Args:
+        path: the file.
+        heard: what is known of it already, see :class:`ListeningFile`.
+    """
+    with zipfile.ZipFile(path, "a") as archive, open(path, "rb") as file:
+        start = archive.start_dir  # where this record is put
+        root = archive.infolist()[0].filename.partition("/")[0]
+        stretches = []
+        for entry in archive.infolist():
+            name = entry.filename.partition("/")[2]
+            if (name == "data.pkl" or name.startswith("data/")) and entry.file_size:
+                offset = _values_at(file, entry.header_offset)
+                digest = heard.get((offset, entry.file_size)) or _digest(file, offset, entry.file_size)
+                stretches.append(_Stretch(name, offset, entry.file_size, digest))
+        stretches.sort(key=lambda each: each.offset)
+        content = {"version": _VERSION, "between": _between(file, stretches, start), "records": stretches}
+        archive.writestr(zipfile.ZipInfo(f"{root}/{_RECORD}", _DATE), json.dumps(content))
+        archive.comment = _COMMENT.format(start=start, digest="").encode()
+    size = path.stat().st_size
+    with open(path, "r+b") as changed:
+        digest = _digest(changed, start, size - _DIGEST_LENGTH - start)
+        changed.seek(size - _DIGEST_LENGTH)
+        changed.write(digest.encode())
+
+
+def problems_of_bytes(path: Path) -> list[Problem] | None:
+    """What has changed in a file since it was written; ``None`` if it has no digests, since another program wrote it.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    with open(path, "rb") as file:
+        try:
+            found = _records(file)
+            if found is None:
+                return None
+            start, between, stretches = found
+            damaged = [each for each in stretches if _digest(file, each.offset, each.length) != each.digest]
+            is_intact = _between(file, stretches, start) == between
+        except CheckpointError as error:
+            return [Problem(path.name, "", str(error))]
+        names = _names(file, stretches, damaged)
+    problems = [_problem(path, each, names) for each in damaged]
+    if not is_intact:
+        problems.append(Problem(path.name, "", "the file's structure has changed since it was written."))
+    return problems
+
+
+def has_digests(path: Path) -> bool:
+    """Whether changes of a file would be noticed; nothing but its end is read."""
+    with open(path, "rb") as file:
+        try:
+            return _records(file) is not None
+        except CheckpointError:  # which is one
+            return True
+
+
+def _problem(path: Path, each: _Stretch, names: dict[str, list[str]]) -> Problem:
+    where = f"(bytes {each.offset} to {each.end} of the file)"
+    if each.name == "data.pkl":
+        return Problem(path.name, "", f"the file's structure has changed since it was written {where}.")
+    known = names.get(each.name.removeprefix("data/"), [])
+    name, others = (known[0], known[1:]) if known else (f"record {each.name}", [])
+    also = f", and with it {', '.join(others[:3])}{', ...' if others[3:] else ''}" if others else ""
+    return Problem(path.name, name, f"has changed since it was written {where}{also}.")
+
+
+def _names(file: BinaryIO, stretches: list[_Stretch], damaged: list[_Stretch]) -> dict[str, list[str]]:
+    pickled = next((each for each in stretches if each.name == "data.pkl"), None)
+    if not damaged or pickled is None or pickled in damaged:
+        return {}
+    file.seek(pickled.offset)
+    return names_by_record(file.read(pickled.length))
+
+
+def _records(file: BinaryIO) -> tuple[int, str, list[_Stretch]] | None:
+    """Where the last record begins, and what it has, once it is verified."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - _NEAR_THE_END, 0))
+    end = file.read()
+    comment = _COMMENT_PATTERN.fullmatch(end[-_COMMENT_LENGTH:])
+    if comment is None:
+        # One of two traces of ours may be what has changed.
+        if _RECORD.encode() in end or b"smp_strategy:xxh3_128:" in end:
+            raise CheckpointError("the file's structure has changed since it was written, at its end.")
+        return None
+    start = int(comment[1])
+    if start > size or _digest(file, start, size - _DIGEST_LENGTH - start) != comment[2].decode():
+        raise CheckpointError("the file's structure has changed since it was written, in its last part.")
+    try:
+        file.seek(start)
+        length = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))[7]
+        file.seek(_values_at(file, start))
+        content = json.loads(file.read(length))
+        if content["version"] != _VERSION:
+            raise CheckpointError(
+                f"its digests are of version {content['version']!r}, and this is version {_VERSION}. Read it with a "
+                "newer smp_strategy."
+            )
+        stretches = [_Stretch(*each) for each in content["records"]]
+        end_before = 0
+        for each in stretches:
+            if not (isinstance(each.name, str) and end_before <= each.offset <= each.end <= start):
+                raise ValueError(f"a record of it is {each}")
+            end_before = each.end
+        return start, str(content["between"]), stretches
+    except (KeyError, TypeError, ValueError, AttributeError, struct.error, RecursionError) as error:
+        raise CheckpointError(f"its digests are none: {type(error).__name__}: {error}") from error
+
+
+def _values_at(file: BinaryIO, header: int) -> int:
+    """Where the values of a record begin whose header is there."""
+    file.seek(header)
+    *_, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    return header + _LOCAL_HEADER.size + name + extra
+
+
+def _between(file: BinaryIO, stretches: list[_Stretch], end: int) -> str:
+    digest, position = xxhash.xxh3_128(), 0
+    for each in [*stretches, _Stretch("", end, 0, "")]:
+        for part in _read(file, position, each.offset - position):
+            digest.update(part)
+        position = each.end
+    return digest.hexdigest()
+
+
+def _digest(file: BinaryIO, offset: int, length: int) -> str:
+    digest = xxhash.xxh3_128()
+    for part in _read(file, offset, length):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _read(file: BinaryIO, offset: int, length: int) -> Iterator[memoryview]:
+    """In parts, each of which is valid until the next; fewer bytes, if the file ends before."""
+    file.seek(offset)
+    window = memoryview(bytearray(min(max(length, 0), _WINDOW)))
+    while length > 0 and (count := file.readinto(window[: min(length, len(window))])):  # type: ignore[attr-defined]
+        yield window[:count]
+        length -= count

@@ -1,0 +1,102 @@
+"""A tensor of a checkpoint that is read when somebody uses it.
+
+What is loaded passes through hooks of the user, which look at names and shapes, drop entries or rename them, and now
+and then use values. So a directory is offered as what an ordinary file gives, a dict of tensors, but these have a shape
+and a type only. The first use reads the values; that one which most tensors meet, to be copied into a parameter, does
+not keep them, so that a model that is loaded tensor by tensor never needs the memory of two.
+"""
+
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.checkpoint.storage.source import Source
+
+__all__ = ["Readable", "UnreadTensor"]
+
+_PROPERTIES: Any = Tensor
+# What is known without values.
+_KNOWN = frozenset(
+    {
+        *(_PROPERTIES.shape.__get__, _PROPERTIES.dtype.__get__, _PROPERTIES.layout.__get__, _PROPERTIES.ndim.__get__),
+        *(_PROPERTIES.requires_grad.__get__, _PROPERTIES.is_leaf.__get__, _PROPERTIES.itemsize.__get__),
+        *(_PROPERTIES.is_sparse.__get__, _PROPERTIES.is_quantized.__get__, _PROPERTIES.grad_fn.__get__),
+        *(_PROPERTIES.nbytes.__get__, _PROPERTIES._version.__get__),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.__len__),
+        *(Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.ndimension),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__),
+    }
+)
+# Of what there is in host memory.
+_PLACE = {
+    _PROPERTIES.device.__get__: torch.device("cpu"),
+    _PROPERTIES.is_meta.__get__: False,
+    _PROPERTIES.is_cpu.__get__: True,
+    Tensor.get_device: -1,
+}
+# They give the tensor itself.
+_ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
+
+
+class Readable(Source, Protocol):
+    """A source that makes whole tensors."""
+
+    def read(self, name: str) -> Tensor:
+        """A tensor of its own, in host memory."""
+
+
+@final
+class UnreadTensor(Tensor):
+    """See the module docstring. Results of operations are ordinary tensors."""
+
+    source: Readable
+    """Where it is."""
+    stored_as: str
+    """Its name there."""
+    _value: Tensor | None
+
+    @staticmethod
+    def of(source: Readable, name: str) -> "UnreadTensor":
+        """The tensor that ``source`` has under ``name``."""
+        described = source.tensors[name]
+        tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(UnreadTensor)
+        tensor.source, tensor.stored_as, tensor._value = source, name, None
+        return tensor
+
+    def value(self) -> Tensor:
+        """The ordinary tensor, which is kept: what is done to it is seen in later uses."""
+        if self._value is None:
+            self._value = self._fresh_value()
+        return self._value
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody has had its values, and may have changed them."""
+        return self._value is not None
+
+    def _fresh_value(self) -> Tensor:
+        return self.source.read(self.stored_as)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PLACE:
+            return _PLACE[func]
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _ALIKE:
+            return args[0]
+        if func == Tensor.copy_ and not isinstance(args[0], UnreadTensor) and len(args) > 1:
+            other = args[1]
+            values = other._fresh_value() if other._value is None else other._value
+            return func(args[0], values, *args[2:], **kwargs)
+        args, kwargs = pytree.tree_map_only(UnreadTensor, lambda tensor: tensor.value(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype})"

@@ -1,0 +1,274 @@
+"""Reading a directory that several ranks have written: ours, or any that PyTorch's distributed checkpointing writes.
+
+Each rank reads what it needs. A directory of ours has a manifest: then all bytes that are read are verified, and values
+are found without taking files apart. Another one is read by ``torch.load(..., weights_only=True)``, item by item.
+"""
+
+import io
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_strategy.checkpoint.storage.checksums import digest
+from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, Contents, Place
+from smp_strategy.checkpoint.storage.detect_sharded import Opened, is_sharded, opened, verify_whole
+from smp_strategy.checkpoint.storage.fallback import advice
+from smp_strategy.checkpoint.storage.flat_state import Path as Way
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.reshard import WINDOW, check_cover, copies_of, scatter, tensor_in
+from smp_strategy.checkpoint.storage.staging import in_host_memory, raw
+from smp_strategy.checkpoint.storage.torch_load import load_failure
+from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, RegionReader
+from smp_strategy.checkpoint.storage.write_plan import Described
+from smp_strategy.checkpoint.storage.writer import REST
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["Stored", "is_sharded"]
+
+
+@final
+class Stored:
+    """A directory, opened to be read; see :meth:`open`."""
+
+    note: Mapping[str, Any]
+    """What the writer has told of it; empty, if another program was that."""
+    tensors: Mapping[str, Described]
+    """All tensors, by their flat names."""
+    objects: Collection[str]
+    """The flat names of everything else. A list of dicts is one object, though it is stored in pieces."""
+    paths: Mapping[str, Way]
+    """The way to each in the nested state. Where the writer has told none, it is the flat name."""
+
+    def __init__(self, directory: Path, found: Opened) -> None:
+        self._directory, self._contents, self._manifest, self._regions = directory, *found
+        contents = found.contents
+        self._lists = _lists(contents)
+        hidden = {name for parts in self._lists.values() for name in parts}
+        self.note = found.manifest.note if found.manifest else {}
+        self.tensors = {name: each for name, (each, _) in contents.tensors.items() if name not in hidden}
+        self.objects = [*(name for name in contents.objects if name not in hidden), *self._lists]
+        self.paths = {name: self._way(name) for name in (*self.tensors, *self.objects)}
+
+    @classmethod
+    def open(cls, path: Path | str) -> "Stored":
+        """Read what is in a directory, but no values.
+
+        Raises:
+            CheckpointError: it is none, damaged, or hostile.
+        """
+        path = Path(path)
+        with _offering_another(path):
+            return cls(path, opened(path))
+
+    def fill(self, wanted: Mapping[str, Held]) -> None:
+        """Write values of tensors to the blocks of this rank. Only what these need is read, and it is verified.
+
+        Args:
+            wanted: by flat names. Blocks may be on any device, and of another floating-point dtype than in the file.
+
+        Raises:
+            CheckpointError: a tensor is missing, of another shape, not complete, or damaged. Blocks may be written to
+                before that is found.
+        """
+        work: list[tuple[Place, str, Held, Chunk]] = []
+        for name, held in wanted.items():
+            chunks = self._checked(name, held)
+            check_cover(name, held, chunks)
+            work += [(chunk.place, name, held, chunk) for chunk in chunks]
+        work.sort(key=lambda each: each[0])
+        with _offering_another(self._directory), Files(self._directory) as files, torch.no_grad():
+            scratch = torch.from_numpy(np.empty(WINDOW, dtype=np.uint8))
+            small = memoryview(bytearray(self._manifest.piece)) if self._manifest else memoryview(b"")
+            for place, name, held, chunk in work:
+                described = self._contents.tensors[name][0]
+                for _, copies in copies_of(held, [chunk]):
+                    region = self._regions.get((place.file, place.offset))
+                    if region is None:
+                        values: Any = _Loaded(tensor_in(files, name, chunk))
+                    else:
+                        values = RegionReader(files, place.file, region, len(small), small)
+                    scatter(values, chunk.part.sizes, described.dtype, copies, scratch)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as a whole, in host memory.
+
+        Raises:
+            CheckpointError: see :meth:`fill`.
+        """
+        if name not in self._contents.tensors:
+            raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
+        described, chunks = self._contents.tensors[name]
+        # Before memory is taken: a shape can be anything, but what is in files has been compared to their sizes.
+        check_cover(name, Held.whole(torch.empty(described.shape, dtype=described.dtype, device="meta")), chunks)
+        tensor = torch.empty(described.shape, dtype=described.dtype)
+        self.fill({name: Held.whole(tensor)})
+        return tensor
+
+    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
+        """Objects by their flat names.
+
+        Raises:
+            CheckpointError: there is none of a name, it is damaged, or cannot be loaded without running code.
+        """
+        found = {}
+        with _offering_another(self._directory), Files(self._directory) as files:
+            for name in names:
+                if name in self._lists:
+                    found[name] = _assembled({way: self._part(files, part) for part, way in self._lists[name].items()})
+                elif name in self._contents.objects:
+                    found[name] = self._part(files, name)
+                else:
+                    raise CheckpointError(f"{self._directory} has no object `{name}`.")
+        return found
+
+    def rest(self, *, weights_only: bool = True) -> dict[str, Any]:
+        """What else belongs to the checkpoint; empty, if there is nothing.
+
+        Args:
+            weights_only: see ``torch.load``. Without it a file can run code: only for files that one trusts.
+
+        Raises:
+            CheckpointError: it is damaged, or cannot be loaded.
+        """
+        path = self._directory / REST
+        listed = self._manifest is not None and REST in self._manifest.files
+        if not listed and not path.is_file():
+            return {}
+        try:
+            data = path.read_bytes()
+            if self._manifest is not None and listed:
+                verify_whole(self._manifest, REST, data)
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
+        except DamageError as error:
+            raise CheckpointError(f"{path.parent} is damaged: {error} {advice(path.parent, quickly=True)}") from error
+        except Exception as error:  # what torch.load raises depends on where it stumbles
+            raise CheckpointError(
+                f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it."
+            ) from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path} should have a dict, but has a {type(found).__name__}.")
+        return found
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tensors that are stored once, and the first name of each."""
+        first: dict[tuple[Chunk, ...], str] = {}
+        found = {}
+        for name in self.tensors:
+            chunks = self._contents.tensors[name][1]
+            if chunks and first.setdefault(chunks, name) != name:
+                found[name] = first[chunks]
+        return found
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether what is read is verified."""
+        return self._manifest is not None
+
+    def place(self, name: str) -> str:
+        """The files that have a tensor or an object, for people."""
+        if name in self._lists:
+            return ", ".join(dict.fromkeys(self.place(part) for part in self._lists[name]))
+        if name in self._contents.objects:
+            return self._contents.objects[name].file
+        return ", ".join(dict.fromkeys(chunk.place.file for chunk in self._contents.tensors[name][1]))
+
+    def _way(self, name: str) -> Way:
+        if name in self._lists:
+            part, inside = next(iter(self._lists[name].items()))
+            return self._contents.paths[part][: -len(inside)]
+        return self._contents.paths.get(name, (name,))
+
+    def _checked(self, name: str, held: Held) -> tuple[Chunk, ...]:
+        if name not in self._contents.tensors:
+            raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
+        described, chunks = self._contents.tensors[name]
+        if described.shape != tuple(held.shape):
+            raise CheckpointError(
+                f"`{name}` has shape {list(described.shape)} in {self._directory}, but {list(held.shape)} here. Load "
+                "it into the model that it was saved from."
+            )
+        if described.dtype != held.dtype and not (described.dtype.is_floating_point and held.dtype.is_floating_point):
+            raise CheckpointError(
+                f"`{name}` is {described.dtype} in {self._directory}, but {held.dtype} here, and only floating-point "
+                "values are converted."
+            )
+        return chunks
+
+    def _part(self, files: Files, name: str) -> Any:
+        if name in self._contents.tensors:
+            return self.read(name)
+        place = self._contents.objects[name]
+        data = bytearray(min(place.length, files.size(place.file)))
+        region = self._regions.get((place.file, place.offset))
+        if region is None:
+            files.read_into(place.file, place.offset, memoryview(data))
+        else:
+            assert self._manifest is not None
+            piece = self._manifest.piece
+            for (start, stop), expected in zip(region.pieces(piece), region.digests, strict=True):
+                memory = memoryview(data)[start - place.offset : stop - place.offset]
+                files.read_into(place.file, start, memory)
+                if digest(memory) != expected:
+                    raise DamageError(
+                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
+                    )
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # what torch.load raises depends on where it stumbles
+            raise CheckpointError(f"`{name}` in {self._directory / place.file} {load_failure(error)}") from error
+
+
+@final
+class _Loaded:
+    """The values of a tensor in memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = raw(in_host_memory(tensor))
+
+    def read_into(self, start: int, memory: memoryview) -> None:
+        """See :class:`~smp_strategy.checkpoint.storage.reshard.Values`."""
+        memory[:] = self._bytes[start : start + len(memory)]
+
+
+@contextmanager
+def _offering_another(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except DamageError as error:
+        # All ranks may be here: nobody reads the other one as a whole.
+        raise CheckpointError(f"{error} {advice(directory, quickly=True)}") from error
+
+
+def _lists(contents: Contents) -> dict[str, dict[str, Way]]:
+    """Lists with other things than tensors in them: by their names, the parts, and where these are inside."""
+    found: dict[str, dict[str, Way]] = defaultdict(dict)
+    for name in (*contents.objects, *contents.tensors):
+        path = contents.paths.get(name, ())
+        number = next((number for number, key in enumerate(path) if isinstance(key, int)), 0)
+        if number:
+            found[".".join(map(str, path[:number]))][name] = path[number:]
+    return {
+        name: parts
+        for name, parts in found.items()
+        if any(part in contents.objects for part in parts) and name not in contents.objects
+    }
+
+
+def _assembled(leaves: Mapping[Way, Any]) -> Any:
+    """The list, dict or leaf of which these are the parts."""
+    if list(leaves) == [()]:
+        return leaves[()]
+    inside: dict[str | int, dict[Way, Any]] = defaultdict(dict)
+    for (key, *way), leaf in leaves.items():
+        inside[key][tuple(way)] = leaf
+    items = {key: _assembled(parts) for key, parts in inside.items()}
+    if all(isinstance(key, int) for key in items):
+        return [items[key] for key in sorted(items, key=int)]
+    return items

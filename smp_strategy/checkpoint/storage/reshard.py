@@ -1,0 +1,138 @@
+"""From stored parts of a tensor to the rectangles that a rank wants, which were cut in another way.
+
+Where what they share is in a row both in the file and in memory, bytes go from the one to the other. Otherwise some
+rows of the stored part are read at a time, and what is wanted of them is copied.
+"""
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Final, Protocol, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_strategy.checkpoint.storage.dcp_metadata import Chunk
+from smp_strategy.checkpoint.storage.held_tensor import Block, Held
+from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out, disjoint, shared
+from smp_strategy.checkpoint.storage.staging import raw
+from smp_strategy.checkpoint.storage.torch_load import load_failure
+from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, FileSlice
+from smp_strategy.distributed.device import is_host
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["Copy", "Values", "check_cover", "copies_of", "scatter", "tensor_in"]
+
+WINDOW: Final = 32 * 2**20  # bytes
+
+
+class Values(Protocol):
+    """The bytes of a row-major array."""
+
+    def read_into(self, start: int, memory: memoryview) -> None:
+        """Fill ``memory`` with those from ``start`` on."""
+
+
+@final
+class Copy:
+    """What a stored part and a wanted rectangle share."""
+
+    def __init__(self, chunk: Chunk, block: Block, common: Rectangle) -> None:
+        place = Rectangle(block.offsets, tuple(block.tensor.shape))
+        self.target = cut_out(block.tensor.detach(), place, common)
+        offsets = tuple(offset - start for offset, start in zip(common.offsets, chunk.part.offsets, strict=True))
+        self.inside = Rectangle(offsets, common.sizes)
+        """Where it is in the stored part."""
+
+
+def copies_of(held: Held, chunks: Sequence[Chunk]) -> list[tuple[Chunk, list[Copy]]]:
+    """What is to be copied from each stored part that has anything of what is wanted."""
+    found = []
+    for chunk in chunks:
+        copies = []
+        for block in held.blocks:
+            common = shared(chunk.part, Rectangle(block.offsets, tuple(block.tensor.shape)))
+            if common is not None and common.numel:
+                copies.append(Copy(chunk, block, common))
+        if copies or not chunk.part.numel:  # an empty tensor can be damaged, too
+            found.append((chunk, copies))
+    return found
+
+
+def check_cover(name: str, held: Held, chunks: Sequence[Chunk]) -> None:
+    """Make sure that the stored parts have all elements that are wanted.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    for block in held.blocks:
+        place = Rectangle(block.offsets, tuple(block.tensor.shape))
+        parts = [common for chunk in chunks if (common := shared(chunk.part, place)) is not None]
+        there = sum(part.numel for part in parts)
+        if there > place.numel:
+            there = sum(part.numel for part in disjoint(parts))
+        if there != place.numel:
+            raise CheckpointError(
+                f"The checkpoint is not complete: of `{name}`, {place.numel - there} of {place.numel} elements from "
+                f"{list(place.offsets)} on are in no file."
+            )
+
+
+def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Sequence[Copy], scratch: Tensor) -> None:
+    """Copy from a stored part.
+
+    Args:
+        values: of the part, as they are stored.
+        sizes: of the part.
+        dtype: of its elements.
+        copies: what is wanted of it.
+        scratch: bytes for ``WINDOW`` of it.
+    """
+    row = math.prod(sizes[1:]) * dtype.itemsize
+    for copy in copies:
+        run, target = copy.inside.run_in(sizes), copy.target
+        if run is not None and target.dtype == dtype and is_host(target.device) and target.is_contiguous():
+            values.read_into(run[0] * dtype.itemsize, raw(target))
+            continue
+        if not sizes:
+            values.read_into(0, raw(scratch[: dtype.itemsize]))
+            target.copy_(scratch[: dtype.itemsize].view(dtype)[0])
+            continue
+        step, start = max(1, WINDOW // row), copy.inside.offsets[0]
+        for first in range(0, copy.inside.sizes[0], step):
+            count = min(step, copy.inside.sizes[0] - first)
+            if count * row > scratch.nbytes:  # a row that is longer than the window
+                scratch = torch.from_numpy(np.empty(count * row, dtype=np.uint8))
+            window = scratch[: count * row]
+            values.read_into((start + first) * row, raw(window))
+            rows = window.view(dtype).view(count, *sizes[1:])
+            for dim in range(1, len(sizes)):
+                rows = rows.narrow(dim, copy.inside.offsets[dim], copy.inside.sizes[dim])
+            target.narrow(0, first, count).copy_(rows)
+
+
+def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
+    """The stored part of a directory that has no manifest, as a tensor.
+
+    Raises:
+        DamageError: it is damaged, or none.
+    """
+    file, offset, length = chunk.place
+    try:
+        found = torch.load(
+            io.BufferedReader(FileSlice(files, file, offset, length)), map_location="cpu", weights_only=True
+        )
+    except DamageError:
+        raise
+    except Exception as error:  # what torch.load raises depends on where it stumbles
+        raise DamageError(
+            f"{files.directory / file} is damaged, or no file of PyTorch: `{name}` in it {load_failure(error)}"
+        ) from error
+    if not isinstance(found, Tensor) or tuple(found.shape) != chunk.part.sizes:
+        what = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise DamageError(
+            f"{files.directory / file} is damaged: of `{name}` it should have a part of shape "
+            f"{list(chunk.part.sizes)}, but there is {what}."
+        )
+    return found

@@ -1,0 +1,91 @@
+"""Copies in host memory of what is to be written, in memory that is used again and again.
+
+Memory that a process gets for the first time is filled with zeros by the system first, page by page, which takes longer
+than copying; so it is kept from one save to the next.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smp_strategy.distributed.device import is_host, wait_for_all
+
+__all__ = ["HostCopies", "in_host_memory", "raw"]
+
+_ALIGNMENT: Final = 64  # bytes
+
+
+@final
+class HostCopies:
+    """Memory for copies of tensors of given shapes.
+
+    Args:
+        like: tensors of these shapes and dtypes. Where they are on an accelerator, the memory is pinned, if it can be.
+    """
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        starts, size = [], 0
+        for tensor in like:
+            starts.append(size)
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = _memory(size, is_pinned=any(not is_host(tensor.device) for tensor in like))
+        self._copies = [
+            torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, like, strict=True)
+        ]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it is memory for such tensors."""
+        return len(tensors) == len(self._copies) and all(
+            copy.shape == tensor.shape and copy.dtype == tensor.dtype
+            for copy, tensor in zip(self._copies, tensors, strict=True)
+        )
+
+    @torch.no_grad()
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy the values of tensors; they may be changed afterwards."""
+        devices = set()
+        # torch's own copy reads what it overwrites, the C library's does not; but torch's may use several threads.
+        alone = torch.get_num_threads() == 1
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            if alone and _is_plain(tensor):
+                ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+            else:
+                copy.copy_(tensor, non_blocking=True)
+                devices.add(tensor.device)
+        for device in devices:
+            wait_for_all(device)
+        return self._copies
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself where its values are in a row in host memory, or a copy."""
+    tensor = tensor.detach()
+    return tensor if _is_plain(tensor) else tensor.cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor whose values are in a row in host memory, to be read or written."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    # By its address: a tensor whose memory numpy has seen cannot let go of it any more, which shards do.
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # lives as long as its memory is looked at
+    return memoryview(array).cast("B")
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return is_host(tensor.device) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _memory(size: int, *, is_pinned: bool) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    if is_pinned:
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        except RuntimeError:  # there is not so much of it; the copy takes longer then
+            pass
+    return np.empty(size, dtype=np.uint8)

@@ -1,0 +1,59 @@
+"""Looking over a checkpoint of either form as a whole: what has changed since it was written, or that it is none."""
+
+from pathlib import Path
+
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage import dcp_metadata, manifest
+from smp_strategy.checkpoint.storage import full_file_digests as full_digests
+from smp_strategy.checkpoint.storage.damage import Problem, problems_of_files
+from smp_strategy.checkpoint.storage.detect_sharded import opened
+from smp_strategy.checkpoint.storage.file_loading import load_file
+from smp_strategy.checkpoint.storage.full_file_digests import problems_of_bytes
+from smp_strategy.checkpoint.storage.path_kind import has_manifest
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["Problem", "has_digests", "problems_of"]
+
+
+def has_digests(path: Path) -> bool:
+    """Whether damage of a file or folder would be noticed."""
+    return has_manifest(path) if path.is_dir() else full_digests.has_digests(path)
+
+
+def problems_of(path: Path | str) -> list[Problem]:
+    """Read all of a file, or of a directory that ranks have written together, and compare it with its digests.
+
+    Or of a folder of other files with a manifest (:mod:`~smp_strategy.checkpoint.storage.folder_digests`), and
+    directories in it. Of what other programs wrote there are none: then it is opened at least.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+    """
+    path = Path(path)
+    commit.recover(path)
+    if not path.is_dir():
+        return problems_of_bytes(path) or _loaded(path)
+    problems = problems_of_files(path)
+    if problems is None:
+        return [*_opened(path), Problem(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
+    if (path / dcp_metadata.FILE_NAME).exists():
+        return problems or _opened(path)
+    for inner in sorted(each for each in path.iterdir() if (each / manifest.FILE_NAME).is_file()):
+        problems += [each._replace(file=f"{inner.name}/{each.file}") for each in problems_of(inner)]
+    return problems
+
+
+def _loaded(path: Path) -> list[Problem]:
+    try:
+        load_file(path, weights_only=True)
+    except (CheckpointError, OSError) as error:
+        return [Problem(path.name, "", str(error))]
+    return []
+
+
+def _opened(directory: Path) -> list[Problem]:
+    try:
+        opened(directory)
+    except CheckpointError as error:
+        return [Problem(directory.name, "", str(error))]
+    return []

@@ -1,0 +1,259 @@
+"""Writing a state that is spread over ranks, as a directory: each rank writes its share to a file of its own.
+
+A save has two halves. In the first, ranks make sure that they still have what they had, take copies of what they will
+write, and training goes on. In the second, which any thread may do, they write, tell the first rank what they have
+written where, and it adds what describes the whole and lets the directory appear. If one of them fails, it does not.
+"""
+
+import io
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NamedTuple, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage import dcp_metadata, manifest
+from smp_strategy.checkpoint.storage.checksums import DigestingFile
+from smp_strategy.checkpoint.storage.dcp_format import Envelopes, check_object, object_item, write_item
+from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, Contents, Place
+from smp_strategy.checkpoint.storage.disk import to_disk
+from smp_strategy.checkpoint.storage.flat_state import FlatState
+from smp_strategy.checkpoint.storage.manifest import Manifest, Region
+from smp_strategy.checkpoint.storage.path_kind import check_replaceable
+from smp_strategy.checkpoint.storage.ranks import Ranks
+from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out
+from smp_strategy.checkpoint.storage.staging import HostCopies, in_host_memory, raw
+from smp_strategy.checkpoint.storage.write_errors import BEFORE
+from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, Plan, assign
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["REST", "Prepared", "ShardedWriter"]
+
+REST: Final = "meta.pt"
+
+
+class _Written(NamedTuple):
+    """An item in a rank's file."""
+
+    part: Rectangle | None
+    """Of a tensor; ``None`` for an object."""
+    region: Region
+
+
+@final
+class ShardedWriter:
+    """Writes states of the same layout again and again.
+
+    Args:
+        group: gives the ranks that write together: of the backend gloo, used by nothing else, so that a thread may use
+            it. ``None``: this process writes alone.
+    """
+
+    def __init__(self, group: Callable[[], dist.ProcessGroup] | None = None) -> None:
+        self._group = group
+        self._ranks: Ranks | None = None
+        self._offer: Offer | None = None
+        self._plan: Plan | None = None
+        self._spare: HostCopies | None = None
+        self._envelopes = Envelopes()
+
+    def prepare(self, state: Mapping[str, Any], *, copy: bool = True) -> "Prepared":
+        """Settle who writes what, and copy what this rank writes to host memory. Collective.
+
+        Args:
+            state: nested dicts with :class:`~smp_strategy.checkpoint.storage.held_tensor.Held` or tensors, and other
+                objects, which must be what ``torch.load(..., weights_only=True)`` loads. Keys are strings. What several
+                ranks have is written once; of an object, the value of the first of them.
+            copy: whether the state may be changed before it is written.
+
+        Raises:
+            CheckpointError: on all ranks; there are elements that nobody has, or two things of one name.
+        """
+        if self._ranks is None:
+            self._ranks = Ranks(None if self._group is None else self._group())
+        flat, failure = FlatState({}, {}, {}, {}), ""
+        try:
+            flat = FlatState.of(state)
+        except CheckpointError as error:
+            failure = str(error)
+        offer, plan = Offer.of(flat), self._plan
+        is_new = plan is None or bool(failure) or offer != self._offer
+        is_new_anywhere = self._ranks.any_later(is_new)
+        # Most likely nobody has other things than last time: copies are made while the ranks agree on that.
+        prepared = None if is_new or plan is None else self._take(flat, plan, copy)
+        if is_new_anywhere():
+            if prepared is not None:
+                prepared.let_go()
+            prepared = self._take(flat, self._planned(offer, failure), copy)
+        assert prepared is not None
+        return prepared
+
+    def _planned(self, offer: Offer, failure: str) -> Plan:
+        assert self._ranks is not None
+        self._offer = self._plan = None
+        found = self._ranks.from_all((offer, failure))
+        if failures := [f"Rank {rank}: {failed}" for rank, (_, failed) in enumerate(found) if failed]:
+            raise CheckpointError(" ".join(failures))
+        self._plan, self._offer = assign([each for each, _ in found]), offer
+        return self._plan
+
+    def _take(self, flat: FlatState, plan: Plan, copy: bool) -> "Prepared":
+        assert self._ranks is not None
+        prepared = Prepared(self, self._ranks, plan)
+        try:
+            tensors = [_view(flat, item) for item in plan.shares[self._ranks.rank]]
+            # Now, since they may change when training goes on.
+            names = plan.objects[self._ranks.rank]
+            prepared.objects = {name: object_item(flat.objects[name]) for name in names}
+            if copy:
+                copies, self._spare = self._spare, None
+                if copies is None or not copies.fits(tensors):
+                    copies = HostCopies(tensors)
+                prepared.copies, tensors = copies, copies.take(tensors)
+            prepared.tensors = tensors
+        except Exception as error:  # the other ranks go on to write, and hear of it there
+            prepared.failure = error
+        return prepared
+
+
+def _view(flat: FlatState, item: Assigned) -> Tensor:
+    """The memory of this rank that has a part."""
+    held = flat.tensors[item.name]
+    block, blocks = held.blocks[0], held.blocks
+    if len(blocks) > 1:
+        block = next(each for each in blocks if (each.offsets, tuple(each.tensor.shape)) == item.block)
+    assert block.tensor.dtype == held.dtype
+    tensor = block.tensor.detach()
+    return tensor if item.part == item.block else cut_out(tensor, item.block, item.part)
+
+
+@final
+class Prepared:
+    """A state that can be written; made by :meth:`ShardedWriter.prepare`."""
+
+    def __init__(self, writer: ShardedWriter, ranks: Ranks, plan: Plan) -> None:
+        self._writer, self._ranks, self._plan = writer, ranks, plan
+        self.tensors: list[Tensor] = []
+        """What this rank writes."""
+        self.objects: dict[str, bytes] = {}
+        """The same of objects, in the form in which they are written."""
+        self.copies: HostCopies | None = None
+        """The memory of the tensors, if it is not that of the model."""
+        self.failure: Exception | None = None
+        """Why this rank cannot write."""
+
+    def let_go(self) -> None:
+        """Give the memory back, for the next ones; this one cannot be written any more."""
+        if self.copies is not None:
+            self._writer._spare = self.copies
+        self.tensors, self.copies = [], None
+
+    def write(
+        self,
+        target: Path,
+        *,
+        rest: Mapping[str, Any] | None = None,
+        note: Mapping[str, Any] | None = None,
+        check: commit.Check = check_replaceable,
+    ) -> None:
+        """Write the directory ``target``, which is complete and on the disk when this returns. Collective.
+
+        It may run in a thread, on every rank; the next :meth:`ShardedWriter.prepare` must wait for it.
+
+        Args:
+            target: the directory; one that is there is replaced.
+            rest: what else belongs to the checkpoint, for its ``meta.pt``. Of the first rank. Must stay as it is.
+            note: what the directory should tell of itself, as JSON has it. Of the first rank.
+            check: see :func:`~smp_strategy.checkpoint.storage.atomic_commit.begin`. Of the first rank.
+
+        Raises:
+            CheckpointError: on all ranks, if one could not write. What was there before is still there.
+        """
+        ranks, failure = self._ranks, f"{target} was not saved; {BEFORE}"
+
+        def finish() -> None:
+            self._describe(staging, written, rest or {}, note or {})
+            commit.commit(staging, target, check=check)
+
+        staging = ranks.first_does(lambda: commit.begin(target, is_folder=True, check=check), failure)
+        try:
+            written = ranks.all_do(lambda: self._write_share(staging), failure)
+            ranks.first_does(finish, failure)
+        finally:
+            if ranks.rank == 0:
+                commit.discard(staging)
+            self.let_go()
+
+    def _write_share(self, staging: Path) -> list[_Written]:
+        if self.failure is not None:
+            raise self.failure
+        share = self._plan.shares[self._ranks.rank]
+        if not share and not self.objects:
+            return []
+        envelopes, written = self._writer._envelopes, []
+        with _created(staging / _file_of(self._ranks.rank)) as raw_file:
+            file = DigestingFile(raw_file)
+            for item, tensor in zip(share, self.tensors, strict=True):
+                values = in_host_memory(tensor)
+                before, behind = envelopes.of(values)
+                written.append(_Written(item.part, write_item(file, item.name, before, raw(values), behind)))
+            for name, data in self.objects.items():
+                check_object(name, data)
+                written.append(_Written(None, write_item(file, name, data, b"", b"")))
+            to_disk(raw_file)
+        return written
+
+    def _describe(
+        self, staging: Path, written: list[list[_Written]], rest: Mapping[str, Any], note: Mapping[str, Any]
+    ) -> None:
+        files: dict[str, tuple[Region, ...]] = {}
+        for rank, items in enumerate(written):
+            if items:
+                files[_file_of(rank)] = regions = tuple(item.region for item in items)
+                size = (staging / _file_of(rank)).stat().st_size
+                if size != sum(region.length for region in regions):
+                    raise CheckpointError(f"{_file_of(rank)} has {size} bytes only, as rank 0 sees it.")
+        files[dcp_metadata.FILE_NAME] = _write_whole(
+            staging / dcp_metadata.FILE_NAME, lambda file: file.write(dcp_metadata.to_bytes(self._contents(written)))
+        )
+        files[REST] = _write_whole(staging / REST, lambda file: torch.save(dict(rest), cast(io.BytesIO, file)))
+        with _created(staging / manifest.FILE_NAME) as file:
+            file.write(Manifest(note=note, files=files).to_bytes())
+            to_disk(file)
+
+    def _contents(self, written: list[list[_Written]]) -> Contents:
+        chunks: dict[str, list[Chunk]] = {name: [] for name in self._plan.tensors}
+        objects: dict[str, Place] = {}
+        for rank, items in enumerate(written):
+            for part, region in items:
+                place = Place(_file_of(rank), region.offset, region.length)
+                if part is None:
+                    objects[region.name] = place
+                else:
+                    chunks[region.name].append(Chunk(part, place))
+        tensors = {name: (described, tuple(chunks[name])) for name, described in self._plan.tensors.items()}
+        for name, aliases in self._plan.aliases.items():
+            tensors.update(dict.fromkeys(aliases, tensors[name]))
+        return Contents(tensors, objects, self._plan.paths, has_manifest=True)
+
+
+def _write_whole(path: Path, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:
+    """A file that is one region."""
+    with _created(path) as raw_file:
+        file = DigestingFile(raw_file)
+        write(file)
+        digests = tuple(file.end_stretch())
+        to_disk(raw_file)
+    return (Region(name=path.name, offset=0, before=0, values=file.size, behind=0, digests=digests),)
+
+
+def _created(path: Path) -> BinaryIO:
+    return cast(BinaryIO, open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb", buffering=0))
+
+
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"

@@ -1,0 +1,1 @@
+"""The commands of ``smp`` on checkpoints: export, import, inspect, verify."""

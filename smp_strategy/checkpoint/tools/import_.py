@@ -1,0 +1,38 @@
+"""``smp import``."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from smp_strategy.checkpoint.convert.contents import OptimizerContents
+from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
+from smp_strategy.checkpoint.convert.prefixes import add_prefix
+from smp_strategy.checkpoint.convert.tied import add_tied
+from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
+from smp_strategy.checkpoint.tools.common import check_output, num_entries, show_progress, tell
+
+__all__ = ["run"]
+
+
+def run(given: Namespace) -> int:
+    """Carry out the command; returns its exit status."""
+    target, check = check_output(given)
+    like = {} if given.like is None else open_checkpoint(Path(given.like)).weight_tensors()
+    # Of the same model it may be a checkpoint with or without the prefix.
+    shapes = {name: tensor.shape for name, tensor in like.items()}
+    shapes |= {name.removeprefix(given.prefix): shape for name, shape in shapes.items()}
+    contents = open_checkpoint(Path(given.checkpoint), weights_at=given.weights, like=shapes or None)
+    if given.prefix:
+        contents.weights = add_prefix(contents.weights, given.prefix)
+        contents.optimizers = [_renamed(optimizer, given.prefix) for optimizer in contents.optimizers]
+    contents.remarks += add_tied(contents.weights, like)
+    with show_progress(num_entries(contents), is_quiet=given.quiet) as progress:
+        save = save_full if given.form == "full" else save_sharded
+        save(contents, target, progress, check)
+    if not given.quiet:
+        tell([*contents.remarks, f"{given.checkpoint} ({contents.kind}) -> {target}"])
+    return 0
+
+
+def _renamed(optimizer: OptimizerContents, prefix: str) -> OptimizerContents:
+    groups = [{**group, "params": [prefix + name for name in group["params"]]} for group in optimizer.groups]
+    return OptimizerContents(add_prefix(optimizer.state, prefix), groups)

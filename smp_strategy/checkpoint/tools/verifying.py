@@ -1,0 +1,64 @@
+"""``smp verify``."""
+
+from argparse import Namespace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Final
+
+from smp_strategy.checkpoint.convert.detect_format import located, open_checkpoint
+from smp_strategy.checkpoint.storage.fallback import advice
+from smp_strategy.checkpoint.storage.file_loading import load_file
+from smp_strategy.checkpoint.storage.path_kind import CheckpointKind, kind_of, unreadable
+from smp_strategy.checkpoint.storage.verify import has_digests, problems_of
+from smp_strategy.config.sizes import show_count
+from smp_strategy.errors import CheckpointError, printable
+
+__all__ = ["VERDICTS", "run", "verdict"]
+
+VERDICTS: Final = ("intact", "damaged", "unknown")
+"""By exit status."""
+_INTACT, _DAMAGED, _UNKNOWN = range(3)
+_MOST: Final = 5
+
+
+def run(given: Namespace) -> int:
+    """Carry out the command; returns its exit status."""
+    statuses = set()
+    for name in given.checkpoints:
+        status, problems = verdict(Path(name))
+        statuses.add(status)
+        line = f"{name}: {VERDICTS[status]}{said(Path(name), status, problems)}"
+        print(printable(line, lines=False), flush=True)
+    return next((status for status in (_DAMAGED, _UNKNOWN) if status in statuses), _INTACT)
+
+
+def said(path: Path, status: int, problems: list[str]) -> str:
+    """What is wrong, in one line, and what to load instead of a damaged one."""
+    if not problems:
+        return ""
+    more = [show_count(len(problems) - _MOST, "more problem")] if len(problems) > _MOST else []
+    line = "; ".join(problem.rstrip(".") for problem in [*problems[:_MOST], *more])
+    return f": {line}. {advice(path)}" if status == _DAMAGED else f": {line}."
+
+
+def verdict(path: Path) -> tuple[int, list[str]]:
+    """Whether a checkpoint is as it was written: an index of :data:`VERDICTS`, and what is wrong."""
+    try:
+        place = located(path)
+        kind = kind_of(place)
+    except CheckpointError as error:
+        return _UNKNOWN, [str(error)]
+    if (reason := unreadable(place, kind)) is not None:
+        return _UNKNOWN, [reason]
+    if has_digests(place):
+        problems = problems_of(place)
+        return (_DAMAGED if problems else _INTACT), [str(each) for each in problems]
+    try:
+        if place.is_file() and kind is CheckpointKind.TORCH_FILE:
+            load_file(place, weights_only=True)
+        else:
+            open_checkpoint(place, verify=False)
+    except CheckpointError as error:
+        is_readable = kind is CheckpointKind.OTHER or isinstance(error.__cause__, UnpicklingError)
+        return (_UNKNOWN if is_readable else _DAMAGED), [str(error)]
+    return _UNKNOWN, ["readable, but another program wrote it, without digests: damage cannot be ruled out"]

@@ -1,0 +1,246 @@
+"""Every option of the library, in one flat, validated, frozen value.
+
+Each concern is a small dataclass of its own (:mod:`smp_strategy.config.options` and
+:mod:`smp_strategy.config.precision_options` list and explain them);
+:class:`SMPConfig` inherits them all, which keeps the options flat for the user
+(``SMPStrategy(pipeline_parallel_degree=2, microbatches=8)``) and sorted for the reader.
+
+Two rules hold for every option: a value of the wrong type or range is an error, and so is an unknown name. All mistakes
+are reported at once. This module does not import torch: Hydra reads it while it composes a configuration.
+"""
+
+import dataclasses
+import difflib
+import os
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any, Self
+
+from smp_strategy.config.checkpoint_options import CheckpointOptions
+from smp_strategy.config.options import (
+    ActivationOptions,
+    PartitionOptions,
+    PipelineOptions,
+    RestoreModule,
+    Schedule,
+    ShardingOptions,
+    TensorParallelOptions,
+    TraceOptions,
+    UnitOptions,
+)
+from smp_strategy.config.parsing import as_dict, as_tuple, parse, wrong_types
+from smp_strategy.config.precision_options import PrecisionOptions
+from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE, parse_recipe
+from smp_strategy.errors import ConfigError
+
+__all__ = [
+    "DOOR_OPTIONS",
+    "ENV_PREFIX",
+    "RestoreModule",
+    "SMPConfig",
+    "Schedule",
+    "canonical",
+    "option_types",
+    "unknown_option",
+]
+
+ENV_PREFIX = "SMP_"
+ALIASES = {"partitions": "pipeline_parallel_degree"}
+# Environment variables with our prefix that are not options.
+NOT_OPTIONS = frozenset({"SMP_CONFIG", "SMP_AUTOLOAD", "SMP_START_TIME", "SMP_FULL_TRACEBACK", "SMP_LAUNCHER"})
+# Options of one front door only, which reads them itself.
+DOOR_OPTIONS = frozenset({"loss_in_model", "loss_reduction", "training_outputs"})
+
+_CONCERNS = (
+    PipelineOptions,
+    PartitionOptions,
+    TraceOptions,
+    UnitOptions,
+    ShardingOptions,
+    TensorParallelOptions,
+    ActivationOptions,
+    PrecisionOptions,
+    CheckpointOptions,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SMPConfig(
+    PipelineOptions,
+    PartitionOptions,
+    TraceOptions,
+    UnitOptions,
+    ShardingOptions,
+    TensorParallelOptions,
+    ActivationOptions,
+    PrecisionOptions,
+    CheckpointOptions,
+):
+    """All options together; construction validates them and raises one :class:`ConfigError` for all mistakes."""
+
+    def __post_init__(self) -> None:
+        # Configuration files have lists only, and OmegaConf lists of its own.
+        for name in ("unit_classes", "memory_limit", "stage_speeds", "activation_checkpointing"):
+            object.__setattr__(self, name, as_tuple(getattr(self, name)))
+        object.__setattr__(self, "tensor_parallel", as_dict(self.tensor_parallel))
+        problems = wrong_types(self, typing.get_type_hints(SMPConfig))
+        if not problems:
+            for concern in _CONCERNS:
+                problems += concern._problems(self)
+            problems += self._contradictions()
+        if problems:
+            raise ConfigError(problems)
+
+    def _contradictions(self) -> list[str]:
+        found = []
+        if self.load_partition and not self.partition_file:
+            found.append("`load_partition` needs `partition_file`, but no file is named.")
+        if self.load_partition and not self.auto_partition:
+            found.append(
+                "`load_partition=True` contradicts `auto_partition=False`: one takes the partition from a file, the "
+                "other from the modules. Leave one of them out."
+            )
+        if self.auto_partition and self.default_partition is not None:
+            found.append(
+                f"`default_partition` ({self.default_partition}) contradicts `auto_partition=True`. "
+                "Set `auto_partition=False` to place modules by hand."
+            )
+        if self.activation_checkpointing == "auto":
+            found += self._problems_of_choice()
+        if self.pipeline_parallel_degree is not None:
+            found += self._problems_with(self.pipeline_parallel_degree)
+        return found
+
+    def _problems_of_choice(self) -> list[str]:
+        """What leaves `activation_checkpointing=auto` no choice."""
+        found = [
+            f"`{name}={getattr(self, name)!r}` contradicts `activation_checkpointing=auto`, which decides that for "
+            "each unit. Leave one of them out."
+            for name in ("checkpoint_strategy", "selective_checkpointing")
+            if getattr(self, name) != getattr(SMPConfig, name)
+        ]
+        if self.skip_tracing:
+            found.append(
+                "`skip_tracing=True` contradicts `activation_checkpointing=auto`: without tracing nobody knows what "
+                "units keep. Leave one of them out."
+            )
+        return found
+
+    def check(self, num_stages: int) -> None:
+        """Check what can be told only when the number of stages is known.
+
+        Raises:
+            ConfigError: some options do not fit ``num_stages`` stages.
+        """
+        problems = self._problems_with(num_stages)
+        if problems:
+            raise ConfigError(problems)
+
+    def _problems_with(self, num_stages: int) -> list[str]:
+        found = super()._problems_with(num_stages) + self._problems_of_gathering(num_stages)
+        active, needed = self.active_microbatches, self.num_microbatches(num_stages)
+        if self.pipeline == "simple" and active is not None and active < needed:
+            found.append(
+                f"`active_microbatches` ({active}) contradicts `pipeline=simple`, where all {needed} microbatches are "
+                "in flight before the first backward. Leave it out, or choose another schedule."
+            )
+        return found
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """Build a config from keyword arguments, aliases and the ``SMP_*`` environment; arguments win.
+
+        Raises:
+            ConfigError: unknown names (with the nearest known one) and every other mistake, together.
+        """
+        problems: list[str] = []
+        merged = _resolve_aliases(_from_environment(os.environ, problems), problems)
+        merged.update(_resolve_aliases(options, problems))
+        return cls._of_known(merged, problems)
+
+    @classmethod
+    def from_variables(cls, environ: Mapping[str, str]) -> Self:
+        """Build a config as a process would that has the environment variables ``environ`` and no other options.
+
+        Raises:
+            ConfigError: variables that name no option, and every other mistake, together.
+        """
+        problems: list[str] = []
+        return cls._of_known(_resolve_aliases(_from_environment(environ, problems), problems), problems)
+
+    @classmethod
+    def _of_known(cls, merged: Mapping[str, Any], problems: list[str]) -> Self:
+        """Build a config from options whose names may be unknown; ``problems`` are those that were found before."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        problems += [unknown_option(name) for name in sorted(set(merged) - known)]
+        try:
+            config = cls(**{name: value for name, value in merged.items() if name in known})
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return config
+
+    @property
+    def stream_dim(self) -> int | None:
+        """Along which activations between split regions are split over a tensor-parallel group, if they are."""
+        if self.optimize == "memory":
+            return 1
+        # Samples that ranks have read apart stay apart where they can.
+        return None if self.prescaled_batch else 0
+
+    def num_microbatches(self, num_stages: int) -> int:
+        """Microbatches that a full batch is cut into, for ``num_stages`` pipeline stages."""
+        if self.microbatches is not None:
+            return self.microbatches
+        is_filled = self.pipeline_parallel_degree is None and num_stages > 1
+        return MICROBATCHES_PER_STAGE * num_stages if is_filled else 1
+
+
+def option_types() -> dict[str, Any]:
+    """The type of every option."""
+    return typing.get_type_hints(SMPConfig)
+
+
+def canonical(name: str) -> str:
+    """The name of an option that may be an alias; other names are returned as they are."""
+    return ALIASES.get(name, name)
+
+
+def unknown_option(name: str, others: Collection[str] = ()) -> str:
+    """What is told of ``name``, which is no option, nor one of ``others`` that the asker has besides."""
+    known = [*option_types(), *others]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean `{near[0]}`?" if near else f" Known options: {', '.join(sorted(known))}."
+    return f"`{name}` is not an option.{hint}"
+
+
+def _resolve_aliases(options: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    resolved = dict(options)
+    for alias, name in ALIASES.items():
+        if alias not in resolved:
+            continue
+        value = resolved.pop(alias)
+        if resolved.setdefault(name, value) != value:
+            problems.append(f"`{alias}` ({value}) is an alias of `{name}` ({resolved[name]}), but they differ.")
+    return resolved
+
+
+def _from_environment(environ: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
+    """Options from ``SMP_CONFIG`` (a recipe name) and ``SMP_<OPTION>`` variables; the latter win."""
+    options: dict[str, Any] = {}
+    if environ.get("SMP_CONFIG"):
+        try:
+            options.update(parse_recipe(environ["SMP_CONFIG"]))
+        except ConfigError as error:
+            problems += error.problems
+    hints = option_types()
+    for variable in sorted(environ):
+        if not variable.startswith(ENV_PREFIX) or variable in NOT_OPTIONS:
+            continue
+        name = canonical(variable[len(ENV_PREFIX) :].lower())
+        if name in hints:
+            options[name] = parse(environ[variable], hints[name])
+        elif name not in DOOR_OPTIONS:
+            problems.append(f"The environment variable {variable} names no option of smp_strategy. Unset it.")
+    return options

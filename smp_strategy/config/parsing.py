@@ -1,0 +1,105 @@
+"""Options as values and as text: does a value fit the type that an option has, and which value does a text stand for?
+
+Types are those that the options of :mod:`smp_strategy.config.config` use: plain types, unions of them with ``None``,
+``Literal`` for a choice of words, tuples of any length, and mappings.
+"""
+
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+__all__ = ["as_dict", "as_text", "as_tuple", "at_least_one", "fits", "one_of", "parse", "wrong_types"]
+
+
+def wrong_types(options: object, hints: Mapping[str, Any]) -> list[str]:
+    """One sentence for every attribute of ``options`` that does not fit its type."""
+    found = []
+    for name, hint in hints.items():
+        value = getattr(options, name)
+        if not fits(value, hint):
+            shown = getattr(hint, "__name__", None) if isinstance(hint, type) else str(hint).replace("typing.", "")
+            found.append(f"`{name}` must be {shown}, but is {value!r} ({type(value).__name__}).")
+    return found
+
+
+def as_tuple(value: Any) -> Any:
+    """``value``, or the tuple of its items if it is a list."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | tuple)
+    return tuple(value) if is_list else value
+
+
+def as_dict(value: Any) -> Any:
+    """``value``, or the dict of its items if it is another mapping."""
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def as_text(value: Any) -> str:
+    """Text that :func:`parse` reads as ``value``, where there is one."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={as_text(item)}" for key, item in value.items())
+    if isinstance(as_tuple(value), tuple):
+        return "".join(f"{as_text(item)}," for item in value)  # the last comma tells one item from none
+    return str(value)
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether ``value`` is of the type ``hint``; that a word is one of its choices is checked elsewhere."""
+    if typing.get_origin(hint) is Literal:
+        return isinstance(value, str)  # the range check names the choices
+    if typing.get_origin(hint) is tuple:
+        item_hint, _ = typing.get_args(hint)
+        return isinstance(value, tuple) and all(fits(item, item_hint) for item in value)
+    if typing.get_origin(hint) is Mapping:
+        key_hint, item_hint = typing.get_args(hint)
+        return isinstance(value, Mapping) and all(fits(k, key_hint) and fits(v, item_hint) for k, v in value.items())
+    if isinstance(hint, type):
+        if hint is int:
+            return isinstance(value, int) and not isinstance(value, bool)
+        if hint is float:
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, hint)
+    return any(fits(value, choice) for choice in typing.get_args(hint))
+
+
+def parse(text: str, hint: Any) -> Any:
+    """The value that ``text`` stands for under ``hint``; text that does not parse is left for the type check."""
+    choices = (hint,) if typing.get_origin(hint) in (tuple, Literal, Mapping) else typing.get_args(hint) or (hint,)
+    if type(None) in choices and text.strip().lower() in ("", "none", "null"):
+        return None
+    lists = [choice for choice in choices if typing.get_origin(choice) is tuple]
+    is_list = lists and (str not in choices or "," in text)
+    if is_list:
+        item_hint, _ = typing.get_args(lists[0])
+        return tuple(parse(item.strip(), item_hint) for item in text.split(",") if item.strip())
+    if any(typing.get_origin(choice) is Mapping for choice in choices):
+        pairs = [item.split("=", 1) for item in text.split(",") if item.strip()]
+        return {pair[0].strip(): pair[1].strip() for pair in pairs} if all(len(p) == 2 for p in pairs) else text
+    if bool in choices:
+        return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
+    for kind in (int, float):
+        if kind in choices:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return text
+
+
+def at_least_one(config: object, *names: str) -> list[str]:
+    """One sentence for every one of the options ``names`` that is below 1."""
+    values = {name: getattr(config, name) for name in names}
+    return [
+        f"`{name}` must be at least 1, but is {value}."
+        for name, value in values.items()
+        if value is not None and value < 1
+    ]
+
+
+def one_of(config: object, name: str, choices: tuple[str | None, ...]) -> list[str]:
+    """What is wrong with the option ``name`` if it is none of ``choices``."""
+    value = getattr(config, name)
+    return (
+        [] if value in choices else [f"`{name}` must be one of {', '.join(filter(None, choices))}, but is {value!r}."]
+    )

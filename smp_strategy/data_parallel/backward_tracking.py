@@ -1,0 +1,184 @@
+"""Which calls of units does a backward pass need now, and with which is it through?
+
+A backward *arrives* at a call when the gradient of one of its results is there. Then the node that made the result is
+about to run, and tells (a prehook of the node: results are not wrapped, so they can be changed in place, and be
+arguments). Results that nobody sees, in an attribute or an object, do not tell; their saved weights do when they are
+read (:mod:`smp_strategy.data_parallel.saved_weights`).
+
+It is *through* with a call when it arrives at an earlier one. Of the nodes that could run autograd takes the one with
+the highest number, and a node is made after those that it passes gradients to. Suppose that a node of a later call is
+still to run when one of an earlier call does. Then so is a node above it that could run now, and its number is higher
+still: a contradiction. Numbers are counted by each thread for itself, so calls are compared only where they have the
+same *token*, which stands for one thread's work. With what it has arrived at last, a backward is through when it ends.
+
+Each ``backward()`` is looked at alone: the second one through the same graph, one that ends early (a segment of a
+pipeline), one within another (reentrant checkpoints). What it has not arrived at may be wanted by the next one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from smp_strategy.errors import UnsupportedError
+
+__all__ = ["Backwards", "Call"]
+
+
+_Node = Any
+"""Of autograd's graph."""
+
+
+@final
+class _Thread:
+    """Calls of one token."""
+
+    def __init__(self) -> None:
+        self.next_number = 0
+        # How many calls of each unit still wait for a backward, or for its end.
+        self.awaited: Counter[int] = Counter()
+
+
+@final
+class Call:
+    """A call of a unit that a backward may arrive at.
+
+    Attributes:
+        unit: the unit's number.
+    """
+
+    __slots__ = ("is_active", "is_awaited", "number", "thread", "unit")
+
+    def __init__(self, unit: int, thread: _Thread) -> None:
+        self.unit = unit
+        self.thread = thread
+        self.number = thread.next_number
+        thread.next_number += 1
+        self.is_awaited = False
+        self.is_active = False
+        """Whether a backward has arrived here and is not through."""
+
+    def await_backward(self) -> None:
+        """Let the unit not count as done before this call is."""
+        if not self.is_awaited:
+            self.is_awaited = True
+            self.thread.awaited[self.unit] += 1
+
+
+@final
+class Backwards:
+    """See the module docstring.
+
+    Args:
+        claim: called when a backward needs a unit.
+        release: called when it is through with that call of the unit.
+        done: called after that, when none of the unit's calls with that token waits for a backward.
+        keeps_weights: whether they also stay when they are released.
+    """
+
+    def __init__(
+        self,
+        *,
+        claim: Callable[[int], None],
+        release: Callable[[int], None],
+        done: Callable[[int], None],
+        keeps_weights: bool,
+    ) -> None:
+        self._keeps_weights = keeps_weights
+        self._claim = claim
+        self._release = release
+        self._done = done
+        self._threads: dict[object, _Thread] = {}
+        # By backward, which autograd numbers: the calls that it has arrived at and is not through with.
+        self._active: dict[int, list[Call]] = {}
+
+    def begin(self, unit: int, token: object) -> Call:
+        """A unit is called."""
+        return Call(unit, self._threads.setdefault(token, _Thread()))
+
+    def watch(self, call: Call, results: Iterable[Tensor], made_before: int) -> None:
+        """The call has returned ``results``; nodes with numbers below ``made_before`` are older than the call."""
+        found: set[_Node | None] = set()
+        for tensor in results:
+            if tensor.requires_grad:
+                found.add(tensor.grad_fn)
+                if tensor._is_view():
+                    # A view that is changed in place gets another node; that of what it is a view of stays.
+                    assert tensor._base is not None
+                    found.add(tensor._base.grad_fn)
+        nodes = [node for node in found if node is not None and node._sequence_nr() >= made_before]
+        for node in nodes:
+            node.register_prehook(partial(self._tell, call))
+        # A call that is repeated in backward may serve to save tensors only, and none arrives there.
+        if nodes and not _is_in_backward():
+            call.await_backward()
+
+    def arrive(self, call: Call) -> None:
+        """A backward needs the unit of ``call`` from now on, and is through with the later calls."""
+        if call.is_active:
+            return
+        if torch.is_grad_enabled() and not self._keeps_weights:
+            raise UnsupportedError(
+                "A backward with `create_graph=True` goes through a unit whose weights are spread over ranks and "
+                "gathered for each use. What it saves would read weights that are gone. Gather them once per step, or "
+                "compute such gradients inside a unit."
+            )
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._active:
+            self._active[backward] = []
+            Variable._execution_engine.queue_callback(partial(self._end, backward))
+        later = self._take_later(call, backward)
+        call.await_backward()
+        call.is_active = True
+        self._active[backward].append(call)
+        # Before anything is reduced: somebody waits for this.
+        self._claim(call.unit)
+        self._tell_done(later)
+
+    def close(self) -> None:
+        """No backward is under way, and none comes for the calls so far: one that failed has left something."""
+        for calls in self._active.values():
+            for call in calls:
+                self._leave(call)
+        self._active.clear()
+        self._threads.clear()
+
+    def _tell(self, call: Call, _: object) -> None:
+        self.arrive(call)
+
+    def _take_later(self, call: Call, backward: int) -> list[Call]:
+        """Let go of the calls that backward is through with when it arrives at ``call``."""
+        found = []
+        for other_backward, active in self._active.items():
+            # A backward within another belongs to a node that stands where the calls that it repeats once stood.
+            is_within = other_backward != backward
+            later = [it for it in active if it.thread is call.thread and (is_within or it.number > call.number)]
+            for other in later:
+                active.remove(other)
+                self._leave(other)
+            found += later
+        return found
+
+    def _leave(self, call: Call) -> None:
+        call.is_active = call.is_awaited = False
+        call.thread.awaited[call.unit] -= 1
+        self._release(call.unit)
+
+    def _tell_done(self, calls: Sequence[Call]) -> None:
+        for call in sorted(calls, key=lambda call: -call.number):
+            if not call.thread.awaited[call.unit]:
+                self._done(call.unit)
+
+    def _end(self, backward: int) -> None:
+        calls = self._active.pop(backward)
+        for call in calls:
+            self._leave(call)
+        self._tell_done(calls)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,205 @@
+"""Sums of gradients over ranks, a bucket at a time, each sent off when the last of its gradients is there.
+
+Backward computes the gradients of the last layers first, so most of what has to travel does so while the others are
+still computed. Which gradients are final is known in the last backward pass of a step alone: there a parameter is
+complete once something was added to its gradient, or before, if nothing will be; whether something will is guessed from
+the step before. One whose gradient gets several parts in that pass (a block that is recomputed twice, say), or one of
+which the guess is wrong, may have been sent too early. The ranks tell each other, and in that case all is sent again.
+
+A parameter may have a gradient on one rank and none on another, which did not use it in this step. So behind the
+gradients of a bucket travels a number for each of them: one where it exists, nought where zeros stand in for it. Where
+nobody has one there is none afterwards, as in one process.
+
+Every rank sends off all buckets, always in the same order, before its step ends: whatever happens afterwards, what
+ranks send belongs together.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.errors import SMPError
+from smp_strategy.precision.dtypes import gradient_dtype
+
+__all__ = ["Bucket", "Sums"]
+
+_SUMS = "sums of gradients"
+
+Bucket = Sequence[Sequence[nn.Parameter]]
+"""Parameters of one dtype: for each rank those whose sums it gets; a single list if all get all of them."""
+
+
+class _Sent(NamedTuple):
+    """A bucket under way."""
+
+    work: collectives.UnderWay
+    parts: Tensor
+    """Filled with what the ranks send, a row for each; or with the sum of that, one row."""
+
+
+@final
+class Sums:
+    """The sums of one step.
+
+    Args:
+        buckets: what travels together, in the order in which backward probably computes it; the same on all ranks, and
+            at least one.
+        group: the ranks.
+        factor: of the sums, one over the number of ranks for averages.
+        quiet: parameters to which the last backward pass probably adds nothing.
+        dtype: in what gradients travel; ``None``: in what they are added up on each rank.
+
+    Attributes:
+        quiet: those to which it has added nothing.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        group: dist.ProcessGroup,
+        *,
+        factor: float = 1.0,
+        quiet: Collection[nn.Parameter] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._dtype = dtype
+        self._buckets = buckets
+        self._group = group
+        self._factor = factor
+        self._sent: list[_Sent] = []
+        self._bucket_of = {
+            parameter: number for number, bucket in enumerate(buckets) for share in bucket for parameter in share
+        }
+        self.quiet = set(self._bucket_of)
+        self._missing: list[set[nn.Parameter]] = [set() for _ in buckets]
+        for parameter, number in self._bucket_of.items():
+            if parameter not in quiet:
+                self._missing[number].add(parameter)
+        self._said = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self._asked: collectives.UnderWay | None = None
+        self._gradients: Mapping[nn.Parameter, Tensor] = {}
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Of all buckets."""
+        return self._bucket_of.keys()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The last backward pass runs in here: send off each bucket when it is complete."""
+        handles = [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in self._bucket_of]
+        self._send_complete()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def send_rest(self, notes: Sequence[int] = ()) -> None:
+        """Backward is over: send off everything else. On every rank, and in every step.
+
+        Args:
+            notes: what ranks tell each other by the way, as many on each.
+        """
+        self._gradients = {each: each.grad for each in self._bucket_of if each.grad is not None}
+        for bucket in self._buckets[len(self._sent) :]:
+            self._send(bucket)
+        if notes:
+            self._said = torch.cat([self._said, torch.tensor(notes, dtype=torch.int32, device="cpu")])
+        self._asked = collectives.all_reduce(self._said, dist.ReduceOp.MAX, group=self._group, doing=_SUMS)
+
+    def finish(self) -> tuple[dict[nn.Parameter, Tensor], bool, list[int]]:
+        """Wait for the sums.
+
+        Returns:
+            The sums that this rank gets, of parameters that have a gradient on some rank; whether some rank had sent
+            too early; and the greatest of each of the ranks' notes.
+        """
+        if self._asked is None:
+            raise SMPError("Sums are asked for before all gradients are sent off.")
+        self._asked.wait()
+        is_early, *notes = self._said.tolist()
+        was_early = bool(is_early)
+        if was_early:
+            for sent in self._sent:
+                sent.work.wait()
+            self._sent.clear()
+            for bucket in self._buckets:
+                self._send(bucket)
+        found: dict[nn.Parameter, Tensor] = {}
+        for bucket, sent in zip(self._buckets, self._sent, strict=True):
+            found.update(self._received(bucket, sent))
+        self._sent.clear()
+        self._gradients = {}
+        return found, was_early, notes
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        number = self._bucket_of[parameter]
+        self.quiet.discard(parameter)
+        if number < len(self._sent):
+            self._said.fill_(1)
+            return
+        self._missing[number].discard(parameter)
+        self._send_complete()
+
+    def _send_complete(self) -> None:
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            self._send(self._buckets[len(self._sent)])
+
+    def _send(self, bucket: Bucket) -> None:
+        group, num_ranks = self._group, dist.get_world_size(self._group)
+        sent = torch.cat([piece for share in bucket for piece in self._pieces(share)]).to(dtype=self._dtype)
+        if len(bucket) == 1:
+            self._sent.append(_Sent(collectives.all_reduce(sent, group=group, doing=_SUMS), sent[None]))
+            return
+        sizes = [_size(share) for share in bucket]
+        mine = sizes[dist.get_rank(group)]
+        parts = sent.new_empty(num_ranks * mine)
+        # Not a reduce-scatter: gloo makes an all-reduce of it, with three times the bytes.
+        given = [mine] * num_ranks, sizes
+        work = collectives.begin(
+            _SUMS, group, lambda: dist.all_to_all_single(parts, sent, *given, group=group, async_op=True)
+        )
+        self._sent.append(_Sent(work, parts.view(num_ranks, mine)))
+
+    def _pieces(self, share: Sequence[nn.Parameter]) -> Iterator[Tensor]:
+        """Gradients, and which of them exist."""
+        gradients = [self._gradient(parameter) for parameter in share]
+        for parameter, gradient in zip(share, gradients, strict=True):
+            yield (_zeros_for(parameter) if gradient is None else gradient).reshape(-1)
+        if share:
+            exist = [0.0 if gradient is None else 1.0 for gradient in gradients]
+            yield torch.tensor(exist, dtype=gradient_dtype(share[0].dtype), device=share[0].device)
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        # Once backward is over, `.grad` is the caller's again.
+        return parameter.grad if self._asked is None else self._gradients.get(parameter)
+
+    def _received(self, bucket: Bucket, sent: _Sent) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        sent.work.wait()
+        share = bucket[0 if len(bucket) == 1 else dist.get_rank(self._group)]
+        parts = sent.parts.to(gradient_dtype(share[0].dtype)) if share else sent.parts
+        total, *others = parts.unbind()
+        for other in others:  # in the order of the ranks
+            total.add_(other)
+        *pieces, exist = total.split([*(parameter.numel() for parameter in share), len(share)])
+        for parameter, piece, exists in zip(share, pieces, exist.tolist(), strict=True):
+            if exists:
+                gradient = self._gradients.get(parameter)
+                gradient = _zeros_for(parameter) if gradient is None else gradient
+                yield parameter, torch.mul(piece.view(parameter.shape), self._factor, out=gradient)
+
+
+def _zeros_for(parameter: nn.Parameter) -> Tensor:
+    """In the place of a gradient."""
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype))
+
+
+def _size(share: Sequence[nn.Parameter]) -> int:
+    """Elements of a share: its gradients, and a number for each."""
+    return sum(parameter.numel() for parameter in share) + len(share)

@@ -1,0 +1,500 @@
+"""Parameters of one kind in a flat buffer, of which a rank keeps its shard: their values, and their gradients.
+
+Between uses a rank has its shard only. For a use the buffer's memory is allocated anew and an all-gather fills it;
+afterwards the memory is freed. The buffer itself stays, and so do the views of it that autograd has saved: freeing is
+``resize_(0)`` of the storage that they all share, and what they read in backward is what the next gather has put there.
+
+The parameters stay the same objects. Their ``data`` are exchanged, which leaves their version counters alone, so that
+autograd finds its saved tensors unchanged (and notices when somebody else has changed them).
+
+============  ==============================================================================================
+gathered      a view of the buffer
+resting       shape, dtype and device as ever, without values (:mod:`smp_strategy.data_parallel.resting`)
+pieces shown  this rank's piece, one-dimensional, a view of the shard; ``grad`` likewise
+whole shown   with all values, in memory of its own that code of the user may keep; ``grad`` likewise
+============  ==============================================================================================
+
+Between uses a parameter could show its piece all the time, so that an optimizer would find it without further ado.
+But then its shape would be another one whenever somebody looks (weight decay by ``ndim``, summaries), and a computation
+with a weight that is not gathered could give a plausible number. Now it is refused.
+
+In a pass gradients are moved into a buffer of the same layout, in which those that are missing are zero. It is reduced
+over the group, and what is left of it is this rank's shard, to which later microbatches are added. Where other ranks
+have the same shard, too, and share its updates, this rank's gradients and its pieces are those of a part of it, its
+*own*. What the others have updated arrives in the background, and the next gather waits for it. Between passes the
+``grad`` of a resting parameter is its piece in disguise (:mod:`smp_strategy.data_parallel.sharded_gradient`).
+
+Where units compute in half precision the buffer is of that dtype, and so is a parameter while it is gathered. The shard
+is cast on its way into the buffer, and what this rank updates, the masters, stays as parameters are kept. Gradients of
+half precision are cast as they come (``grad_dtype``), so that all is added up in float32.
+
+Frozen parameters have buffers without gradients. From the pass on before which one of them has been unfrozen, its
+buffer has gradients like all others; those of its neighbours that are still frozen are zero, and nobody sees them.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.data_parallel.flat_layout import FlatLayout, Slot
+from smp_strategy.data_parallel.flat_layout_views import Run, common_base, elements, view
+from smp_strategy.data_parallel.resting import Resting, placeholder
+from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.distributed.collectives.interface import Collectives
+from smp_strategy.distributed.collectives.messages import Pending, wait_for
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.precision.dtypes import gradient_dtype
+from smp_strategy.precision.gradient_dtype import set_gradient_dtype
+
+__all__ = ["FlatBuffer"]
+
+
+@final
+class FlatBuffer:
+    """See the module docstring. Takes over the values of the parameters, which rest from then on.
+
+    Args:
+        layout: where the parameters stand.
+        parameters: in the order of the layout's slots.
+        collectives: those of the shard group.
+        device: where the buffer is.
+        owners: those of the ranks that have the same shard, if each of them updates a part of it.
+        reduce_dtype: in what gradients travel to be added up; ``None``: in what they are added up here.
+
+    Attributes:
+        layout, parameters: as given.
+        is_trained: whether there are gradients: a parameter was trained when this was made, or is by now.
+        own_pieces: which elements of each parameter this rank updates.
+        own: the values that this rank updates: its share, or a part of that.
+        gradients: of that part; ``None`` where there are none.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        parameters: Sequence[nn.Parameter],
+        collectives: Collectives,
+        device: torch.device,
+        owners: Collectives | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layout = layout
+        self.is_trained = layout.is_trained
+        self.gradients: Tensor | None = None
+        self.parameters = parameters
+        self._collectives = collectives
+        self._kinds = [type(parameter) for parameter in parameters]
+        self._placeholders = [placeholder(parameter, device) for parameter in parameters]
+        self._owners = owners
+        self.own_pieces = [
+            layout.own_piece(slot, collectives.rank, 0 if owners is None else owners.rank) for slot in layout.slots
+        ]
+        dtype = getattr(torch, layout.dtype)
+        self._gradient_dtype = gradient_dtype(dtype)
+        self._reduce_dtype = self._gradient_dtype if reduce_dtype is None else reduce_dtype
+        self._full = torch.empty(layout.full_numel, dtype=getattr(torch, layout.use_dtype), device=device)
+        self._views = [view(self._full, slot) for slot in layout.slots]
+        # This rank's share as it travels; where it is cast for that, it is kept only if others update a part of it.
+        if layout.is_persistent and not layout.is_cast:
+            self._shard = self._full.chunk(layout.degree)[collectives.rank].zero_()
+        else:
+            numel = 0 if layout.is_cast and owners is None else layout.shard_numel
+            self._shard = self._full.new_zeros(numel)
+        if not layout.is_persistent:
+            self._full.untyped_storage().resize_(0)
+        start = 0 if owners is None else owners.rank * layout.own_numel
+        self._own_part = slice(start, start + layout.own_numel)
+        if layout.is_cast:
+            self.own = torch.zeros(layout.own_numel, dtype=dtype, device=device)
+        else:
+            self.own = self._shard[self._own_part]
+        for number, parameter in enumerate(parameters):
+            self._put(number, parameter)
+        self._set_gradient_dtype(self._gradient_dtype)
+        self._refreshing: list[Pending] = []
+        self._arriving: Pending | None = None
+        self._is_gathered = False
+        # For each parameter, whether it has had a gradient on this rank in this pass, or one that it went on with.
+        self._is_used = [False] * len(parameters)
+        self._goes_on = [False] * len(parameters)
+        self._collected: Tensor | None = None
+        self._has_gradient: list[bool] = []
+        self._reducing: Pending | None = None
+        # Where a shard has several owners: what the group has added up of gradients, for all of them.
+        self._of_group: Tensor | None = None
+        # Of the parameters that are shown: the gradients that they had while they rested.
+        self._before: list[PieceGradient | None] = []
+        self._hide()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of parameters that this rank holds now."""
+        full = self._full.untyped_storage().nbytes()
+        if self.layout.is_cast:
+            return full + self.own.nbytes + self._shard.nbytes
+        return full if self.layout.is_persistent else full + self._shard.nbytes
+
+    @property
+    def memory(self) -> range:
+        """The addresses of the values, while they are gathered."""
+        start = self._full.data_ptr()
+        return range(start, start + self.layout.full_bytes)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that have not been reduced."""
+        return self._collected is not None or any(_has_new_gradient(parameter) for parameter in self.parameters)
+
+    def gather(self, *, anew: bool = False) -> None:
+        """Begin to gather the values; does nothing while they are gathered, unless other ranks need it ``anew``."""
+        if self._is_gathered or self._arriving is not None:
+            if self.layout.is_persistent or not anew:
+                return
+            self.wait()
+        elif not self.layout.is_persistent:
+            self._full.untyped_storage().resize_(self.layout.full_bytes)
+        shard = self._shard if self._shard.numel() else self.own.to(self._full.dtype)
+        self._arriving = self._collectives.gather(self._full, shard, self._refreshing)
+
+    def wait(self) -> None:
+        """Until the values that are being gathered are there."""
+        if self._arriving is not None:
+            self._arriving.wait()
+            self._arriving = None
+            self._refreshing = []
+            self._is_gathered = True
+            self._show(self._views)
+
+    def free(self) -> None:
+        """Let go of the values of other ranks; of small parameters everything stays."""
+        if not self.layout.is_persistent:
+            self._retire()
+
+    def collect(self) -> None:
+        """Move the parameters' gradients into the buffer, to those that are there."""
+        for number, (parameter, slot) in enumerate(zip(self.parameters, self.layout.slots, strict=True)):
+            if not self.is_trained:
+                _refuse_gradient(parameter, slot)
+            elif _has_new_gradient(parameter):
+                gradient, parameter.grad = parameter.grad, None
+                assert gradient is not None
+                if gradient.layout is not torch.strided:
+                    raise UnsupportedError(
+                        f"The gradient of `{slot.entry.names[0]}` is sparse, and shards are dense: use `sparse=False`."
+                    )
+                self._collect(number, gradient)
+
+    def reduce(self, factor: float) -> None:
+        """Begin to add up the gradients of all ranks, each multiplied by a factor of its own, to those of before."""
+        self.collect()
+        if not self.is_trained:
+            return
+        self.wait_reduced()
+        full = self._gradient_buffer()
+        for slot, is_there in zip(self.layout.slots, self._has_gradient, strict=True):
+            if not is_there:
+                view(full, slot).zero_()
+        for start, stop in self.layout.padding:
+            full[start:stop].zero_()
+        if factor != 1.0:
+            full.mul_(factor)
+        self._collected = None
+        before = self.gradients if self._owners is None else self._of_group
+        into = self._empty_gradients(self.layout.shard_numel) if before is None else before
+        if self._owners is None:
+            self.gradients = into
+        else:
+            self._of_group = into
+        self._reducing = self._collectives.reduce(full.to(dtype=self._reduce_dtype), into, is_first=before is None)
+
+    def wait_reduced(self) -> None:
+        """Until the gradients that are being reduced are there."""
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing = None
+
+    def begin_gradients(self) -> None:
+        """Go on with the gradients that the parameters have, which are pieces."""
+        self.wait_reduced()
+        self._collected = self._of_group = None
+        # On all ranks alike: what is trained is decided by the same code.
+        self.is_trained = self.is_trained or any(parameter.requires_grad for parameter in self.parameters)
+        found = [_taken(parameter) for parameter in self.parameters]
+        self._goes_on = [gradient is not None for gradient in found]
+        self._is_used = [gradient is not None and gradient.is_used for gradient in found]
+        self.gradients = self._joined(found)
+
+    def take_gradients(self) -> tuple[Tensor, Pending | None]:
+        """Hand over what the group has added up, zeros where there is nothing, and what is left to wait for."""
+        if self._owners is None:
+            shard, self.gradients = self.gradients, None
+        else:
+            shard, self._of_group = self._of_group, None
+        reducing, self._reducing = self._reducing, None
+        return self._empty_gradients(self.layout.shard_numel).zero_() if shard is None else shard, reducing
+
+    def put_gradients(self, sums: Tensor) -> None:
+        """Take the sums of what was handed over, where there are several owners of what this rank owns."""
+        if self.gradients is None:
+            self.gradients = sums
+        else:
+            assert self._owners is not None, "gradients have come that nobody has taken"
+            self.gradients.add_(sums)
+
+    def end_gradients(self) -> None:
+        """Let the parameters have the gradients of this pass, as pieces."""
+        self.wait_reduced()
+        if self.gradients is not None:
+            for number, piece in enumerate(self._pieces(self.gradients)):
+                parameter = self.parameters[number]
+                # One that is frozen for a while keeps what it has had before.
+                if parameter.requires_grad or self._goes_on[number]:
+                    parameter.grad = self._in_disguise(number, piece, is_used=self._is_used[number])
+        self.gradients = None
+
+    def show_pieces(self) -> None:
+        """Let every parameter be this rank's piece of it, and its gradient likewise."""
+        self.wait()
+        self._wait_refreshed()
+        self._before = [_taken(parameter) for parameter in self.parameters]
+        self._show(self._pieces(self.own))
+        # Optimizers compute with parameter, gradient and state of one dtype.
+        self._set_gradient_dtype(self.own.dtype)
+        for parameter, gradient in zip(self.parameters, self._before, strict=True):
+            parameter.grad = None if gradient is None else gradient.piece.to(self.own.dtype)
+
+    def hide_pieces(self) -> None:
+        """Let the parameters rest; what was done to their pieces stays, what was gathered before is out of date."""
+        pairs = zip(self.parameters, self._before, strict=True)
+        self._rest([self._widened(parameter.grad, before) for parameter, before in pairs])
+        if self._owners is not None and self.is_trained:
+            self._refreshing = [self._owners.gather(self._shard, self.own.to(self._shard.dtype))]
+
+    def show_whole(self) -> None:
+        """Let every parameter and gradient be whole, in memory of its own. Collective."""
+        self._retire()
+        self._before = [_taken(parameter) for parameter in self.parameters]
+        self._show(self.values())
+        whole = self.whole_of([None if gradient is None else gradient.piece for gradient in self._before])
+        for parameter, gradient in zip(self.parameters, whole, strict=True):
+            parameter.grad = gradient
+
+    def hide_whole(self) -> None:
+        """Let the parameters rest; what was done to them and to their gradients stays."""
+        pieces: list[Tensor | None] = []
+        self._wait_refreshed()
+        for number, parameter in enumerate(self.parameters):
+            self._put(number, parameter)
+            pieces.append(None if parameter.grad is None else self.piece_of(number, parameter.grad))
+        self._rest(pieces)
+
+    def fill(self, number: int, value: Tensor) -> None:
+        """Give the parameter ``number`` a new value, which is whole."""
+        self._retire()
+        self._wait_refreshed()
+        self._put(number, value)
+
+    def whole_of(self, pieces: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Put together what ranks have pieces of, in memory of its own. Collective.
+
+        Args:
+            pieces: for each parameter this rank's piece of something of its shape, all of one dtype; ``None`` for what
+                no rank has.
+        """
+        there = [piece for piece in pieces if piece is not None]
+        if not there:
+            return [None] * len(pieces)
+        own = torch.zeros_like(self.own, dtype=there[0].dtype)  # gradients, or state of an optimizer
+        for place, piece in zip(self._pieces(own), pieces, strict=True):
+            if piece is not None:
+                place.copy_(piece)
+        full = self._gathered(own)
+        found = zip(self.layout.slots, pieces, strict=True)
+        return [None if piece is None else view(full, slot).clone() for slot, piece in found]
+
+    def values(self) -> list[Tensor]:
+        """All values of the parameters, in memory of their own. Collective."""
+        self._wait_refreshed()
+        full = self._gathered(self.own)
+        return [view(full, slot).clone() for slot in self.layout.slots]
+
+    def piece_of(self, number: int, tensor: Tensor) -> Tensor:
+        """This rank's piece of a tensor with the shape of the parameter ``number``, in memory of its own."""
+        piece = self.own_pieces[number]
+        return elements(tensor, self.layout.slots[number])[piece.start : piece.start + piece.numel].clone()
+
+    def run_of(self, number: int) -> Run:
+        """The values that this rank updates of the parameter ``number``."""
+        piece = self.own_pieces[number]
+        return Run(piece.start, self.own[piece.offset : piece.offset + piece.numel])
+
+    def runs_to_fill(self, number: int) -> list[Run]:
+        """All memory of this rank for values of the parameter ``number``, which rests: to be filled by the caller."""
+        self._retire()
+        self._wait_refreshed()
+        piece = self.layout.piece(self.layout.slots[number], self._collectives.rank)
+        shard = self._shard[piece.offset : piece.offset + piece.numel] if self._shard.numel() else None
+        found = [] if shard is None else [Run(piece.start, shard)]
+        # Otherwise what it updates is a part of that memory.
+        return [*found, self.run_of(number)] if shard is None or self.layout.is_cast else found
+
+    def take_gradient(self, number: int, piece: Tensor) -> None:
+        """Let the parameter ``number``, which rests, go on with this ``piece`` of a gradient."""
+        self.parameters[number].grad = self._in_disguise(number, piece, is_used=True)
+
+    def restore(self, *, keep: bool) -> None:
+        """Let the parameters own all of their values again, without gradients. Collective.
+
+        Args:
+            keep: whether on this rank as well; otherwise they rest.
+        """
+        if self.layout.is_cast:
+            values = self.values()
+        else:
+            self.gather()
+            self.wait()
+            values = [each.clone() for each in self._views] if keep else []
+        self._retire()
+        if keep:
+            for parameter in self.parameters:
+                parameter.grad = None
+            self._set_gradient_dtype(self.own.dtype)
+            self._show(values)
+
+    def release(self) -> None:
+        """Let go of the values: the parameters have their own."""
+        self._shard.untyped_storage().resize_(0)
+        self.own.untyped_storage().resize_(0)
+        self._full.untyped_storage().resize_(0)
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """A buffer of something of which each rank has its ``own`` part. Collective."""
+        shard = own
+        if self._owners is not None:
+            shard = own.new_empty(self.layout.shard_numel)
+            self._owners.gather(shard, own).wait()
+        full = own.new_empty(self.layout.full_numel)
+        self._collectives.gather(full, shard).wait()
+        return full
+
+    def _joined(self, gradients: Sequence[PieceGradient | None]) -> Tensor | None:
+        """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
+        if all(gradient is None for gradient in gradients):
+            return None
+        places = [piece.offset for piece in self.own_pieces]
+        like = self._empty_gradients(self.layout.own_numel)
+        base = common_base([None if each is None else each.piece for each in gradients], places, like)
+        if base is not None:
+            return base
+        joined = like.zero_()
+        for gradient, piece in zip(gradients, self._pieces(joined), strict=True):
+            if gradient is not None:
+                piece.copy_(gradient.piece)
+        return joined
+
+    def _rest(self, gradients: Sequence[Tensor | None]) -> None:
+        """Let the parameters rest, with pieces of gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._set_gradient_dtype(self._gradient_dtype)
+        self._retire()
+        for number, (piece, before) in enumerate(zip(gradients, self._before, strict=True)):
+            if piece is not None:
+                is_used = before is None or before.is_used
+                self.parameters[number].grad = self._in_disguise(number, piece, is_used=is_used)
+        self._before = []
+
+    def _widened(self, gradient: Tensor | None, before: PieceGradient | None) -> Tensor | None:
+        """A gradient that an optimizer has had in the dtype of the parameter."""
+        if gradient is None or gradient.dtype == self._gradient_dtype or before is None:
+            return gradient
+        return before.piece.copy_(gradient)
+
+    def _in_disguise(self, number: int, piece: Tensor, *, is_used: bool) -> PieceGradient:
+        """A piece of a gradient as ``grad`` of a resting parameter."""
+        piece = piece.to(self._gradient_dtype)
+        return PieceGradient(self.parameters[number], piece, start=self.own_pieces[number].start, is_used=is_used)
+
+    def _retire(self) -> None:
+        self.wait()
+        self._hide()
+        self._is_gathered = False
+        if not self.layout.is_persistent:
+            self._full.untyped_storage().resize_(0)
+
+    def _collect(self, number: int, gradient: Tensor) -> None:
+        place = view(self._gradient_buffer(), self.layout.slots[number])
+        if self._has_gradient[number]:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self._has_gradient[number] = self._is_used[number] = True
+
+    def _gradient_buffer(self) -> Tensor:
+        if self._collected is None:
+            self._collected = self._empty_gradients(self.layout.full_numel)
+            self._has_gradient = [False] * len(self.parameters)
+        return self._collected
+
+    def _set_gradient_dtype(self, dtype: torch.dtype) -> None:
+        if self.layout.is_cast or self._gradient_dtype != self.own.dtype:
+            for parameter in self.parameters:
+                set_gradient_dtype(parameter, dtype)
+
+    def _empty_gradients(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self._gradient_dtype, device=self.own.device)
+
+    def _show(self, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor, kind in zip(self.parameters, tensors, self._kinds, strict=True):
+            parameter.__class__ = kind
+            parameter.data = tensor
+
+    def _hide(self) -> None:
+        for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
+            parameter.__class__ = Resting
+            parameter.data = tensor
+
+    def _pieces(self, own: Tensor) -> list[Tensor]:
+        return [own[piece.offset : piece.offset + piece.numel] for piece in self.own_pieces]
+
+    def _put(self, number: int, value: Tensor) -> None:
+        """Take what this rank keeps of a parameter's value, which is whole."""
+        slot, own = self.layout.slots[number], self.own_pieces[number]
+        values = elements(value, slot)
+        self.own[own.offset : own.offset + own.numel].copy_(values[own.start : own.start + own.numel])
+        if self._shard.numel():
+            piece = self.layout.piece(slot, self._collectives.rank)
+            kept = self._shard[piece.offset : piece.offset + piece.numel]
+            kept.copy_(values[piece.start : piece.start + piece.numel])
+
+    def _wait_refreshed(self) -> None:
+        """Until the shard is as its owners have updated it, and theirs as well."""
+        wait_for(self._refreshing)
+        self._refreshing = []
+
+
+def _taken(parameter: nn.Parameter) -> PieceGradient | None:
+    """Its gradient, which it has no longer."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and not isinstance(gradient, PieceGradient):
+        raise UnsupportedError(
+            f"A parameter of shape {list(parameter.shape)}, which is spread over ranks "
+            "(`sharded_data_parallel_degree`), has got a gradient outside of a training step. Compute gradients in "
+            "`training_step`, or set them in a hook."
+        )
+    return gradient
+
+
+def _has_new_gradient(parameter: nn.Parameter) -> bool:
+    """Whether it has one that a backward has computed, and not one of before."""
+    return parameter.grad is not None and not isinstance(parameter.grad, PieceGradient)
+
+
+def _refuse_gradient(parameter: nn.Parameter, slot: Slot) -> None:
+    if parameter.requires_grad or parameter.grad is not None:
+        raise UnsupportedError(
+            f"`{slot.entry.names[0]}`, which is spread over ranks, was frozen when the step began, and has been "
+            "unfrozen in it. Unfreeze it between steps."
+        )

@@ -1,0 +1,62 @@
+"""Sums of the gradients that parameters have now, over the ranks of a group.
+
+A parameter may have a gradient on one rank and none on another (it was unused in this step there). The ranks agree
+first on what exists anywhere; where nobody has anything the gradient stays ``None``, as in one process.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, Sums
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.buckets import buckets
+
+__all__ = ["alike", "sum_gradients"]
+
+
+def alike(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+    """Buckets for ranks that all get all sums."""
+    return [[[parameters[number] for number in run]] for run in buckets(parameters)]
+
+
+def sum_gradients(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    *,
+    factor: float = 1.0,
+    dealt_out: Callable[[Sequence[nn.Parameter]], list[Bucket]] = alike,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Set gradients to ``factor`` times their sum over the ranks of ``group``. Collective.
+
+    Args:
+        parameters: which every rank holds.
+        group: the ranks.
+        factor: one over the number of ranks for averages.
+        dealt_out: puts parameters into buckets; ranks that get no sum are left without a gradient. Where all get all
+            sums, these have the same bits.
+        dtype: in what gradients travel; ``None``: in what they are added up on each rank.
+    """
+    if dist.get_world_size(group) == 1 or not parameters:
+        return
+    members = _present_anywhere(parameters, group)
+    if not members:
+        return
+    sums = Sums(dealt_out(members), group, factor=factor, dtype=dtype)
+    sums.send_rest()
+    found, _, _ = sums.finish()
+    for parameter in members:
+        parameter.grad = found.get(parameter)
+
+
+def _present_anywhere(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[nn.Parameter]:
+    """Those that have a gradient on some rank of ``group``."""
+    present = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8, device="cpu")
+    # Not a reduction, which gloo would take for one of the sums of a rank that has gone on to these.
+    found = [torch.empty_like(present) for _ in range(dist.get_world_size(group))]
+    collectives.all_gather(found, present, group=group, doing="which gradients there are").wait()
+    anywhere = torch.stack(found).amax(0).tolist()
+    return [parameter for parameter, here in zip(parameters, anywhere, strict=True) if here]

@@ -1,0 +1,103 @@
+"""What an optimizer keeps for a parameter: as one process has it, and as a rank has it that updates a piece of it.
+
+``optimizer.state[parameter]`` is a mapping, possibly with lists or mappings in it. Of its tensors some have one value
+per element and are cut like the parameter (moments); others are scalars (numbers of steps), which all ranks have alike,
+and are copied with everything that is no tensor. Anything else (the rows of Adafactor) cannot be cut::
+
+    parameter 5 x 7             piece of 12 elements
+    mean      5 x 7     <->     mean       12
+    step      ()        <->     step       ()
+
+Shapes tell which is which, unless there is one element only. Then names count, for which a twin of the optimizer is
+asked: for a stand-in of seven elements a moment has seven.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from smp_strategy.data_parallel.twin import take_step, twin_of
+from smp_strategy.errors import UnsupportedError
+
+__all__ = ["cut_state", "has_one_per_element", "kept_per_element"]
+
+_STAND_IN = 7
+# Some entries come later than with the first step: an average over every fifth, say.
+NUM_STEPS = 12
+
+
+def kept_per_element(optimizer: Optimizer, parameter: Tensor) -> dict[str, bool]:
+    """Of each tensor that is kept, by its name: whether it has one value per element.
+
+    The same for all parameters with the same options, number of dims and dtype. For optimizers that can be given pieces
+    (:mod:`smp_strategy.data_parallel.optimizer_checks`).
+    """
+    stand_in = nn.Parameter(torch.ones(_STAND_IN, dtype=parameter.dtype))
+    twin = twin_of(optimizer, parameter, stand_in)
+    for _ in range(NUM_STEPS):
+        stand_in.grad = torch.ones_like(stand_in)
+        take_step(twin)
+    named = _named(twin.state.get(stand_in, {}))
+    return {name: leaf.shape == stand_in.shape for name, leaf in named if isinstance(leaf, Tensor)}
+
+
+def cut_state(
+    state: Any, shape: Sequence[int], cut: Callable[[Tensor], Tensor], per_element: Mapping[str, bool]
+) -> Any:
+    """The state of a piece, out of that of the whole parameter.
+
+    Args:
+        state: of the whole parameter; stays as it is.
+        shape: of the parameter.
+        cut: gives the piece of a tensor of this shape, whose memory may be laid out otherwise than the parameter's:
+            some states are copies of gradients.
+        per_element: see :func:`kept_per_element`.
+
+    Raises:
+        UnsupportedError: a tensor has neither one value per element nor one at all.
+    """
+
+    def changed(name: str, leaf: object) -> object:
+        if isinstance(leaf, Tensor) and has_one_per_element(name, leaf, shape, per_element):
+            return cut(leaf).clone()  # it must not keep the whole alive
+        return leaf
+
+    _, structure = pytree.tree_flatten(state)
+    return pytree.tree_unflatten([changed(name, leaf) for name, leaf in _named(state)], structure)
+
+
+def has_one_per_element(name: str, leaf: Tensor, shape: Sequence[int], per_element: Mapping[str, bool]) -> bool:
+    """Whether a tensor that is kept for a parameter, or for a piece of one, has a value for each of its elements.
+
+    Args:
+        name: of the tensor in the state.
+        leaf: the tensor.
+        shape: of the parameter, or of the piece.
+        per_element: see :func:`kept_per_element`; asked where shapes do not tell.
+
+    Raises:
+        UnsupportedError: it has neither one value per element nor one at all.
+    """
+    # What nobody knows by name is a moment rather than a number of steps if it has dims.
+    if tuple(leaf.shape) == tuple(shape) and (leaf.numel() != 1 or per_element.get(name, leaf.ndim > 0)):
+        return True
+    if leaf.numel() != 1:
+        raise UnsupportedError(
+            f"The optimizer's state has `{name}` of shape {list(leaf.shape)} for what is of shape {list(shape)}. "
+            "Pieces of parameters (`sharded_data_parallel_degree`) need one value per element. Use "
+            "`shard_optimizer_state=True` with an optimizer that keeps something else; if it does not, this state "
+            "is of another model or of another optimizer."
+        )
+    return False
+
+
+def _named(state: Any) -> list[tuple[str, object]]:
+    """The leaves of ``state``, named by the way to them: ``mean``, ``averages.0``."""
+    found, _ = pytree.tree_flatten_with_path(state)
+    return [
+        (".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path), leaf) for path, leaf in found
+    ]

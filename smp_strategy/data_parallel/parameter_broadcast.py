@@ -1,0 +1,109 @@
+"""New values of parameters that are on their way from the rank that has computed them.
+
+Once an optimizer has stepped, the next forward can begin before all values are there: a unit waits for its own
+parameters when it is called, while those of later units still travel. Everything else that might look at a parameter
+until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So it
+changes its class as long as it waits, as parameters of other stages do (:mod:`smp_strategy.model.guarded_tensors`):
+questions of metadata and of gradients are answered at once, and whatever else is asked waits for the values.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight
+
+__all__ = ["Arrivals"]
+
+# Where it is noted on a parameter what it waits for.
+_ARRIVAL = "_smp_arrival"
+
+
+@final
+class Arrivals:
+    """The values that are on their way to this rank."""
+
+    def __init__(self) -> None:
+        self._under_way: list[_Arrival] = []
+
+    def expect(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
+        """Nobody sees ``parameters`` before ``finish`` has waited for their values and filled them in."""
+        if all(type(parameter) is nn.Parameter for parameter in parameters):
+            self._under_way.append(_Arrival(parameters, finish))
+        else:  # a class of the user's, which may mean something
+            with torch.no_grad():
+                finish()
+
+    def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Return when those of ``parameters`` that are on their way are there."""
+        for parameter in parameters if self._under_way else ():
+            if isinstance(parameter, _Arriving):
+                _wait_for(parameter)
+        self._under_way = [arrival for arrival in self._under_way if arrival.is_under_way]
+
+    def wait(self) -> None:
+        """Return when all are there."""
+        for arrival in self._under_way:
+            arrival.wait()
+        self._under_way = []
+
+
+@final
+class _Arrival:
+    """Values that arrive together."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
+        self._parameters = parameters
+        self._finish = finish
+        self.is_under_way = True
+        for parameter in parameters:
+            setattr(parameter, _ARRIVAL, self)
+            parameter.__class__ = _Arriving
+
+    def wait(self) -> None:
+        if not self.is_under_way:
+            return
+        # Where another rank is gone this raises, now and whenever the parameters are used again.
+        with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+            self._finish()
+        self.is_under_way = False
+        for parameter in self._parameters:
+            parameter.__class__ = nn.Parameter
+            delattr(parameter, _ARRIVAL)
+
+
+@final
+class _Arriving(nn.Parameter):
+    """Never constructed: parameters take this class and leave it again."""
+
+    # Placed tensors leave operations that involve such a tensor to this class.
+    has_home = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in HARMLESS or func in GRADIENT or func in BY_IDENTITY:
+            with in_plain_sight():
+                return func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Arriving):
+                _wait_for(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        _wait_for(self)
+        copied: Tensor = self.__deepcopy__(memo)  # of its class now
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _wait_for(self)
+        return self.__reduce_ex__(protocol)
+
+
+def _wait_for(parameter: nn.Parameter) -> None:
+    arrival: _Arrival = vars(parameter)[_ARRIVAL]
+    arrival.wait()

@@ -1,0 +1,167 @@
+"""When gradients are summed over ranks, and that nothing is counted twice.
+
+Gradients of parameters that several stages hold are added up over the stages, and all gradients are averaged over
+the replicas, once between the last backward and whatever looks at them: clipping, hooks, the optimizer. A step that
+accumulates by hand may do all this for some parameters and go on adding to the same gradients.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.data_parallel.bucketed_all_reduce import Sums
+from smp_strategy.data_parallel.buffer_sync import Notes, ReplicaBuffers
+from smp_strategy.data_parallel.grad_norm import SplitParameters, global_norm
+from smp_strategy.data_parallel.gradient_sums import sum_gradients
+from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.data_parallel.zero1 import StateSharding
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.model.ownership import Ownership
+
+__all__ = ["Reduction"]
+
+
+@final
+class Reduction:
+    """The sums over ranks that gradients still need.
+
+    Args:
+        ownership: which stages hold which parameter.
+        mesh: where the stages and replicas are.
+        sharding: says which replica updates which parameter.
+        sharded: parameters that a shard group holds together, whose gradients it adds up in backward.
+        parts: parameters of which the ranks of a tensor-parallel group have parts.
+        dtype: in what gradients travel between replicas; ``None``: in what they are added up on each.
+        keeps_buffers: whether each replica goes on with buffers of its own.
+
+    Attributes:
+        buffers: those of the replicas, which meet when gradients do.
+    """
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        sharding: StateSharding,
+        sharded: ShardedUnits | None = None,
+        parts: SplitParameters | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        keeps_buffers: bool = False,
+    ) -> None:
+        self._dtype = dtype
+        replicas = mesh.dp_group if mesh.dp > 1 and not keeps_buffers else None
+        self.buffers = ReplicaBuffers(ownership.local_modules(mesh.stage), replicas)
+        self._ownership = ownership
+        self._mesh = mesh
+        self._sharding = sharding
+        self._sharded = sharded
+        self._parts = parts
+        local = ownership.local_parameters(mesh.stage)
+        self._local = [parameter for parameter in local if sharded is None or not sharded.has(parameter)]
+        # Those among them that several stages hold, with the group of these stages.
+        self._shared = [
+            (group, [parameter for parameter in parameters if sharded is None or not sharded.has(parameter)])
+            for stages, parameters in ownership.shared().items()
+            if (group := mesh.group_of(stages)) is not None
+        ]
+        # Those of one unit alone. Gradients of others come from several places.
+        self._early = [
+            parameter
+            for units, members in ownership.parameters_by_units().items()
+            for _, parameter in members
+            if sharded is None and len(units) == 1 and ownership.stage_of[units[0]] == mesh.stage
+        ][::-1]
+        # Sets are joined and compared without asking each parameter for its hash.
+        self._all_local = frozenset(self._local)
+        self._pending: frozenset[nn.Parameter] = frozenset()
+        self._quiet: Collection[nn.Parameter] = ()
+        self._guesses = self._overlaps = True
+
+    def start(self) -> Sums | None:
+        """Averages for gradients to be sent off while the last backward of a step runs, where that can be done."""
+        parameters = [parameter for parameter in self._early if parameter.requires_grad]
+        if self._mesh.dp == 1 or self._pending or not self._overlaps or not parameters:
+            return None
+        buckets = self._sharding.buckets(parameters)
+        return Sums(buckets, self._mesh.sum_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype)
+
+    def finish(self, sums: Sums) -> tuple[dict[nn.Parameter, Tensor], Notes]:
+        """Wait for averages that :meth:`start` has begun. Where some were sent too early, the next ones are not."""
+        found, was_early, notes = sums.finish()
+        if was_early and self._guesses:
+            self._guesses = False
+        elif was_early:
+            self._overlaps = False
+        self._quiet = sums.quiet if self._guesses else ()
+        return found, notes
+
+    def begin_backward(self, averaged: Collection[nn.Parameter] = ()) -> None:
+        """More gradients will be added, on every rank.
+
+        Args:
+            averaged: parameters for which these are averages over the replicas already.
+        """
+        self.buffers.may_change()
+        begun = self._all_local.difference(averaged)
+        self._sharding.set_averages_aside(self._in_order(begun - self._pending))
+        for _, parameters in self._shared:
+            for parameter in parameters:
+                if parameter not in self._pending and not self._is_first(parameter):
+                    # What is there is a sum over the stages already, and equal on all of them: one goes on with it.
+                    parameter.grad = None
+        self._pending |= begun
+        if self._sharded is not None:
+            self._sharded.begin_backward()
+
+    def reduce(self, notes: Notes | None = None) -> None:
+        """Sum up all gradients to which something was added, and let buffers meet. Collective.
+
+        Args:
+            notes: what replicas have told each other about buffers, if they have.
+        """
+        self.reduce_some(self._pending)
+        self.buffers.meet(notes)
+
+    def reduce_some(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum up the gradients of ``parameters`` to which something was added. Collective."""
+        if self._sharded is not None:
+            self._sharded.sum_gradients(self._mesh.dp_group)
+        wanted = self._pending.intersection(parameters)
+        for group, members in self._shared:
+            sum_gradients([parameter for parameter in members if parameter in wanted], group)
+        mine = self._in_order(wanted)
+        if self._mesh.dp > 1:
+            group, dealt_out = self._mesh.sum_group, self._sharding.buckets
+            sum_gradients(mine, group, factor=1 / self._mesh.dp, dealt_out=dealt_out, dtype=self._dtype)
+        self._sharding.put_averages_back(mine)
+        self._pending = self._pending - wanted
+
+    def over_replicas(self, value: Tensor) -> Tensor:
+        """The mean of the replicas' ``value``. Collective."""
+        if self._mesh.dp > 1:
+            value = value.clone()
+            collectives.reduce_numbers(value, group=self._mesh.dp_group, doing="the mean over replicas").wait()
+            value.div_(self._mesh.dp)
+        return value
+
+    def norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> Tensor:
+        """The norm over the gradients of ``parameters``, the same list on every rank; see :func:`global_norm`."""
+        groups = [self._mesh.pp_group, *([self._mesh.dp_group] if self._sharding.is_on else [])]
+        deals_out = self._sharded is not None and self._sharded.deals_out
+        pieces_on = self._mesh.dp_group if deals_out else self._mesh.shard_group
+        return global_norm(parameters, self._counts_here, groups, norm_type, pieces_on=pieces_on, parts=self._parts)
+
+    def _in_order(self, wanted: Collection[nn.Parameter]) -> list[nn.Parameter]:
+        """Those among ``wanted`` that this rank holds by itself."""
+        return self._local if wanted == self._all_local else [each for each in self._local if each in wanted]
+
+    def _is_first(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank's stage is the first that holds it."""
+        return self._ownership.first_holder(parameter) == self._mesh.stage
+
+    def _counts_here(self, parameter: nn.Parameter) -> bool:
+        return self._is_first(parameter) and self._sharding.is_mine(parameter)

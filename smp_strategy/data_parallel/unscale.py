@@ -1,0 +1,60 @@
+"""Gradients are divided by the loss scale where they are, and all ranks learn whether any of them has overflowed.
+
+A rank has gradients of its stage, its part of split layers, its pieces of sharded parameters, or of the parameters that
+its replica updates; on none of them there may be anything wrong but on one. Skipping a step is a decision about all of
+them, so there is one reduction over all ranks, of two flags.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.precision.grad_scaler import Found
+
+__all__ = ["agreed", "unscale_gradients"]
+
+
+def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> Found:
+    """Divide the gradients that this rank has of ``parameters`` by ``scale``; says what it has found in them."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    of_halves = []
+    found = Found.NOTHING
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found = Found.FINITE
+            values = _values(parameter.grad)
+            alike[values.device, values.dtype].append(values)
+            if parameter.dtype == torch.float16 != values.dtype and values.numel():
+                of_halves.append(values)
+    overflows = []
+    for (device, _), gradients in alike.items():
+        overflow = torch.zeros((), device=device)
+        # What PyTorch's scaler calls: divides and looks in one go. In double precision, as there.
+        inverse = torch.tensor(scale, dtype=torch.float64, device=device).reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+        overflows.append(overflow)
+    # The optimizer will get these as float16, like their parameters.
+    overflows += [values.abs().amax() > torch.finfo(torch.float16).max for values in of_halves]
+    return Found.OVERFLOW if any(map(Tensor.item, overflows)) else found
+
+
+def agreed(found: Found, device: torch.device) -> Found:
+    """The worst that a rank has found. Collective over all ranks."""
+    order = list(Found)
+    worst = torch.tensor(order.index(found), dtype=torch.int32, device=device)
+    collectives.reduce_numbers(worst, dist.ReduceOp.MAX, group=None, doing="whether gradients have overflowed").wait()
+    return order[int(worst.item())]
+
+
+def _values(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, PieceGradient):
+        return gradient.piece
+    if gradient.is_sparse:
+        values: Tensor = gradient._values()
+        return values
+    return gradient

@@ -1,0 +1,192 @@
+"""Optimizer state on one replica only: each parameter is updated by one of the replicas that hold it.
+
+Replicas would all keep the same state and compute the same updates. Instead the parameters of a stage are dealt out
+over its replicas, whole ones, balanced by size, as SageMaker's ``shard_optimizer_state`` does (ZeRO, stages 1 and 2;
+Rajbhandari et al. 2020). A whole parameter, not a slice of it: an optimizer that looks at all of a matrix (Muon,
+Adafactor, LAMB) computes what it would in one process.
+
+Between the last backward and the optimizer each gradient is averaged on its owner alone, and the others let go of
+theirs. To an optimizer a parameter without gradient is not there: it makes no state for it. After its step each owner
+passes on the new values, which travel while the next forward has begun
+(:mod:`smp_strategy.data_parallel.parameter_broadcast`). Where the user's hooks look at gradients all replicas keep them
+until the step.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.data_parallel.bucketed_all_reduce import Bucket
+from smp_strategy.data_parallel.gradient_sums import alike
+from smp_strategy.data_parallel.parameter_broadcast import Arrivals
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.balance import balanced
+from smp_strategy.distributed.buckets import BUCKET_BYTES, buckets
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.model.ownership import Ownership
+
+__all__ = ["StateSharding"]
+
+
+@final
+class StateSharding:
+    """Who updates which parameter, and what goes from replica to replica because of that.
+
+    Args:
+        ownership: which stages hold which parameter.
+        mesh: where the stages and replicas are.
+        is_on: whether the parameters are dealt out; otherwise every replica updates all of them.
+        everyone_sees: whether all replicas keep the averaged gradients until the optimizer's step.
+
+    Attributes:
+        is_on: whether they are dealt out: there is more than one replica.
+        drops_gradients: whether a replica has gradients of its own parameters only, once they are averaged.
+        arrivals: new values that are on their way from other replicas.
+    """
+
+    def __init__(self, ownership: Ownership, mesh: ProcessMesh, *, is_on: bool, everyone_sees: bool) -> None:
+        self.is_on = is_on and mesh.dp > 1
+        self.drops_gradients = self.is_on and not everyone_sees
+        self._ownership = ownership
+        self._mesh = mesh
+        self._held: set[Tensor] = set(ownership.local_parameters(mesh.stage))
+        self._known = {each for stage in range(mesh.pp) for each in ownership.local_parameters(stage)}
+        self._owners: dict[int, dict[Tensor, int]] = {}
+        self._averages: dict[nn.Parameter, Tensor] = {}
+        self._hidden: dict[nn.Parameter, Tensor] = {}
+        self._updating: Optimizer | None = None
+        self.arrivals = Arrivals()
+
+    def owner(self, parameter: Tensor, stage: int) -> int:
+        """The replica that updates ``parameter`` on ``stage``, which holds it; if all do, the first."""
+        if not self.is_on:
+            return 0
+        if stage not in self._owners:
+            owners: dict[Tensor, int] = {}
+            self._owners[stage] = owners
+            parameters = self._ownership.local_parameters(stage)
+            for is_trained in (True, False):  # frozen ones may be trained later
+                members = [each for each in parameters if each.requires_grad == is_trained]
+                sizes = [each.numel() * each.element_size() for each in members]
+                owners.update(zip(members, balanced(sizes, self._mesh.dp), strict=True))
+        return self._owners[stage][parameter]
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether it is one of the module's; an optimizer may have others, which every rank updates."""
+        return parameter in self._known
+
+    def is_mine(self, parameter: Tensor) -> bool:
+        """Whether this rank updates ``parameter``."""
+        return parameter in self._held and (not self.is_on or self._owner(parameter) == self._mesh.dp_rank)
+
+    def buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+        """What of the gradients of ``parameters`` travels together."""
+        return list(self._rounds(parameters)) if self.drops_gradients else alike(parameters)
+
+    def set_averages_aside(self, parameters: Sequence[nn.Parameter]) -> None:
+        """More will be added to gradients that are averages already, and the sums will be averaged.
+
+        Only the owners have these, so they must not be counted like what each replica brings.
+        """
+        for parameter in parameters if self.drops_gradients else ():
+            self._averages.pop(parameter, None)
+            if parameter.grad is not None:
+                self._averages[parameter], parameter.grad = parameter.grad, None
+
+    def put_averages_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Under the averages of what was added since."""
+        for parameter in parameters if self._averages else ():
+            if (before := self._averages.pop(parameter, None)) is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Gradients are final, and ``optimizer`` will look at them: let it see those that this rank applies."""
+        self._updating = optimizer
+        for parameter in self._dealt_out(optimizer):
+            if parameter.grad is not None and not self.is_mine(parameter):
+                self._hidden[parameter] = parameter.grad
+                parameter.grad = None
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """It has stepped: every replica gets the new values, by and by. Collective over the replicas.
+
+        Where nobody has called :meth:`begin_update` every replica has updated all of them, if it had the gradients.
+        """
+        if self._updating is not optimizer and not self.drops_gradients:
+            return
+        self._updating = None
+        for parameter, gradient in self._hidden.items():
+            parameter.grad = gradient
+        self._hidden.clear()
+        self.arrivals.wait()
+        for shares in self._rounds(self._dealt_out(optimizer)):
+            self._pass_on(shares)
+
+    @contextmanager
+    def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
+        """In here ``optimizer`` may change weights for which it has a state. Collective over the replicas."""
+        self.arrivals.wait()
+        members = self._dealt_out(optimizer, also_frozen=True)
+        versions = [each._version for each in members]
+        yield
+        if not members:
+            return
+        changed = any(each._version != version for each, version in zip(members, versions, strict=True))
+        # Most calls change nothing: who is told to train in each step does so already.
+        is_new = torch.tensor(float(changed), device=members[0].device)
+        group = self._mesh.dp_group
+        collectives.reduce_numbers(is_new, dist.ReduceOp.MAX, group=group, doing="whether weights have changed").wait()
+        for shares in self._rounds(members) if is_new else ():
+            self._pass_on(shares)
+
+    def _pass_on(self, shares: Sequence[Sequence[nn.Parameter]]) -> None:
+        sizes = [sum(parameter.numel() for parameter in share) for share in shares]
+        example = next(parameter for share in shares for parameter in share)
+        own = torch.zeros(max(sizes), dtype=example.dtype, device=example.device)
+        here = self._mesh.dp_rank
+        if values := [parameter.detach().reshape(-1) for parameter in shares[here]]:
+            torch.cat(values, out=own[: sizes[here]])
+        gathered = list(own.new_empty(self._mesh.dp, len(own)).unbind())
+        work = collectives.all_gather(gathered, own, group=self._mesh.dp_group, doing="weights of other replicas")
+        others = [replica for replica in range(self._mesh.dp) if replica != here]
+
+        def fill() -> None:
+            work.wait()
+            for replica in others:
+                _fill(shares[replica], gathered[replica][: sizes[replica]])
+
+        self.arrivals.expect([parameter for replica in others for parameter in shares[replica]], fill)
+
+    def _owner(self, parameter: Tensor) -> int:
+        return self.owner(parameter, self._mesh.stage)
+
+    def _dealt_out(self, optimizer: Optimizer, *, also_frozen: bool = False) -> list[nn.Parameter]:
+        """The parameters that one replica updates and the others wait for, in the order in which they are used."""
+        if not self.is_on:
+            return []
+        given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        local = self._ownership.local_parameters(self._mesh.stage)
+        return [parameter for parameter in local if parameter in given and (also_frozen or parameter.requires_grad)]
+
+    def _rounds(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[list[nn.Parameter]]]:
+        """Parameters that travel together, of one dtype: for each replica those that it owns."""
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            owned: list[list[nn.Parameter]] = [[] for _ in range(self._mesh.dp)]
+            for parameter in parameters:
+                if parameter.dtype == dtype:
+                    owned[self._owner(parameter)].append(parameter)
+            most_bytes = BUCKET_BYTES // self._mesh.dp
+            runs = [[[share[number] for number in run] for run in buckets(share, most_bytes)] for share in owned]
+            for together in zip_longest(*runs, fillvalue=[]):
+                yield list(together)
+
+
+def _fill(tensors: Sequence[Tensor], flat: Tensor) -> None:
+    for tensor, piece in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view(tensor.shape))

@@ -1,0 +1,1 @@
+"""Ranks: mesh, process groups, collectives, devices, rendezvous, and failures that all ranks are told."""

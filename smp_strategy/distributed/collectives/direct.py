@@ -1,0 +1,52 @@
+"""Collectives in one hop: every rank sends to every other, straight from where the elements are to where they belong.
+
+A reduction adds in the order of the ranks, as one process does that goes through their microbatches in this order.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
+
+__all__ = ["add_up", "gather", "reduce"]
+
+
+def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Pending:
+    """Fill the ``parts`` of all others."""
+    under_way = [messages.receive(parts[peer], peer, tag) for peer in messages.peers]
+    under_way += [messages.send(mine, peer, tag) for peer in messages.peers]
+    return Pending(lambda: wait_for(under_way))
+
+
+def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Pending:
+    """Add up what all ranks have in this rank's part."""
+    # What others have of this rank's part; may be of a narrower dtype than the sum.
+    arriving = {peer: torch.empty_like(parts[messages.rank]) for peer in messages.peers}
+    receipts = {peer: messages.receive(arriving[peer], peer, tag) for peer in messages.peers}
+    sent = [messages.send(parts[peer], peer, tag) for peer in messages.peers]
+
+    def in_order() -> Iterator[Tensor]:
+        for rank in range(messages.size):
+            if rank == messages.rank:
+                yield parts[rank]
+            else:
+                receipts[rank].wait()
+                yield arriving[rank]
+
+    def finish() -> None:
+        add_up(into, in_order(), is_first=is_first)
+        wait_for(sent)
+
+    return Pending(finish)
+
+
+def add_up(into: Tensor, summands: Iterable[Tensor], *, is_first: bool) -> None:
+    """Add ``summands`` in their order to ``into``, or put their sum there."""
+    for summand in summands:
+        if is_first:
+            into.copy_(summand)
+        else:
+            into.add_(summand)
+        is_first = False

@@ -1,0 +1,134 @@
+"""Collectives of flat buffers, made of messages between two ranks: for gloo.
+
+gloo's own collectives copy whole buffers on the way in and out, and its reduce-scatter sends all that an all-reduce
+does, three times the bytes that are needed. Messages go straight from where the elements are to where they belong, and
+all additions are done here, in an order that can be told.
+
+**Order of additions.** What was there before comes first, then the ranks in their order: with 4 ranks
+``(((old + g0) + g1) + g2) + g3``. Where a group spans nodes, the sums of the nodes in the order of the nodes:
+``(old + (g0 + g1)) + (g2 + g3)``. It is the same in every run, for every dtype and every number of chunks.
+
+**Memory.** Summands arrive beside what they are added to: about as many elements as the buffer has. Where that is too
+much, a buffer is reduced in slices, one after the other, in the background.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from smp_strategy.distributed.collectives import direct
+from smp_strategy.distributed.collectives.all_reduce import AllReduces
+from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, TwoHops
+from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.relay import Relay
+from smp_strategy.distributed.deadlock import Meeting
+
+__all__ = ["PointToPoint"]
+
+
+@final
+class PointToPoint:
+    """See the module docstring, and :class:`~smp_strategy.distributed.collectives.interface.Collectives`.
+
+    Args:
+        group: the ranks, node by node.
+        per_node: how many of them are on each node; ``None``: all on one.
+        gathers_in_hops: gather between nodes and then inside them, where there are several, as reductions do.
+        most_reduced: buffers with more elements are reduced in slices; ``None``: none are.
+        least_chunk_bytes: into how small chunks a shard is cut where there are two hops.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        per_node: int | None = None,
+        *,
+        gathers_in_hops: bool = True,
+        most_reduced: int | None = None,
+        least_chunk_bytes: int = LEAST_CHUNK_BYTES,
+    ) -> None:
+        self._gathers_in_hops = gathers_in_hops
+        self._most_reduced = most_reduced
+        self._messages = Messages(group)
+        self.rank, self.size = self._messages.rank, self._messages.size
+        self._relay = Relay()
+        self._all_reduces = AllReduces(self._messages, self._relay)
+        self._two_hops = None
+        if per_node is not None and 1 < per_node < self.size:
+            assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
+            self._two_hops = TwoHops(self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes)
+
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
+        """See :meth:`Collectives.gather`."""
+        parts, meeting = full.chunk(self.size), self._messages.meeting("parts of weights")
+        if self._two_hops is not None and self._gathers_in_hops:
+            wait_for(after)
+            pending = self._two_hops.gather(parts, shard)
+            _copy(parts[self.rank], shard)
+            return Pending(pending.wait, meeting)
+        tag = self._messages.new_tags()
+
+        def start() -> Pending:
+            started = direct.gather(self._messages, parts, shard, tag)
+            _copy(parts[self.rank], shard)
+            return started
+
+        return self._start(start, after, meeting)
+
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
+        """See :meth:`Collectives.reduce`."""
+        parts, runs = full.chunk(self.size), self._runs(into)
+        meeting = self._messages.meeting("parts of gradients")
+        if self._two_hops is not None:
+            wait_for(after)
+            if len(runs) > 1:
+                return Pending(self._two_hops.reduce_in_turn(parts, into, runs, is_first=is_first).wait, meeting)
+            return Pending(self._two_hops.reduce(parts, into, is_first=is_first).wait, meeting)
+        tag = self._messages.new_tags(len(runs))
+        if len(runs) == 1:
+            return self._start(
+                lambda: direct.reduce(self._messages, parts, into, tag, is_first=is_first), after, meeting
+            )
+
+        def in_turn() -> None:
+            wait_for(after)
+            for number, run in enumerate(runs):
+                of_run = [part[run] for part in parts]
+                direct.reduce(self._messages, of_run, into[run], tag + number, is_first=is_first).wait()
+
+        return Pending(self._relay.submit(in_turn).result, meeting)
+
+    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
+        """See :meth:`Collectives.all_reduce`."""
+        meeting = self._messages.meeting("sums of gradients")
+        return Pending(self._all_reduces.start(tensor, after).wait, meeting)
+
+    def close(self) -> None:
+        """See :meth:`Collectives.close`."""
+        self._relay.close()
+
+    def _start(self, start: Callable[[], Pending], after: Sequence[Pending], meeting: Meeting) -> Pending:
+        """Start something, in the background where it has to wait for something."""
+        if not after:
+            return Pending(start().wait, meeting)
+
+        def start_later() -> Pending:
+            wait_for(after)
+            return start()
+
+        started = self._relay.submit(start_later)
+        return Pending(lambda: started.result().wait(), meeting)
+
+    def _runs(self, shard: Tensor) -> list[slice]:
+        """A shard in as many runs as its buffer has slices."""
+        most = max(1, (self._most_reduced or shard.numel() * self.size) // self.size)
+        edges = [*range(0, max(1, shard.numel()), most), shard.numel()]
+        return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def _copy(into: Tensor, shard: Tensor) -> None:
+    if into.data_ptr() != shard.data_ptr():
+        into.copy_(shard)

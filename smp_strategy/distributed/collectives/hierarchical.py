@@ -1,0 +1,173 @@
+"""Collectives of a group that spans nodes, in two hops, so that each byte crosses the slow link once per node.
+
+Directly, an element would cross the link to another node once for every rank there. Here it crosses between *twins*,
+the ranks with the same place on their nodes, and spreads or is added up among *neighbours*, the ranks of a node. With
+ranks ``(node, place)``::
+
+    gather    (n, p) -> (n', p)     its shard
+              (n', p) -> (n', p')   which is passed on
+
+    reduce    (n, p') -> (n, p)     what the ranks (*, p) need of it; (n, p) adds up over p'
+              (n, p) -> (n', p)     the node's sum, for the twin whose shard it is, which adds up over the nodes
+
+Shards are cut into chunks, so that both hops run at the same time: of the fast hop only that of the last chunk is to be
+seen. Who passes on, and when, stands in :mod:`smp_strategy.distributed.collectives.relay`. A message is told by the
+node that it is about, the chunk, and whom it is from.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.distributed.collectives.direct import add_up
+from smp_strategy.distributed.collectives.messages import Message, Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.relay import Relay
+
+__all__ = ["TwoHops"]
+
+# Of a shard. With more chunks less of the fast hop is to be seen; with fewer there are fewer messages.
+MOST_CHUNKS = 4
+LEAST_CHUNK_BYTES = 2**18
+
+
+@final
+class TwoHops:
+    """See the module docstring.
+
+    Args:
+        messages: between the ranks, which are counted node by node.
+        per_node: how many ranks a node has.
+        relay: passes on.
+        least_chunk_bytes: shards are not cut into smaller chunks.
+    """
+
+    def __init__(
+        self, messages: Messages, per_node: int, relay: Relay, *, least_chunk_bytes: int = LEAST_CHUNK_BYTES
+    ) -> None:
+        self._messages = messages
+        self._relay = relay
+        self._least_chunk_bytes = least_chunk_bytes
+        self._per_node = per_node
+        self._num_nodes = messages.size // per_node
+        self._node, self._place = divmod(messages.rank, per_node)
+
+    def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Pending:
+        """Fill the ``parts`` of all others."""
+        messages, chunks = self._messages, self._chunks(mine)
+        tag = self._new_tags_for(mine)
+        from_twins: list[tuple[int, int, Message]] = []
+        under_way: list[Message] = []
+        for number, chunk in enumerate(chunks):
+            for node in self._other_nodes:
+                twin = self._rank(node, self._place)
+                from_twins.append((node, number, messages.receive(parts[twin][chunk], twin, tag(node, number))))
+                under_way.append(messages.send(mine[chunk], twin, tag(self._node, number)))
+        for place in self._other_places:
+            neighbour = self._rank(self._node, place)
+            under_way.append(messages.receive(parts[neighbour], neighbour, tag(self._node, 0)))
+            under_way.append(messages.send(mine, neighbour, tag(self._node, 0)))
+            for node, number, _ in from_twins:
+                part = parts[self._rank(node, place)][chunks[number]]
+                under_way.append(messages.receive(part, neighbour, tag(node, number)))
+
+        def pass_on() -> None:
+            for node, number, message in from_twins:
+                message.wait()
+                part = parts[self._rank(node, self._place)][chunks[number]]
+                for place in self._other_places:
+                    under_way.append(messages.send(part, self._rank(self._node, place), tag(node, number)))
+
+        passed_on = self._relay.submit(pass_on)
+
+        def finish() -> None:
+            passed_on.result()
+            wait_for(under_way)
+
+        return Pending(finish)
+
+    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Pending:
+        """Add up what all ranks have in this rank's part; ``parts`` are used up."""
+        pass_on, finish = self._begin_reduce(parts, into, self._new_tags_for(into), is_first=is_first)
+        passed_on = self._relay.submit(pass_on)
+
+        def wait() -> None:
+            passed_on.result()
+            finish()
+
+        return Pending(wait)
+
+    def reduce_in_turn(
+        self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool
+    ) -> Pending:
+        """The same, one run of elements after the other."""
+        tags = [self._new_tags_for(into[run]) for run in runs]
+
+        def work() -> None:
+            for run, tag in zip(runs, tags, strict=True):
+                pass_on, finish = self._begin_reduce([part[run] for part in parts], into[run], tag, is_first=is_first)
+                pass_on()
+                finish()
+
+        return Pending(self._relay.submit(work).result)
+
+    def _begin_reduce(
+        self, parts: Sequence[Tensor], into: Tensor, tag: Callable[[int, int], int], *, is_first: bool
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What is to be done in the background, and what when that is done."""
+        messages, chunks = self._messages, self._chunks(into)
+        # By place: what this rank and its neighbours have for the shards of this rank and its twins.
+        like = parts[messages.rank]  # may be of a narrower dtype than the sum
+        found = [[torch.empty_like(like) for _ in range(self._num_nodes)] for _ in self._other_places]
+        found.insert(self._place, [parts[self._rank(node, self._place)] for node in range(self._num_nodes)])
+        # By node. The first place's memory also takes the sum.
+        sums = [found[0][node] if node == self._node else torch.empty_like(like) for node in range(self._num_nodes)]
+        from_neighbours: dict[tuple[int, int], list[Message]] = {}
+        under_way: list[Message] = []
+        for number, chunk in enumerate(chunks):
+            for node in [*self._other_nodes, self._node]:  # first what has a long way to go
+                receipts = from_neighbours[node, number] = []
+                for place in self._other_places:
+                    neighbour = self._rank(self._node, place)
+                    receipts.append(messages.receive(found[place][node][chunk], neighbour, tag(node, number)))
+                    part = parts[self._rank(node, place)][chunk]
+                    under_way.append(messages.send(part, neighbour, tag(node, number)))
+            for node in self._other_nodes:
+                under_way.append(messages.receive(sums[node][chunk], self._rank(node, self._place), tag(node, number)))
+
+        def pass_on() -> None:
+            for (node, number), receipts in from_neighbours.items():
+                wait_for(receipts)
+                first, *others = (of_place[node][chunks[number]] for of_place in found)
+                add_up(first, others, is_first=False)
+                if node != self._node:
+                    under_way.append(messages.send(first, self._rank(node, self._place), tag(self._node, number)))
+
+        def finish() -> None:
+            wait_for(under_way)
+            add_up(into, sums, is_first=is_first)
+
+        return pass_on, finish
+
+    @property
+    def _other_nodes(self) -> list[int]:
+        return [(self._node + step) % self._num_nodes for step in range(1, self._num_nodes)]
+
+    @property
+    def _other_places(self) -> list[int]:
+        return [place for place in range(self._per_node) if place != self._place]
+
+    def _rank(self, node: int, place: int) -> int:
+        return node * self._per_node + place
+
+    def _chunks(self, shard: Tensor) -> list[slice]:
+        count = min(max(shard.nbytes // self._least_chunk_bytes, 1), MOST_CHUNKS)
+        edges = [shard.numel() * number // count for number in range(count + 1)]
+        return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+    def _new_tags_for(self, shard: Tensor) -> Callable[[int, int], int]:
+        num_chunks = len(self._chunks(shard))
+        first = self._messages.new_tags(self._num_nodes * num_chunks)
+        return lambda node, number: first + node * num_chunks + number

@@ -1,0 +1,78 @@
+"""Collectives of buffers on an accelerator, by way of the host: for ranks that share one, which NCCL refuses.
+
+A buffer is copied into page-locked memory, on a stream of its own, and what the collectives of the host make of it is
+copied back. These begin when the copy is there, which a thread of theirs waits for, and not the caller. Sums are added
+up on the host, in the same order as those of ranks without accelerators, and so are their bits.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.distributed.collectives.messages import Pending, wait_for
+from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.host_copies import HostCopies
+
+__all__ = ["Staged"]
+
+
+@final
+class Staged:
+    """See the module docstring, and :class:`~smp_strategy.distributed.collectives.interface.Collectives`.
+
+    Args:
+        messages: the collectives of the host.
+        device: where buffers are.
+    """
+
+    def __init__(self, messages: PointToPoint, device: torch.device) -> None:
+        self.rank, self.size = messages.rank, messages.size
+        self._messages = messages
+        self._copies = HostCopies(device)
+
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
+        """See :meth:`Collectives.gather`."""
+        if is_host(full.device):
+            return self._messages.gather(full, shard, after)
+        # What has to be over ends with a copy to the device, which belongs on the caller's stream. Here and below.
+        wait_for(after)
+        mine, of_all = self._copies.out(shard), self._copies.memory(full.nbytes).view(full.dtype)
+        gathered = self._messages.gather(of_all, mine.memory, [Pending(mine.wait)])
+        return _then_copied(gathered, of_all, full)
+
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
+        """See :meth:`Collectives.reduce`."""
+        if is_host(full.device):
+            return self._messages.reduce(full, into, after, is_first=is_first)
+        wait_for(after)
+        # With what is there already, which is the first summand.
+        summands, total = self._copies.out(full), self._copies.out(into)
+        copied = [Pending(summands.wait), Pending(total.wait)]
+        reduced = self._messages.reduce(summands.memory, total.memory, copied, is_first=is_first)
+        return _then_copied(reduced, total.memory, into)
+
+    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
+        """See :meth:`Collectives.all_reduce`."""
+        if is_host(tensor.device):
+            return self._messages.all_reduce(tensor, after)
+        wait_for(after)
+        summand = self._copies.out(tensor)
+        added_up = self._messages.all_reduce(summand.memory, [Pending(summand.wait)])
+        return _then_copied(added_up, summand.memory, tensor)
+
+    def close(self) -> None:
+        """See :meth:`Collectives.close`."""
+        self._messages.close()
+
+
+def _then_copied(under_way: Pending, memory: Tensor, into: Tensor) -> Pending:
+    """Wait, then let the stream of who waits copy the result."""
+
+    def finish() -> None:
+        under_way.wait()
+        into.copy_(memory, non_blocking=True)
+
+    return Pending(finish)

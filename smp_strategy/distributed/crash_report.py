@@ -1,0 +1,126 @@
+"""What a process that fails prints: one failure once, the cause first, in few lines.
+
+A traceback of a step in Lightning is a hundred lines of which the user has written five, and every rank prints one: its
+own, or that of the connection that it has lost. So tracebacks are cut to the user's frames and the innermost one
+(:func:`shorten`), also those in the message of an error of a data loader's process, and only the rank that failed first
+prints one (:func:`keep_short`). Another says what it knows in a line. ``SMP_FULL_TRACEBACK=1`` leaves everything as it
+is.
+"""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Final
+
+import torch.distributed as dist
+
+from smp_strategy.distributed.failure import is_library, publish_own
+from smp_strategy.errors import PeerFailedError
+
+__all__ = ["chosen", "keep_short", "shorten"]
+
+# Frames that are shown at most: the outermost ones, and those near the error.
+_NUM_FIRST, _NUM_LAST = 2, 6
+_NOTE: Final = "(Frames of libraries are left out; SMP_FULL_TRACEBACK=1 shows all.)"
+# Of one machine: the lines of very many ranks would bury the first.
+_NUM_SPEAKERS: Final = 8
+# How torch passes on an error of a data loader's process: as text, with a traceback in it.
+_PASSED_ON: Final = "Original Traceback (most recent call last):"
+_LIBRARY_FRAME: Final = re.compile(r'^  File "[^"\n]*/(?:site|dist)-packages/[^\n]*\n(?:    [^\n]*\n)*', re.MULTILINE)
+_OF_RANK: Final = re.compile(r"rank (\d+) failed first: ")
+
+
+def shorten(error: BaseException) -> None:
+    """Leave out of the tracebacks of ``error``, and of the errors behind it, what tells the user nothing."""
+    if _shows_everything():
+        return
+    is_cut = False
+    for each in _chain(error):
+        frames = list(_entries(each.__traceback__))
+        kept = chosen([is_library(entry.tb_frame.f_globals) for entry in frames])
+        is_cut |= len(kept) < len(frames)
+        each.__traceback__ = _joined([frames[number] for number in kept])
+        if each.args and isinstance(each.args[0], str) and _PASSED_ON in each.args[0]:
+            each.args = (_LIBRARY_FRAME.sub("", each.args[0]), *each.args[1:])
+    if is_cut and _NOTE not in getattr(error, "__notes__", ()):
+        error.add_note(_NOTE)
+
+
+def chosen(are_library: Sequence[bool]) -> list[int]:
+    """Which frames of a traceback are shown.
+
+    Args:
+        are_library: of each frame, the outermost first, whether it is a library's.
+    """
+    innermost = len(are_library) - 1
+    kept = [number for number, is_librarys in enumerate(are_library) if not is_librarys or number == innermost]
+    return kept if len(kept) <= _NUM_FIRST + _NUM_LAST else kept[:_NUM_FIRST] + kept[-_NUM_LAST:]
+
+
+def keep_short() -> None:
+    """From now on this process, if it ends with an error, tells other ranks why, and prints what they have not told.
+
+    Hydra would print the errors of its jobs itself, all of each; it is told to leave them alone.
+    """
+    if "hydra" in sys.modules:
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+    before = sys.excepthook
+    if getattr(before, "_smp_keeps_short", False):
+        return
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_first = publish_own(error)
+        shorten(error)
+        if is_first or _shows_everything():
+            before(kind, error, error.__traceback__)
+        elif int(os.environ.get("LOCAL_RANK", 0)) < _NUM_SPEAKERS:
+            before(PeerFailedError, _in_a_line(error), None)
+
+    tell._smp_keeps_short = True  # type: ignore[attr-defined]
+    sys.excepthook = tell
+
+
+def _in_a_line(error: BaseException) -> PeerFailedError:
+    """The same without a traceback; the first line of what another rank says itself, or of an error that came later."""
+    if isinstance(error, PeerFailedError):
+        text = str(error)
+        first, is_longer, _ = text.partition("\n")
+        culprit = _OF_RANK.match(text)
+        is_anothers = culprit is not None and int(culprit[1]) != _rank()
+        return PeerFailedError(f"{first} (the rest is in its output)" if is_anothers and is_longer else text)
+    said = "".join(traceback.format_exception_only(error)).split("\n", 1)[0]
+    return PeerFailedError(f"another rank failed first; here it was {said}")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
+
+
+def _shows_everything() -> bool:
+    return os.environ.get("SMP_FULL_TRACEBACK", "0") not in ("", "0")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and those that are printed before it."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+
+
+def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _joined(entries: Sequence[TracebackType]) -> TracebackType | None:
+    trace = None
+    for entry in reversed(entries):
+        trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return trace

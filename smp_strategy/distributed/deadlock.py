@@ -1,0 +1,402 @@
+"""Ranks that wait for each other for ever are told so, instead of waiting for ever.
+
+All ranks must make the same calls. One that reads a value which the others do not read, saves alone, or stops alone
+waits for others that wait for it elsewhere. Torch would end that after half an hour, without a word of the reason.
+
+So whoever waits for another rank says here for what. That costs two assignments. A thread of each process looks once a
+second whether the same wait still goes on. If it has for some seconds, the rank tells its position
+(:mod:`smp_strategy.distributed.wait_positions`) in the store of the default process group, reads those of the others,
+and judges. Ranks tell their position again and again, and only those count that have told the same twice: so at the
+time in between all were there at once. A wait that cannot end is broken off: a receive that times out breaks all
+connections of its group, which is gloo's only way to give up a wait.
+
+A rank that does not wait tells four times a minute that it lives. One that is waited for and has been silent for a
+minute is stopped (a signal, a frozen machine), and an error names it. One that lives and computes is waited for as
+long as the process groups' timeout says; a line in the log tells where it is.
+
+The store may live in a process that is stopped. So calls of it are made by a thread of their own
+(:class:`smp_strategy.distributed.failure.StoreCall`), and one that does not return is the sign of that.
+"""
+
+import logging
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from os import getpid
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, TypeVar, final
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.distributed.failure import StoreCall, first_failure, publish, raise_lost
+from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
+from smp_strategy.errors import ApartError, PeerFailedError, SMPError
+
+__all__ = ["Meeting", "Sender", "Watch", "beside", "user_code", "watch_of"]
+
+PATIENCE_SECONDS: Final = 5.0
+"""How long a rank waits before it looks around."""
+PAUSE_SECONDS: Final = 1.0
+"""Between two looks."""
+LIFE_SECONDS: Final = 15.0
+"""Between two signs of life of a rank that does not wait."""
+SILENCE_SECONDS: Final = 60.0
+"""How long a rank that is waited for may give none; at most the timeout."""
+FAREWELL_SECONDS: Final = 0.5
+_KEY: Final = "smp_strategy/position"
+_OURS: Final = (
+    *("torch", "smp_strategy", "threading", "concurrent", "queue", "contextlib", "weakref"),
+    *("accelerate", "lightning", "pytorch_lightning", "transformers"),
+)
+# How many collectives of a group a rank can be ahead of another.
+_MOST_LATEST: Final = 32
+# No message has this tag: a receive with it never ends.
+_NO_TAG: Final = (1 << 31) - 1
+_LOG: Final = logging.getLogger("smp_strategy")
+# The default process group is the process's own, and so is what watches it.
+_WATCHES: "Final[WeakKeyDictionary[dist.ProcessGroup, Watch]]" = WeakKeyDictionary()
+
+T = TypeVar("T")
+Needs = list[list[Condition]]
+
+
+class Sender(Protocol):
+    """Whoever sends messages."""
+
+    @property
+    def sent(self) -> Collection[tuple[str, int]]:
+        """Channel and tag of each message of this step."""
+
+
+class Meeting(NamedTuple):
+    """A collective that this rank has begun."""
+
+    group: dist.ProcessGroup
+    channel: str
+    number: int
+    doing: str
+
+    @property
+    def needs(self) -> Needs:
+        """What others must do so that it ends."""
+        return [[Condition(rank, self.channel, self.number) for rank in dist.get_process_group_ranks(self.group)]]
+
+
+@final
+class _Wait:
+    """One wait of this rank."""
+
+    def __init__(self, needs: Callable[[], Needs], group: dist.ProcessGroup, doing: str) -> None:
+        self.needs = needs
+        self.group = group
+        self.doing = doing
+        self.verdict: SMPError | None = None
+
+
+@final
+class _Begun:
+    """Collectives of a channel."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.latest: deque[str] = deque(maxlen=_MOST_LATEST)
+
+
+@final
+class Watch:
+    """The one of this process. Get it by :func:`watch_of`."""
+
+    def __init__(self) -> None:
+        self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self.senders: WeakSet[Any] = WeakSet()
+        self.timeout = dist.default_pg_timeout
+        self._wait: _Wait | None = None
+        self._apart: set[int] = set()
+        self._begun: dict[str, _Begun] = {}
+        # The thread's: what it has seen, and since when.
+        self._observed: ref[_Wait] | None = None  # not the wait itself, which keeps its group alive
+        self._since = self._published = time.monotonic()
+        self._turn = self._tick = 0
+        self._call: StoreCall[dict[int, Position] | SMPError] | None = None
+        self._before: dict[int, Position] = {}
+        self._signs: dict[int, tuple[int, float]] = {}
+        self._has_told = False
+        self._process = (socket.gethostname(), getpid())
+        self._stop = threading.Event()
+        arguments = (ref(self), self._stop)
+        self._thread = threading.Thread(target=_look_on, args=arguments, name="smp watch", daemon=True)
+        self._thread.start()
+        call_at_exit(self.close)
+
+    def begin(self, group: dist.ProcessGroup, doing: str) -> Meeting:
+        """A collective of ``group`` is begun; to be called by all its ranks in the same order.
+
+        Args:
+            group: whose it is.
+            doing: what for, in words that go on from "waits for"; the same on all ranks.
+        """
+        channel = group.group_name
+        return Meeting(group, channel, self.count(channel, doing), doing)
+
+    def count(self, channel: str, doing: str) -> int:
+        """The number of what is begun now in ``channel``, from 1 on."""
+        begun = self._begun.get(channel)
+        if begun is None:
+            begun = self._begun[channel] = _Begun()
+        begun.count += 1
+        begun.latest.append(doing)
+        return begun.count
+
+    def until(self, meeting: Meeting, finish: Callable[[], T]) -> T:
+        """Call ``finish``, which blocks until the collective is over.
+
+        Raises:
+            ApartError: it never will be.
+            PeerFailedError: another rank has failed, or is stopped.
+        """
+        if self._apart and threading.get_ident() in self._apart:
+            return finish()
+        before, self._wait = self._wait, _Wait(lambda: meeting.needs, meeting.group, meeting.doing)
+        try:
+            return finish()
+        except RuntimeError as error:
+            self._explain(error)
+        finally:
+            self._wait = before
+
+    @contextmanager
+    def waiting(self, needs: Callable[[], Needs], group: dist.ProcessGroup, doing: str) -> Iterator[None]:
+        """In here this rank waits for one of some messages; see :meth:`until` for what is raised.
+
+        Args:
+            needs: one list with one condition for each of them.
+            group: which they come through.
+            doing: what they are.
+        """
+        before, self._wait = self._wait, _Wait(needs, group, doing)
+        try:
+            yield
+        except RuntimeError as error:
+            self._explain(error)
+        finally:
+            self._wait = before
+
+    @contextmanager
+    def calling(self, meeting: Meeting) -> Iterator[None]:
+        """In here the user calls a collective, which may wait, and whose errors are the user's.
+
+        Raises:
+            ApartError: it will never be over.
+        """
+        before, wait = self._wait, _Wait(lambda: meeting.needs, meeting.group, meeting.doing)
+        self._wait = wait
+        try:
+            yield
+        except RuntimeError:
+            if wait.verdict is not None:
+                raise wait.verdict from None
+            raise
+        finally:
+            self._wait = before
+
+    def poll(self) -> None:
+        """Called again and again by whoever waits by looking again and again, inside of :meth:`waiting`."""
+        if self._wait is not None and self._wait.verdict is not None:
+            raise self._wait.verdict
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        wait = self._wait
+        assert wait is not None
+        if wait.verdict is not None:
+            raise wait.verdict from None
+        others = [rank for rank in dist.get_process_group_ranks(wait.group) if rank != self.rank]
+        raise_lost(error, others, f"waiting for {wait.doing} together with")
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """In here this thread works beside the one that trains, and its waits say nothing of that."""
+        ident = threading.get_ident()
+        self._apart.add(ident)
+        try:
+            yield
+        finally:
+            self._apart.discard(ident)
+
+    def close(self) -> None:
+        """End the thread. In the middle of breaking off a wait it would abort a process that ends without it."""
+        self._stop.set()
+        self._thread.join(PATIENCE_SECONDS)
+        if self._call is not None:
+            self._call.within(FAREWELL_SECONDS)
+
+    # What the thread does
+
+    def look(self) -> None:
+        """Once in a while."""
+        now, wait = time.monotonic(), self._wait
+        if wait is not (self._observed and self._observed()):
+            self._observed, self._since, self._before, self._signs = wait and ref(wait), now, {}, {}
+            self._turn += 1
+            self._has_told = False
+        waited = 0.0 if wait is None else now - self._since
+        is_long = waited >= PATIENCE_SECONDS
+        if self._call is None:
+            if is_long or now - self._published >= LIFE_SECONDS:
+                self._tell(wait if is_long else None, now)
+            return
+        if not self._call.is_over:
+            if wait is not None and min(waited, now - self._published + PATIENCE_SECONDS) >= self._silence:
+                self._break_off(wait, PeerFailedError(_silent_store(wait.doing, self._silence)))
+            return
+        call, self._call = self._call, None
+        with suppress(RuntimeError):  # whose store is gone learns that by its connections
+            found = call.get()
+            if wait is not None and is_long:
+                self._judge(wait, found, now, waited)
+
+    @property
+    def _silence(self) -> float:
+        return min(SILENCE_SECONDS, self.timeout.total_seconds())
+
+    def _tell(self, wait: _Wait | None, now: float) -> None:
+        self._tick += 1
+        self._published = now
+        needs = [] if wait is None else wait.needs()
+        sent = {message for sender in self.senders for message in tuple(sender.sent)}
+        begun = {channel: (each.count, tuple(each.latest)) for channel, each in tuple(self._begun.items())}
+        turn, doing = (0, "") if wait is None else (self._turn, wait.doing)
+        mine = Position(self._tick, turn, needs, begun, sent, doing, user_code(), self._process)
+        if wait is not self._wait and wait is not None:
+            return  # it has gone on meanwhile
+        store, rank, size = dist.distributed_c10d._get_default_store(), self.rank, self._world_size
+        self._call = StoreCall(lambda: _exchange(store, rank, size if wait is not None else 0, mine))
+
+    def _judge(self, wait: _Wait, found: "dict[int, Position] | SMPError", now: float, waited: float) -> None:
+        if isinstance(found, SMPError):
+            self._break_off(wait, found)
+            return
+        before, self._before = self._before, found
+        for rank, each in found.items():
+            if self._signs.get(rank, (-1, 0.0))[0] != each.tick:
+                self._signs[rank] = each.tick, now
+        still = {rank: each for rank, each in found.items() if each.stands_still(before.get(rank))}
+        if self.rank not in still:
+            return
+        if is_deadlock(self.rank, still):
+            self._break_off(wait, ApartError(story(still)))
+        elif waited >= self._silence:
+            self._tell_of_slow(wait, found, blockers(self.rank, still), now, waited)
+
+    def _tell_of_slow(
+        self, wait: _Wait, found: dict[int, Position], slow: Collection[int], now: float, waited: float
+    ) -> None:
+        quiet = self._silence - 2 * PATIENCE_SECONDS
+        for rank in sorted(slow):
+            _, since = self._signs.get(rank, (-1, self._since))
+            if now - since >= quiet and _may_be_stopped(found.get(rank), self._process[0]):
+                self._break_off(wait, PeerFailedError(_silent(rank, found.get(rank), wait.doing, waited)))
+                return
+        if not self._has_told and slow:
+            self._has_told = True
+            lines = "; ".join(f"rank {rank} ({_place(found.get(rank))})" for rank in sorted(slow))
+            _LOG.warning(
+                f"Rank {self.rank} has waited {waited:.0f} s for {wait.doing}. At work meanwhile: {lines}. They are "
+                f"waited for until the `timeout` of the process groups is over ({self.timeout})."
+            )
+
+    def _break_off(self, wait: _Wait, verdict: SMPError) -> None:
+        if wait is not self._wait or wait.verdict is not None:
+            return
+        wait.verdict = verdict
+        if not isinstance(verdict, PeerFailedError):
+            store, rank = dist.distributed_c10d._get_default_store(), self.rank
+            StoreCall(lambda: publish(store, rank, f"{type(verdict).__name__}: {verdict}")).within(PAUSE_SECONDS)
+        peers = [number for number in range(wait.group.size()) if number != wait.group.rank()]
+        with suppress(RuntimeError):  # which is what it is for
+            wait.group.recv([torch.empty(1, device="cpu")], peers[0], _NO_TAG).wait(timedelta(milliseconds=1))
+
+
+def watch_of() -> Watch:
+    """The watch of this process, which lives as long as the default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    watch = _WATCHES.get(world)
+    if watch is None:
+        watch = _WATCHES[world] = Watch()
+    return watch
+
+
+def beside() -> AbstractContextManager[None]:
+    """In here this thread works beside the one that trains, if there are other ranks: see :meth:`Watch.apart`."""
+    return watch_of().apart() if dist.is_initialized() else nullcontext()
+
+
+def user_code() -> str:
+    """The innermost lines of the user's code in each thread that runs some."""
+    lines = []
+    for frame in sys._current_frames().values():
+        here: Any = frame
+        while here is not None:
+            if str(here.f_globals.get("__name__", "")).split(".")[0] not in _OURS:
+                lines.append(f"{here.f_code.co_filename}, line {here.f_lineno}, in {here.f_code.co_name}")
+                break
+            here = here.f_back
+    return "; ".join(dict.fromkeys(lines)) or "outside of the user's code"
+
+
+def _look_on(watch: "ref[Watch]", stop: threading.Event) -> None:
+    """What the thread does; it keeps nothing alive."""
+    while not stop.wait(PAUSE_SECONDS):
+        alive = watch()
+        if alive is None or not dist.is_initialized():
+            return
+        alive.look()
+        del alive
+
+
+def _exchange(store: dist.Store, rank: int, size: int, mine: Position) -> dict[int, Position] | SMPError:
+    """Tell this rank's position, and read those of ``size`` ranks."""
+    store.set(f"{_KEY}/{rank}", mine.encode())
+    if size and (culprit := first_failure(store)):
+        return PeerFailedError(f"{culprit}\nrank {rank} waited for {mine.doing}.")
+    keys = {other: f"{_KEY}/{other}" for other in range(size)}
+    return {other: Position.decode(store.get(key).decode()) for other, key in keys.items() if store.check([key])}
+
+
+def _may_be_stopped(position: Position | None, machine: str) -> bool:
+    """Whether a rank that gives no sign of life is stopped, and not in one long call that keeps Python's lock."""
+    if position is None or position.process[0] != machine:
+        return True
+    try:
+        state = Path(f"/proc/{position.process[1]}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state not in "RSDI"
+
+
+def _place(position: Position | None) -> str:
+    return "it has not said where" if position is None else position.place
+
+
+def _silent(rank: int, position: Position | None, doing: str, waited: float) -> str:
+    where = f"It was last seen at {position.place}." if position else "It has never said where it is."
+    return (
+        f"Rank {rank} has given no sign of life while this rank waited {waited:.0f} s for {doing}: it is stopped (by "
+        f"SIGSTOP or a debugger) or its machine is. {where} Let it go on or end it, and start the run again."
+    )
+
+
+def _silent_store(doing: str, seconds: float) -> str:
+    return (
+        f"The store of the process group has not answered for {seconds:.0f} s while this rank waited for {doing}: the "
+        "process that it lives in, which is rank 0 unless torchrun has started the ranks, is stopped (by SIGSTOP or a "
+        "debugger) or its machine is. Let it go on or end it, and start the run again."
+    )

@@ -1,0 +1,61 @@
+"""Which ranks are on one node?
+
+Links inside a node are fast, those between nodes are not, so shard groups should stay inside. The launcher numbers the
+ranks node by node and tells each process how many there are on its node (``LOCAL_WORLD_SIZE``). One that does not say
+leaves the names of the hosts: ranks with the same name are on one node. The ranks tell each other what they know, so
+that all of them draw the same conclusion.
+"""
+
+import itertools
+import os
+import socket
+from collections.abc import Sequence
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.errors import ConfigError
+
+__all__ = ["even_node_size", "find_node_size"]
+
+
+def find_node_size(dp_shard: int) -> int | None:
+    """How many ranks each node has; collective over all ranks.
+
+    Args:
+        dp_shard: ranks in a shard group; without sharding nothing depends on nodes, and they may be uneven.
+
+    Returns:
+        ``None`` if nodes are uneven.
+
+    Raises:
+        ConfigError: nodes are uneven, and shard groups are to be laid over them.
+    """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), socket.gethostname()
+    known = collectives.gather_objects(here, "a comparison of nodes")
+    size = even_node_size(known)
+    if size is None and dp_shard > 1:
+        told = ", ".join(f"rank {rank}: {host}, {size or 'unknown'}" for rank, (size, host) in enumerate(known))
+        raise ConfigError(
+            f"`sharded_data_parallel_degree={dp_shard}` needs as many ranks on each node as on every other, numbered "
+            f"node by node, but they are uneven (host and LOCAL_WORLD_SIZE of {told}). Start equal numbers of "
+            "processes, or leave the option out."
+        )
+    return size
+
+
+def even_node_size(known: Sequence[tuple[int, str]]) -> int | None:
+    """How many ranks each node has.
+
+    Args:
+        known: for each rank how many there are on its node (0: it was not told), and the name of its host.
+
+    Returns:
+        ``None`` if nodes have different numbers, or ranks of a node are no neighbours.
+    """
+    told, hosts = {size for size, _ in known}, [host for _, host in known]
+    if told == {0}:
+        runs = [(host, len(list(ranks))) for host, ranks in itertools.groupby(hosts)]
+        if len({host for host, _ in runs}) < len(runs):
+            return None
+        told = {size for _, size in runs}
+    size = min(told)
+    return size if len(told) == 1 and len(known) % size == 0 else None

@@ -1,0 +1,1 @@
+"""The engine: the one place that knows every part."""

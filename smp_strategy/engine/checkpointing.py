@@ -1,0 +1,223 @@
+"""What an engine saves and loads: the state of the module, of optimizers, and its own.
+
+There are two forms. The *whole* state is as one process has it, on global rank 0. The *held* state names every tensor
+by its whole shape and says which rectangles of it this rank has; files that all ranks write together are made of that.
+Whatever is loaded is whole, in memory or in files, and each rank takes its share.
+
+Before the first step every rank has the whole module, and nobody knows what will be whose. Weights are loaded there;
+what optimizers will need is remembered until then (:mod:`smp_strategy.engine.pending_state`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.checkpoint.full_state_dict import gradients, numbered, numbers_of, optimizer_state_dict
+from smp_strategy.checkpoint.load import (
+    GRADIENTS,
+    MODULE,
+    load_gradients,
+    load_groups,
+    load_module,
+    load_optimizer,
+    optimizer_key,
+)
+from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.state_dict import (
+    gradient_state,
+    kept_by,
+    module_state,
+    optimizer_state,
+    whole_module_state,
+    whole_optimizer_state,
+)
+from smp_strategy.checkpoint.storage.source import Source
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.local_model import Share
+from smp_strategy.engine.pending_state import Late, LateState
+from smp_strategy.engine.unit_calls import UnitCalls
+
+__all__ = ["SavedState"]
+
+
+class SavedState:
+    """The state of an :class:`~smp_strategy.engine.engine.Engine`, whose attributes these are."""
+
+    views: Views
+    _calls: UnitCalls
+    _module: nn.Module | None
+    _share: Share | None
+    _delayed: DelayedModule
+    _late: Late
+    _seed: int
+    _num_steps: int
+    _num_evaluations: int
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """See :class:`~smp_strategy.engine.engine.Engine`."""
+        raise NotImplementedError
+
+    def reduce_gradients(self) -> None:
+        """See :class:`~smp_strategy.engine.engine.Engine`."""
+        raise NotImplementedError
+
+    # Spread over ranks
+
+    def held_state(self, optimizers: Sequence[Optimizer], *, gradients: bool = False) -> dict[str, Any]:
+        """What this rank has of the state of the module and of ``optimizers``, without copies.
+
+        Args:
+            optimizers: in the order of their numbers.
+            gradients: include those that the next steps will add to. They are summed up over ranks first, so this is
+                collective then, and where there are replicas the last bits of later sums may be others than without.
+
+        Returns:
+            ``{"state_dict": ..., "optimizer_0": {"state": ..., "param_groups": ...}, ..., "gradients": ...}``, with a
+            :class:`~smp_strategy.checkpoint.storage.held_tensor.Held` for each tensor.
+        """
+        assert self._module is not None
+        self._delayed.refuse_saving()
+        if gradients:
+            self.reduce_gradients()
+        is_first, share = self.mesh.rank == 0, self._share
+        with self.views.put_aside():
+            if share is not None:
+                share.settle()
+            if share is not None and share.whole_on == "none":
+                state = {MODULE: module_state(share.holdings)}
+            elif share is None or share.whole_on == "all" or is_first:
+                state = {MODULE: whole_module_state(self._module, is_first=is_first)}
+            else:
+                state = {MODULE: {}}
+            for number, optimizer in enumerate(optimizers):
+                state[optimizer_key(number)] = self._held_optimizer_state(optimizer)
+            if gradients and share is not None:
+                state[GRADIENTS] = gradient_state(share.holdings)
+        return state
+
+    def _held_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self._module is not None
+        is_first = self.mesh.rank == 0
+        if optimizer in self._late.optimizers:
+            kept = self._late.optimizers[optimizer].read() if is_first else {}
+            return whole_optimizer_state(optimizer, kept, self._names, is_first=is_first)
+        if self._share is not None:
+            return optimizer_state(self._share.holdings, optimizer)
+        return whole_optimizer_state(optimizer, kept_by(optimizer), self._names, is_first=is_first)
+
+    @property
+    def _names(self) -> dict[nn.Parameter, str]:
+        assert self._module is not None
+        return {parameter: name for name, parameter in self._module.named_parameters()}
+
+    def load_stored(self, source: Source, *, strict: bool = True) -> None:
+        """Load this rank's share of the module's state, or all of it where the module is whole. Collective.
+
+        Raises:
+            RuntimeError: names or shapes do not fit, as from ``nn.Module.load_state_dict``.
+            CheckpointError: the values cannot be read.
+        """
+        assert self._module is not None
+        share = self._share
+        with self.views.put_aside():
+            if share is not None:
+                share.settle()
+            if share is not None and not share.is_whole_here:
+                load_module(self._module, source, share.holdings, strict=strict)
+                return
+            self._delayed.expect()
+            if expected := self._delayed.expected:
+                self._late.expect_module(source, strict=strict)
+            load_module(self._module, source, None, strict=strict, leave_out=expected)
+
+    def load_stored_optimizer(self, source: Source, number: int, optimizer: Optimizer) -> None:
+        """Load this rank's share of the state of ``optimizer``; before the first step it waits for that.
+
+        Args:
+            source: has the state.
+            number: of the optimizer there.
+            optimizer: takes it.
+
+        Raises:
+            CheckpointError: it is that of an optimizer for other parameters, or cannot be read.
+        """
+        self._load_optimizer(optimizer, source, number, self._names)
+
+    def _load_optimizer(
+        self, optimizer: Optimizer, source: Source, number: int, names: Mapping[nn.Parameter, str]
+    ) -> None:
+        load_groups(optimizer, source, number, names)
+        if self._share is None or self._calls.runtime is None:
+            self._late.optimizers[optimizer] = LateState(source, number, names)
+        else:
+            self._late.optimizers.pop(optimizer, None)
+            load_optimizer(optimizer, source, number, self._share.holdings, names)
+
+    def load_stored_gradients(self, source: Source) -> None:
+        """Go on with gradients to which earlier steps have added, if there are any in ``source``."""
+        if self._share is None or self._calls.runtime is None:
+            self._late.expect_gradients(source)
+        else:
+            load_gradients(source, self._share.holdings)
+
+    # As a whole
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The module's state dict as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
+        assert self._module is not None
+        self._delayed.refuse_saving()
+        if self._share is not None:
+            with self.views.put_aside():
+                return self._share.full_state_dict()
+        return self._module.state_dict() if self.mesh.rank == 0 else {}
+
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as one process would have it, on global rank 0; ``{}`` elsewhere. Collective."""
+        if optimizer in self._late.optimizers:
+            return self._late.whole(optimizer) if self.mesh.rank == 0 else {}
+        if self._share is None:
+            return optimizer.state_dict() if self.mesh.rank == 0 else {}
+        with self.views.put_aside():
+            return optimizer_state_dict(self._share.holdings, optimizer)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """The gradients that the next steps will add to, whole on global rank 0; ``{}`` elsewhere. Collective.
+
+        They are summed up over ranks first; see :meth:`held_state`.
+        """
+        if self._share is None:
+            return {}
+        self.reduce_gradients()
+        with self.views.put_aside():
+            return gradients(self._share.holdings)
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict; this rank keeps its share."""
+        if self._share is None:
+            assert self._module is not None
+            self._module.load_state_dict(state_dict, strict=strict)
+        else:
+            with self.views.put_aside():
+                self._share.load_state_dict(state_dict, strict=strict)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load a whole optimizer state dict; this rank keeps its share, from the first step on."""
+        self._load_optimizer(optimizer, numbered(state), 0, numbers_of(optimizer))
+
+    def load_gradients(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with whole gradients; this rank keeps its share."""
+        self.load_stored_gradients(WholeState({f"{GRADIENTS}.{name}": value for name, value in state.items()}))
+
+    def state_dict(self) -> dict[str, int]:
+        """The engine's own state: where its random streams are."""
+        return {"seed": self._seed, "num_steps": self._num_steps, "num_evaluations": self._num_evaluations}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Continue the random streams of another run."""
+        self._seed, self._num_steps = state["seed"], state["num_steps"]
+        self._num_evaluations = state.get("num_evaluations", 0)  # older checkpoints have none

@@ -1,0 +1,108 @@
+"""What must be the same on all ranks before the first step, and is made or checked to be."""
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.failure import forget
+from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.planning.partition.partition import Partition
+
+__all__ = ["agree_on", "start_alike"]
+
+
+def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
+    """Give every rank the parameters and buffers of rank 0; collective.
+
+    Args:
+        module: what the ranks train.
+        may_lack_values: whether tensors may be on the meta device, the same ones on all ranks.
+
+    Returns:
+        A seed that is the same on every rank: that of rank 0's generator.
+
+    Raises:
+        ConfigError: tensors are on the meta device, and may not be.
+        SMPError: not the same tensors are on the meta device everywhere, or ranks have different ones or train others.
+    """
+    tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
+    # All are here, and go on when rank 0 does: a failure that somebody caught must not end what they wait for later.
+    if dist.get_rank() == 0:
+        forget()
+    _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
+    seed = torch.tensor([torch.initial_seed() >> 1], dtype=torch.int64, device="cpu")
+    collectives.broadcast(seed, 0, group=None, doing="the seed of rank 0").wait()
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.is_meta:
+                collectives.broadcast(tensor.detach(), 0, group=None, doing="the weights of rank 0").wait()
+    return int(seed)
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "of unknown shape" if is_lazy(tensor) else f"of shape {list(tensor.shape)}"
+    return f"{shape}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}"
+
+
+def _refuse_different(described: Sequence[tuple[str, str]]) -> None:
+    digest = hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest()
+    digests = collectives.gather_objects(digest, "a comparison of the ranks' models")
+    if len(set(digests)) == 1:
+        return
+    found = collectives.gather_objects(described, "a comparison of the ranks' parameters")
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    pairs = itertools.zip_longest(found[0], found[rank], fillvalue=("nothing", "which it has not"))
+    (mine, is_so), (theirs, is_other) = next((one, other) for one, other in pairs if one != other)
+    raise SMPError(
+        f"Ranks have different models: where rank 0 has `{mine}` ({is_so}), rank {rank} has `{theirs}` ({is_other}). "
+        "Build the same model on every rank, and freeze the same parameters."
+    )
+
+
+def _agree_on_meta(names: Sequence[str], may_lack_values: bool) -> None:
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    found = collectives.gather_objects((digest, len(names), names[:1]), "the beginning of training")
+    some = next((first[0] for _, _, first in found if first), None)
+    if some is not None and not may_lack_values:
+        raise ConfigError(
+            f"`{some}` is on the meta device and has no values. Set `delayed_parameter_initialization=True`, so that "
+            "every rank gives values to its own share of the model, or build the model on a real device."
+        )
+    if len({digest for digest, _, _ in found}) > 1:
+        counts = [count for _, count, _ in found]
+        raise SMPError(
+            f"Ranks have different tensors on the meta device: `{some}`, for example; by rank, so many: {counts}. "
+            "Build the same model on every rank."
+        )
+
+
+def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partition, list[str]]:
+    """One decision for all ranks; collective.
+
+    Replicas read different batches. Their shapes, and values where a step depends on them, lead to different costs and
+    paths, so the ranks take over the partition of rank 0, and hold what code above the units uses on any of them.
+
+    Args:
+        partition: what this rank would do.
+        used_by_glue: names of tensors of units that the code above them uses here.
+
+    Raises:
+        SMPError: the modules of the ranks have different units.
+    """
+    found = collectives.gather_objects((partition, list(used_by_glue)), "the decision about the partition")
+    units = [sorted(theirs.stage_of) for theirs, _ in found]
+    differing = [rank for rank, names in enumerate(units) if names != units[0]]
+    if differing:
+        name = min(set(units[0]) ^ set(units[differing[0]]))
+        raise SMPError(
+            f"Ranks {differing} have other units than rank 0: `{name}`, for example, is not on all of them. Build the "
+            "same model on every rank."
+        )
+    return found[0][0], sorted({name for _, names in found for name in names})

@@ -1,0 +1,84 @@
+"""How many stages, where the user does not say: as many as ranks and units allow.
+
+Where parameters or optimizer state are to be sharded, or layers to be split, one: that is what the ranks are wanted
+for, and a pipeline beside it is asked for by its degree. So it is in SageMaker's library, whose default is 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.sizes import show_count
+from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
+from smp_strategy.distributed.topology import find_node_size
+from smp_strategy.engine.given_partition import choose_placed_units
+
+__all__ = ["check_degrees", "choose_shape"]
+
+
+def check_degrees(config: SMPConfig, world_size: int, module: nn.Module | None) -> None:
+    """Refuse degrees that do not fit the ranks, or the units of ``module`` where it is there already.
+
+    Where ``pipeline_parallel_degree`` is left to the library, some number of stages fits.
+
+    Raises:
+        ConfigError: the degrees do not fit, or other options do not fit the degrees.
+    """
+    degree = config.pipeline_parallel_degree
+    names: list[str] | None = None
+    if degree is not None:
+        config.check(degree)
+    if degree is not None and module is not None:
+        names = [unit.name for unit in choose_placed_units(config, module, degree)]
+    check_degree(
+        degree or 1,
+        world_size,
+        names,
+        dp_shard=config.sharded_data_parallel_degree,
+        tp=config.tensor_parallel_degree,
+    )
+
+
+def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], None]) -> MeshShape:
+    """The degrees of every axis for the ranks that there are.
+
+    Args:
+        config: all options.
+        module: what will be partitioned.
+        report: told what was chosen, or what is not worth a pipeline.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of ranks or of units, or other options do not fit the degrees.
+    """
+    world_size, dp_shard = dist.get_world_size(), config.sharded_data_parallel_degree
+    tp = config.tensor_parallel_degree
+    degree = config.pipeline_parallel_degree
+    if degree is None and (config.shard_optimizer_state or dp_shard > 1 or tp > 1):
+        degree = 1
+    elif degree is None:
+        num_units = len(choose_placed_units(config, module, world_size))
+        degree = max((d for d in range(1, num_units + 1) if world_size % d == 0), default=1)
+        report(
+            f"No `pipeline_parallel_degree` is given: {show_count(degree, 'stage')} on "
+            f"{show_count(world_size, 'rank')} ({show_count(num_units, 'unit')}), "
+            f"{show_count(config.num_microbatches(degree), 'microbatch', 'microbatches')} where the batch has as many "
+            "samples."
+        )
+    elif degree > 1 and config.num_microbatches(degree) == 1:
+        report(
+            f"`microbatches` is 1: the {degree} stages will work one after the other, never at once. "
+            f"Set it to about {4 * degree}."
+        )
+    config.check(degree)
+    check_degrees(replace(config, pipeline_parallel_degree=degree), world_size, module)
+    return MeshShape.of_world(
+        world_size,
+        pp=degree,
+        dp_shard=dp_shard,
+        tp=tp,
+        placement=config.placement_strategy,
+        node_size=find_node_size(dp_shard),
+    )

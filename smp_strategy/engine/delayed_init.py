@@ -1,0 +1,313 @@
+"""A module whose tensors have no memory yet: it was built on the meta device.
+
+Before the first step every rank has the whole module, but shapes only. Once it is known what a rank holds, that gets
+memory and values, part by part if the caller wishes, so that a rank never needs more than its share and one part. The
+rest stays without values. Parameters keep their identity, so optimizers that were built before go on with them.
+
+Values come from the modules' own initialisers (:mod:`smp_strategy.model.initial_values`), or from a state dict that was
+loaded meanwhile: it is remembered, not copied. Or the caller fills in what he has files for, once there is memory.
+
+Layers may be split meanwhile (:mod:`smp_strategy.tensor_parallel`). Then a rank gets its parts of the values that the
+whole layers would have: these are made, or looked up in the state dict, one module at a time.
+
+Nothing may get lost silently. What no initialiser fills is refused, by name and before the first step, and so is what
+was done to a tensor on the meta device that initialisers do not repeat (a constructor that scales some weights after
+its layers are built): tensors count changes in place also where they have no memory, and they must not have been
+changed more often than a rehearsal on the meta device changes them.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.initial_values import Initialisers, places_of
+from smp_strategy.model.meta_tensors import leave_meta, ordinary, unset, without_memory, zero_values
+from smp_strategy.model.units import Unit
+from smp_strategy.tensor_parallel.split_module import SplitLayers
+
+__all__ = ["DelayedModule"]
+
+# An error lists so many names at most.
+MOST_NAMES = 5
+
+
+@final
+class DelayedModule:
+    """See the module docstring. Without tensors on the meta device it has nothing to do.
+
+    Args:
+        root: the whole module.
+        seed: of the values, the same on all ranks.
+        device: where they are made.
+
+    Attributes:
+        device: as given.
+    """
+
+    def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
+        self._root = root
+        self._seed = seed
+        self.device = device
+        self._names = _on_meta(root)
+        self._pending = dict(self._names)
+        self._loaded: dict[Tensor, Tensor] = {}
+        self._expected: set[Tensor] = set()
+        self._initialisers: Initialisers | None = None
+        self._split: SplitLayers | None = None
+        self._handles = _remember_loads(root, self._pending, self._loaded)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are tensors without memory."""
+        return bool(self._pending)
+
+    def parts(self, units: Sequence[Unit]) -> dict[str, list[Tensor]]:
+        """What has no memory yet, by unit, and under ``""`` what no unit has; a tied tensor is in several parts."""
+        of_units = {unit.name: [tensor for tensor in unit.tensors if tensor in self._pending] for unit in units}
+        inside = {tensor for tensors in of_units.values() for tensor in tensors}
+        return {"": [tensor for tensor in self._pending if tensor not in inside], **of_units}
+
+    def prepare(self, units: Sequence[Unit], optimizers: Sequence[Optimizer] = ()) -> None:
+        """Before the first step: make sure that all tensors will have values, and give some to those of no unit.
+
+        Raises:
+            UnsupportedError: some would have none, or not those that the constructor gave them.
+        """
+        # Hooks may have replaced some since.
+        self._names = _on_meta(self._root)
+        self._pending.clear()
+        self._pending.update(self._names)
+        if not self._pending:
+            return
+        with ordinary():
+            self._initialisers = Initialisers(self._root, self._seed, self.device)
+            problems = [*self._rehearse(), *_meta_attributes(self._root), *_meta_states(optimizers)]
+        if problems:
+            raise UnsupportedError(
+                "The module is on the meta device, where tensors have no values, and cannot leave it:\n"
+                + "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+            )
+        self.materialise(self.parts(units)[""])
+
+    def materialise(self, tensors: Iterable[Tensor]) -> None:
+        """Give memory and values to those of ``tensors`` that have none.
+
+        The values do not depend on what else gets some, or when.
+
+        Raises:
+            UnsupportedError: initialisers do not fill all of a tensor.
+        """
+        wanted = [tensor for tensor in dict.fromkeys(tensors) if tensor in self._pending]
+        if not wanted:
+            return
+        assert self._initialisers is not None, "prepare comes first"
+        with ordinary():
+            for tensor in wanted:
+                leave_meta(tensor, unset(tensor, self.device))
+            fresh = self._fresh(wanted)
+            with nullcontext() if self._split is None else self._split.looking_dense():
+                partial = self._initialisers.run(fresh, self._take)
+            for tensor in set(wanted).intersection(self._loaded):
+                self._take(tensor, self._loaded.pop(tensor))
+        if partial:
+            names = [self._names[tensor] for tensor in partial]
+            raise UnsupportedError(f"Initialisers leave a part of {_listed(names)} without values. {_REMEDY}")
+        self._forget(wanted)
+
+    def expect(self) -> None:
+        """Whatever has no memory now is going to get it without values: the caller will fill it in."""
+        self._expected.update(self._pending)
+
+    @property
+    def expected(self) -> dict[Tensor, str]:
+        """What still is to be filled in by the caller, and has no memory yet, with names."""
+        return {tensor: name for tensor, name in self._pending.items() if tensor in self._expected}
+
+    def take(self, values: Mapping[Tensor, Tensor]) -> None:
+        """Take whole values for tensors without memory, as from a state dict."""
+        self._loaded.update(values)
+        self._expected.difference_update(values)
+
+    def pretending(self) -> AbstractContextManager[None]:
+        """In here all tensors have values, zero, in hardly any memory: the step can run, for somebody who watches."""
+        return zero_values(self._pending, self.device)
+
+    def divide(self, split: SplitLayers) -> None:
+        """Layers have been split: tensors will get this rank's part of the values that they would have had."""
+        self._split = split
+
+    def settle(
+        self,
+        is_held: Callable[[Tensor], bool],
+        *,
+        later: Collection[Tensor] = (),
+        copies: Iterable[nn.Module] = (),
+    ) -> None:
+        """Give values to what this rank holds; what it does not hold leaves the meta device without any.
+
+        Args:
+            is_held: whether this rank holds a tensor of the module.
+            later: what the caller will give to :meth:`materialise`, part by part.
+            copies: modules with the same names (averages of weights, say), which get the same values.
+        """
+        if not self._pending:
+            return
+        delayed = [(name, each) for copy in copies for name, each in _named_tensors(copy).items() if each.is_meta]
+        # Where there are copies, whose values are whole, nothing is gained by parts.
+        later = () if delayed else later
+        self.pass_over([tensor for tensor in self._pending if not is_held(tensor)])
+        self.materialise([tensor for tensor in self._pending if tensor not in later])
+        named = _named_tensors(self._root)
+        for name, tensor in delayed:
+            self._copy(named[name], tensor, is_here=is_held(named[name]))
+
+    def pass_over(self, tensors: Iterable[Tensor]) -> None:
+        """Let ``tensors`` leave the meta device without memory: their values are on other ranks."""
+        passed = [tensor for tensor in dict.fromkeys(tensors) if tensor in self._pending]
+        with ordinary():
+            for tensor in passed:
+                leave_meta(tensor, without_memory(tensor, self.device))
+        self._forget(passed)
+
+    def refuse_saving(self) -> None:
+        """There is nothing to save before there are values.
+
+        Raises:
+            UnsupportedError: there are none.
+        """
+        if self._pending:
+            raise UnsupportedError(
+                f"The model is to be saved before its first step, but {_listed(list(self._pending.values()))} of it "
+                "is on the meta device and gets its values in the first step. Save it later."
+            )
+
+    def _rehearse(self) -> list[str]:
+        """Run all initialisers on the meta device, and tell what is wrong with them."""
+        assert self._initialisers is not None
+        fresh = self._fresh(self._pending)
+        rehearsal = self._initialisers.rehearse()
+        found = []
+        without = [self._names[tensor] for tensor in fresh if tensor not in rehearsal.filled]
+        if without:
+            found.append(f"No initialiser gives values to {_listed(without)}. {_REMEDY}")
+        # What is done to `tensor.data` is not counted, here or before.
+        more = [tensor for tensor in fresh if 0 < rehearsal.filled.get(tensor, 0) < tensor._version]
+        if more:
+            found.append(
+                f"{_listed([self._names[tensor] for tensor in more])} was changed on the meta device by more than its "
+                "initialisers: by a constructor, a hook or a state dict, which would be lost. Do it in "
+                "`reset_parameters()` of the module that does it (a container, too), or build that part on a real "
+                'device: `with torch.device("cpu"): ...`.'
+            )
+        if rehearsal.passed_over:
+            found.append(
+                f"{_listed(rehearsal.passed_over)} was not made on the meta device like the rest of its model, which "
+                "has initialised nothing there. Give it values in place (by `torch.nn.init`, say), or build the model "
+                "on a real device."
+            )
+        return found
+
+    def _fresh(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of ``tensors`` that get their values from initialisers."""
+        return [tensor for tensor in tensors if tensor not in self._loaded and tensor not in self._expected]
+
+    def _take(self, tensor: Tensor, whole: Tensor) -> None:
+        if self._split is not None and self._split.parts.has(tensor):
+            self._split.parts.fill(tensor, whole)
+        else:
+            tensor.copy_(whole)
+
+    def _copy(self, original: Tensor, tensor: Tensor, *, is_here: bool) -> None:
+        with ordinary():
+            values = self._whole(original) if is_here else without_memory(tensor, self.device)
+            leave_meta(tensor, values)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        if self._split is not None and self._split.parts.has(tensor):
+            return self._split.parts.join(tensor, tensor)
+        return tensor.detach().clone()
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._pending.pop(tensor)
+            self._loaded.pop(tensor, None)
+            self._expected.discard(tensor)
+        if not self._pending:
+            for handle in self._handles:
+                handle.remove()
+            self._handles, self._initialisers = [], None
+
+
+_REMEDY = (
+    "Define `reset_parameters()` in the class of the module that has it, so that it fills all of them in place, or "
+    'build that part on a real device: `with torch.device("cpu"): ...`.'
+)
+
+
+def _remember_loads(root: nn.Module, pending: dict[Tensor, str], loaded: dict[Tensor, Tensor]) -> list[Any]:
+    """Remember what state dicts bring for ``pending`` tensors, whichever way they are loaded."""
+
+    # A function, and not a method: copies of the module share it, and their own tensors are not pending.
+    def remember(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            value = state.get(prefix + key)
+            if tensor in pending and isinstance(value, Tensor) and value.shape == tensor.shape:
+                loaded[tensor] = value.detach()
+                # What torch goes on with: nothing to copy, or the same tensor to assign.
+                state[prefix + key] = tensor
+
+    owners = [module for module in root.modules() if any(tensor in pending for tensor in _own_tensors(module))]
+    return [module.register_load_state_dict_pre_hook(remember) for module in owners]
+
+
+def _on_meta(root: nn.Module) -> dict[Tensor, str]:
+    return {tensor: places[0].name for tensor, places in places_of(root).items() if tensor.is_meta}
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _named_tensors(root: nn.Module) -> dict[str, Tensor]:
+    return dict([*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)])
+
+
+def _meta_attributes(root: nn.Module) -> list[str]:
+    """Tensors on the meta device that nobody can find but who knows the attribute."""
+    names = [
+        f"{name}.{key}".lstrip(".")
+        for name, module in root.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and value.is_meta
+    ]
+    if not names:
+        return []
+    return [
+        f"{_listed(names)} is neither a parameter nor a buffer, so no initialiser fills it. Build it on a real device: "
+        '`with torch.device("cpu"): ...`.'
+    ]
+
+
+def _meta_states(optimizers: Sequence[Optimizer]) -> list[str]:
+    """Optimizers that have made state already, which would have to be made anew."""
+    return [
+        f"The optimizer {type(optimizer).__name__} makes state when it is built, here for parameters without values. "
+        "Use an optimizer that makes its state in its first step (Adam, SGD ...), or build the parameters on a real "
+        'device: `with torch.device("cpu"): ...`.'
+        for optimizer in optimizers
+        if any(
+            isinstance(value, Tensor) and value.is_meta
+            for state in optimizer.state.values()
+            for value in state.values()
+        )
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    listed = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
+    return listed if len(names) <= MOST_NAMES else f"{listed} and {len(names) - MOST_NAMES} more"

@@ -1,0 +1,500 @@
+"""The engine: the only file that knows every part.
+
+Life of a model under the engine:
+
+1. :meth:`Engine.attach`: choose units, build the mesh, make initial values equal on all ranks. Every rank still
+   holds the whole model, so optimizers, callbacks and checkpoints meet an ordinary module.
+2. The first step: its microbatch is traced without computing, the partition is decided and every rank lets go of the
+   units of other stages.
+3. Every step: cut the batch, run the user's step once per microbatch under the schedule, hand out the results.
+4. :meth:`Engine.detach`: the module becomes an ordinary one again, on every rank that asks for it.
+
+Gradients are handed over separately (:meth:`TrainStep.commit`), because in Lightning and Accelerate the step comes
+first, then ``zero_grad``, then ``backward``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.device import chosen
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.engine import active_engines as attached
+from smp_strategy.engine.checkpointing import SavedState
+from smp_strategy.engine.consensus import start_alike
+from smp_strategy.engine.deferred_loss import ForwardStep
+from smp_strategy.engine.degrees import choose_shape
+from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
+from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.inspection import Inspection
+from smp_strategy.engine.local_model import Share
+from smp_strategy.engine.manual_optimization import ManualSteps
+from smp_strategy.engine.parallelize import First, Layout
+from smp_strategy.engine.pending_state import Late
+from smp_strategy.engine.step_results import EvalStep, TrainStep
+from smp_strategy.engine.unit_calls import UnitCalls
+from smp_strategy.errors import SMPError
+from smp_strategy.model.placement import placed_modules
+from smp_strategy.model.rng import derive_seed
+from smp_strategy.model.units import Unit
+from smp_strategy.pipeline.microbatch_runner import Job, Step, StepRun
+from smp_strategy.planning.costs import Costs, measuring_device
+from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.precision.dtypes import halve
+from smp_strategy.precision.grad_scaler import Found
+from smp_strategy.precision.master_weights import parameters_without_masters, refuse_trained
+from smp_strategy.precision.mixed_precision import HalfUnits
+from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
+
+__all__ = ["Engine"]
+
+# Random streams beside that of the training steps: what evaluation and hooks draw must not change training.
+EVALUATION = 1
+
+
+@final
+class Engine(SavedState, Inspection):
+    """Runs a module under the layout that a configuration asks for. One engine serves one module.
+
+    Args:
+        config: all options.
+        report: called with text for the user (mesh and partition, then the schedule), the same on every rank.
+        device: where this rank computes.
+        timeout: longest wait for another rank; ``None``: that of the backend.
+
+    Attributes:
+        device: where this rank computes.
+        manual: what the code of a :meth:`manual_step` can ask for.
+        views: what hooks that run just now see.
+        copies: asked for copies of the module that callbacks have made before it is spread; they are spread with it.
+        known: what the data loader says of the samples in the batch of the next step.
+        gradients_are_seen: whether the user looks at gradients between backward and the optimizer's step, where a
+            rank may have only those that it applies. To be said before the first step.
+    """
+
+    def __init__(
+        self,
+        config: SMPConfig,
+        *,
+        report: Callable[[str], None] = lambda text: None,
+        device: torch.device | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.config = config
+        self._timeout = timeout
+        self._report = report
+        self.device = chosen(device)
+        self._module: nn.Module | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+        self._units: list[Unit] = []
+        self._placed_by_hand: Mapping[str, int] = {}
+        self._mesh: ProcessMesh | None = None
+        self._keep_shared: Sequence[nn.Module] = ()
+        self._without_masters: Mapping[str, nn.Parameter] = {}
+        self._calls = UnitCalls(HalfUnits.asked_for(config, self.device.type))
+        self.manual = ManualSteps(self._calls)
+        self._layout: Layout | None = None
+        self._share: Share | None = None
+        self.views = Views()
+        self.copies: Callable[[], Iterable[nn.Module]] = tuple
+        self.known: Callable[[], Read | None] = lambda: None
+        self.gradients_are_seen = False
+        self._late = Late()
+        self._seed = self._num_steps = self._num_evaluations = 0
+        self._kinds: set[str] = set()
+
+    # Setting up
+
+    @property
+    def mesh(self) -> ProcessMesh:
+        """This rank's place among the ranks; exists once a module is attached."""
+        if self._mesh is None:
+            raise SMPError("The process mesh does not exist before a module is attached to the engine.")
+        return self._mesh
+
+    @property
+    def module(self) -> nn.Module | None:
+        """What is attached, or was, until the engine is closed."""
+        return self._module
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """What trains it."""
+        return self._optimizers
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether calls of the module come here."""
+        return self._calls.are_intercepted
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank gets what; exists once a module is attached."""
+        if self._layout is None:
+            raise SMPError("The layout does not exist before a module is attached to the engine.")
+        return self._layout
+
+    @property
+    def partition(self) -> Partition | None:
+        """Which unit goes to which stage, once it is decided."""
+        return None if self._layout is None else self._layout.partition
+
+    @property
+    def costs(self) -> Costs:
+        """What calls cost: measured, once the partition is decided, or modelled."""
+        return self.layout.costs
+
+    @property
+    def share(self) -> Share:
+        """What this rank holds of the module; exists from the first step on."""
+        if self._share is None:
+            raise SMPError("The module is spread over the ranks in the first step, which has not run yet.")
+        return self._share
+
+    def attach(
+        self, module: nn.Module, optimizers: Sequence[Optimizer] = (), *, keep_shared: Sequence[nn.Module] = ()
+    ) -> None:
+        """Take on ``module``, whole on every rank; collective. One that was detached is spread as before.
+
+        Args:
+            module: what is trained.
+            optimizers: what trains it.
+            keep_shared: modules in it whose attributes add up over microbatches (metrics), see
+                :mod:`smp_strategy.pipeline.microbatch_state`.
+
+        Raises:
+            ConfigError: the degrees do not fit the number of ranks or of units, or the precision not the parameters.
+            SMPError: the engine already serves another module.
+        """
+        if self._module is not None and not self.serves(module):
+            raise SMPError("This engine already serves another module. Use a new strategy object for a new module.")
+        self._optimizers = optimizers
+        self._keep_shared = keep_shared
+        self._without_masters = parameters_without_masters(module, self.config)
+        if optimizers:
+            refuse_trained(self._without_masters, self.config)
+        if self._calls.are_intercepted:
+            return
+        self.restore_everywhere()
+        if self.config.fp16_params:
+            halve(module, torch.float16)
+        seed = start_alike(module, may_lack_values=self.config.delayed_parameter_initialization)
+        if self._module is None:
+            shape = choose_shape(self.config, module, self._report)
+            measuring_device(self.config, self.device)
+            self._module = module
+            self._mesh = ProcessMesh(shape, device_type=self.device.type, timeout=self._timeout)
+            self._units = choose_placed_units(self.config, module, shape.pp)
+            given = place_beforehand(self.config, module, self._units, shape.pp)
+            self._placed_by_hand = placed_modules(module)
+            self._seed = seed
+            self._delayed = DelayedModule(module, seed, self.device)
+            self._layout = Layout(
+                self.config,
+                module,
+                self._units,
+                self._mesh,
+                calls=self._calls,
+                delayed=self._delayed,
+                given=given,
+                report=self._report,
+            )
+        self._calls.intercept(self._units)
+        attached.note(self)
+
+    def serves(self, module: nn.Module) -> bool:
+        """Whether this engine has taken on ``module``, with the units and the stages by hand that it has now."""
+        if self._module is not module or placed_modules(module) != self._placed_by_hand:
+            return False
+        units = choose_placed_units(self.config, module, self.mesh.pp)
+        return [id(unit.module) for unit in units] == [id(unit.module) for unit in self._units]
+
+    def detach(self, *, failed: bool = False) -> None:
+        """Let go of the module; :meth:`attach` takes it on again. Collective unless the run has failed.
+
+        Calls reach the module directly again, and the ranks that ``restore_module`` names get all of its values back.
+        The state of the optimizers stays where it is.
+
+        Args:
+            failed: the other ranks may not come here; the module stays as it is.
+        """
+        self._calls.give_back()
+        self._late.give_optimizers()
+        if not failed and self._share is not None:
+            self._share.restore(self.config.restore_module)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks lack values of the module."""
+        return self._share is not None and self._share.whole_on != "all"
+
+    def restore_everywhere(self) -> None:
+        """Give every rank the whole module, whatever the options say. Collective."""
+        if self._share is not None:
+            self._share.restore("all")
+
+    # The first step
+
+    def _prepare(
+        self, kind: str, step: Step, microbatches: Sequence[Any], loss_of: Callable[[Any], Tensor | None] | None = None
+    ) -> None:
+        """Before every step: spread the module if it is whole, and look at each new kind of step."""
+        assert self._module is not None
+        was_surveyed, is_new = self.partition is not None and not self.config.skip_tracing, kind not in self._kinds
+        self._kinds.add(kind)
+        if kind in ("train", "manual"):
+            refuse_trained(self._without_masters, self.config)
+            if is_new:
+                self.layout.refuse_rescaled()
+                self.layout.warn_of_fewer(len(microbatches))
+        if self._calls.halves is not None:
+            self._calls.halves.refresh()
+        if self._calls.runtime is None:
+            self._spread(First(kind, step, microbatches, loss_of))
+        needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
+        new = First(kind, step, microbatches)
+        if was_surveyed and is_new and needs_look:
+            self.share.settle()
+            self.layout.look(new, self._optimizers)
+        if is_new:
+            self.layout.rehearse(new, self._optimizers, self._keep_shared)
+
+    def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
+        """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns; before the first
+        step, this is the look that decides about the partition. Collective."""
+        first = First("train", self._in_precision(step), self._cut(batch, "look")[0], loss_of)
+        if self._calls.runtime is None:
+            self._prepare(*first)
+        else:
+            self.share.settle()
+            self.layout.look(first, self._optimizers)
+
+    def _spread(self, first: First) -> None:
+        """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
+        assert self._module is not None
+        layout = self.layout
+        copies = list(self.copies())  # while they look like the module
+        layout.decide(first, self._optimizers)
+        if copies:
+            self._late.give_whole(self._delayed)
+        share = self._share = layout.take_share(copies, everyone_sees=self.gradients_are_seen)
+        share.take_optimizers(self._optimizers)
+        self._late.load(share.holdings)
+        self.manual.begin(share.parameters, share.reduction, share.sharded)
+        transport = layout.transport(self._timeout)
+        share.show_in(self.views, transport, lambda: self._optimizers)
+        if self._calls.halves is not None:
+            self._calls.halves.keep(share.whole_parameters)
+        self._calls.runtime = layout.runtime(share, transport, self._keep_shared)
+
+    # Every step
+
+    def train_step(
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        loss_of: Callable[[Any], Tensor | None],
+        factor: float = 1.0,
+        continues: bool = False,
+        reduces: bool = False,
+        sums: bool = False,
+    ) -> TrainStep:
+        """Forward and backward of a batch.
+
+        Args:
+            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
+            batch: cut along dim 0 into microbatches.
+            loss_of: picks the loss out of what ``step`` returns; ``None`` skips a microbatch.
+            factor: the gradient that :meth:`TrainStep.commit` will probably get.
+            continues: the gradients will probably be added to those that are there. If both guesses are right, the
+                additions are those of one process in number and order.
+            reduces: and it will be told to reduce: replicas may begin to, while gradients are computed.
+            sums: the batch's loss is the sum of those of the microbatches, and not their mean over the samples.
+        """
+        microbatches, sizes = self._cut(batch, "train")
+        step = self._in_precision(step)
+        self._prepare("train", step, microbatches, loss_of)
+        job = self._training_job(step, sizes, loss_of)
+        job = replace(job, weights=[1.0] * len(sizes)) if sums else job
+        weights, scaled = job.weights, [weight * factor for weight in job.weights]
+        with self.share.backward(continues=continues, sums=reduces and not continues) as backward:
+            job = replace(job, weights=scaled, around_last=backward.around_last)
+            run = self._run("train", job, microbatches)
+        reduction = self.share.reduction
+        outputs = put_together(run.outputs)
+        return TrainStep(outputs, sizes, run.loss(weights), backward.gradients, factor, reduction, backward.averages)
+
+    def _cut(self, batch: Any, kind: str, *, is_joint: bool = False) -> tuple[list[Any], tuple[int, ...]]:
+        """The microbatches of what this rank has read, or, where ranks read samples of their own, of all of that."""
+        self.layout.begin(f"a step ({kind})")
+        return self.layout.cut(batch, self.known(), is_joint=is_joint)
+
+    def _training_job(
+        self, step: Step, sizes: Sequence[int], loss_of: Callable[[Any], Tensor | None] | None = None
+    ) -> Job:
+        total = sum(sizes) or 1
+        self.layout.report_batch(total)
+        self._num_steps += 1
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps)
+        return Job(step=step, seed=seed, loss_of=loss_of, weights=[size / total for size in sizes])
+
+    def eval_step(self, step: Step, batch: Any, *, kind: str = "eval", is_joint: bool = False) -> EvalStep:
+        """Forward of a batch.
+
+        Args:
+            step: the user's code for one microbatch.
+            batch: cut along dim 0 into microbatches.
+            kind: steps of one kind share a schedule; say ``"validation"`` or ``"predict"``.
+            is_joint: all ranks of the replica have read this batch, whatever ``prescaled_batch`` says.
+        """
+        microbatches, sizes = self._cut(batch, kind, is_joint=is_joint)
+        step = self._in_precision(step)
+        self._prepare(kind, step, microbatches)
+        self._num_evaluations += 1
+        seed = derive_seed(self._seed, self.mesh.dp_rank, self._num_steps, EVALUATION, self._num_evaluations)
+        with self.share.evaluating():
+            run = self._run(kind, Job(step=step, seed=seed), microbatches)
+        return EvalStep(put_together(run.outputs), sizes)
+
+    def manual_step(self, step: Step, batch: Any) -> EvalStep:
+        """A step that runs its backward and its optimizers itself, through :attr:`manual`.
+
+        Args:
+            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
+            batch: cut along dim 0 into microbatches.
+        """
+        microbatches, sizes = self._cut(batch, "manual")
+        step = self._in_precision(step)
+        self._prepare("manual", step, microbatches)
+        run = self.manual.run(self._training_job(step, sizes), microbatches)
+        return EvalStep(put_together(run.outputs), sizes)
+
+    def forward_step(self, step: Step, batch: Any) -> ForwardStep:
+        """Forward of a batch whose loss the caller computes from what ``step`` returns.
+
+        Args:
+            step: the user's code for one microbatch. At the first call it runs once more, as a dry run.
+            batch: cut along dim 0 into microbatches.
+        """
+        microbatches, sizes = self._cut(batch, "manual")
+        step = self._in_precision(step)
+        self._prepare("manual", step, microbatches)
+        return self.manual.forward(self._training_job(step, sizes), microbatches, sizes)
+
+    def _in_precision(self, step: Step) -> Step:
+        return step if self._calls.halves is None else self._calls.halves.around_step(step)
+
+    def _run(self, kind: str, job: Job, microbatches: Sequence[Any]) -> StepRun:
+        assert self._calls.runtime is not None
+        return self.layout.timetables.run(self._calls.runtime, kind, job, microbatches, number=self._num_steps)
+
+    def call_with_values(self, function: Callable[..., Any], args: Any, kwargs: Any, *, unknown: Any) -> Any:
+        """Call ``function`` in a step, on every stage, with real tensors in the place of placed ones.
+
+        Args:
+            function: what needs values, a metric for instance.
+            args, kwargs: its arguments.
+            unknown: called in its place in the dry run, where nothing has a value.
+        """
+        if self._calls.runtime is None:
+            return function(*args, **kwargs)
+        return self._calls.runtime.call_with_values(function, args, kwargs, unknown=unknown)
+
+    def watch_calls_outside(self, watch: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """Let ``watch(unit, call)`` answer calls of units outside of steps; also before the module is spread."""
+        self._calls.outside = watch
+
+    # Gradients
+
+    def reduce_gradients(self) -> None:
+        """Sum up over stages, and average over replicas, what was added to gradients since the last time. Collective.
+
+        Steps can be told to do so themselves (:meth:`TrainStep.commit`).
+        """
+        if self._share is not None:
+            with self.views.put_aside():
+                self._share.reduction.reduce()
+
+    def unscale(self, optimizer: Optimizer, scale: float) -> Found:
+        """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.
+
+        Collective over all ranks: all get to know whether some gradient on some rank has overflowed.
+        """
+        with self.views.put_aside():
+            return self.share.unscale(optimizer, scale)
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """Gradients are final, and only ``optimizer`` will look at them before :meth:`end_update`."""
+        if self._share is not None:
+            self._share.begin_update(optimizer)
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """``optimizer`` has stepped: all ranks that hold its parameters get the new values by and by. Collective."""
+        if self._share is not None:
+            self._share.end_update(optimizer)
+        if self._calls.halves is not None:
+            self._calls.halves.refresh()
+
+    @contextmanager
+    def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
+        """In here ``optimizer`` changes weights, but takes no step: it sees those that it updates. Collective."""
+        if self._share is None:
+            yield
+            return
+        with self.views.put_aside(), self._share.changing_weights(optimizer):
+            yield
+        if self._calls.halves is not None:
+            self._calls.halves.refresh()
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before, everywhere.
+
+        Args:
+            parameters: what to clip: the same list on every rank, as an optimizer has it.
+            max_norm: the largest norm that is left alone.
+            norm_type: order of the norm.
+        """
+        with self.views.put_aside():
+            return self.share.clip_grad_norm_(list(parameters), max_norm, norm_type)
+
+    def run_hook(self, hook: Callable[[], Any]) -> Any:
+        """Run the user's ``hook`` with all weights and gradients in sight; collective over the ranks that have them.
+
+        Returns:
+            What ``hook`` returns, with real tensors on every rank.
+        """
+        if self._calls.runtime is None or self.views.is_open:
+            return hook()
+        if not self.is_spread:
+            with self.views.states.shown():
+                return hook()
+        self.share.settle()
+        self._calls.in_hook = True
+        try:
+            with self.layout.in_hook():
+                return self.views.run(hook, self._calls.runtime)
+        finally:
+            self._calls.in_hook = False
+
+    def close(self) -> None:
+        """End the engine's threads and let go of its process groups; the module stays as it is."""
+        attached.forget(self)
+        self._calls.close()
+        self.manual, self.views = ManualSteps(self._calls), Views()  # the last ones know the groups
+        if self._share is not None:
+            self._share.close()
+        self._share = None
+        if self._layout is not None:
+            self._layout.close()
+        if self._mesh is not None:
+            self._mesh.close()

@@ -1,0 +1,100 @@
+"""What of a partition is decided before the first step: by hand or by a file.
+
+Whatever does not fit is refused while the pipeline is set up, when the ranks have done nothing yet. Stages that modules
+have been given are never passed over: where they have no say it is an error, because SageMaker ignores them silently
+and nobody notices.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from smp_strategy.activations.policy import Treatments
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.placement import placed_modules
+from smp_strategy.model.units import Unit, choose_units
+from smp_strategy.planning.partition.file import read_partition
+from smp_strategy.planning.partition.manual import ByHand, some
+
+__all__ = ["Given", "choose_placed_units", "num_parameters_of", "place_beforehand"]
+
+
+class Given(NamedTuple):
+    """What the user has decided."""
+
+    stage_of: Mapping[str, int]
+    """Of every unit."""
+    treatments: Treatments = {}
+    """What units do about what they would keep for backward, where a file says it."""
+
+
+def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -> list[Unit]:
+    """The units of ``module``, none of which has parts that are placed on different stages.
+
+    Raises:
+        ConfigError: something must stay whole that is placed on several stages, or modules are placed by hand although
+            the library is to choose.
+    """
+    by_hand = ByHand(placed_modules(module), config.default_partition)
+    if config.auto_partition and not config.load_partition and by_hand.stages:
+        raise ConfigError(
+            f"{some(by_hand.outermost())} {'is' if len(by_hand.outermost()) == 1 else 'are'} placed by hand, but "
+            "`auto_partition` is True and would choose other stages. Set `auto_partition=False`, or do not place "
+            "modules with `set_partition` and `partition`."
+        )
+    stage_of = by_hand.stage_of if by_hand.stages else None
+    num_chunks = num_stages * (config.chunks_per_stage or 1)
+    return choose_units(module, num_chunks, config.unit_classes, stage_of=stage_of)
+
+
+def place_beforehand(config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int) -> Given | None:
+    """The stage of every unit, where the user says so; ``None`` where the library is to choose.
+
+    Collective where there are ranks: they read a file together.
+
+    Raises:
+        ConfigError: what the user says does not fit the model or the number of stages.
+    """
+    by_hand = ByHand(placed_modules(module), config.default_partition)
+    if not config.auto_partition:
+        return Given(by_hand.place([unit.name for unit in units], num_stages))
+    if not config.load_partition:
+        return None if units else Given({})  # of a bare layer, say, there is nothing to choose
+    assert config.partition_file is not None
+    saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
+    stage_of = saved.place(num_parameters_of(units), num_stages, config.chunks_per_stage)
+    for name, stage in stage_of.items():
+        if by_hand.stage_of(name) not in (None, stage):
+            raise ConfigError(
+                f"`{name}` is on stage {stage} in {config.partition_file}, but is placed on stage "
+                f"{by_hand.stage_of(name)} by hand. Change one of them."
+            )
+    return Given(stage_of, saved.treatments)
+
+
+def num_parameters_of(units: Sequence[Unit]) -> dict[str, int]:
+    """Elements of the parameters of each unit, of which layers are not split yet."""
+    return {unit.name: sum(parameter.numel() for parameter in unit.module.parameters()) for unit in units}
+
+
+def _text_on_rank_0(path: str) -> str:
+    """Contents of a file that only the first machine may have; all ranks fail if it cannot be read."""
+    found: list[Any] = [None, None]
+    are_ranks = dist.is_initialized()
+    if not are_ranks or dist.get_rank() == 0:
+        try:
+            found[0] = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            found[1] = str(error)
+    if are_ranks:
+        found = collectives.tell(found, 0, "the content of `partition_file`")
+    text, problem = found
+    if problem is not None:
+        raise ConfigError(f"`partition_file` cannot be read: {problem}. Write it with a run without `load_partition`.")
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,1 @@
+"""Hooks of the user see the whole model, whichever rank holds it."""

@@ -1,0 +1,500 @@
+"""All weights and gradients in sight of the user's hooks, although each stage has only its own.
+
+Hooks that average weights, clip them, log norms or rescale gradients are written for one process: they go over
+``model.parameters()``. While such a hook runs, on every stage alike, every parameter, buffer and gradient is a
+:class:`~smp_strategy.model.guarded_tensors.StageTensor`, and operations on them come here:
+
+* what concerns tensors of one home runs there, and its result lives there; elsewhere only metadata are known;
+* what changes a tensor runs in its home; other operands travel there;
+* what mixes homes otherwise runs in the home of the largest operand;
+* what Python reads (``.item()``, ``if norm > 1``), or puts into a tensor that every stage has, travels to all;
+* what draws random numbers moves on the global generators of all stages, as those of one process.
+
+So averages and clipping cost no communication, numbers are the same everywhere, and results that the user keeps
+(shadow weights, backups, copies of the model) stay where they are, for later hooks. Calls of the model itself run on
+their stages as in a step.
+"""
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.data_parallel.full_optimizer_state import StateView
+from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.engine.hooks.cross_stage_inference import Argument, Foresight, spec_of
+from smp_strategy.engine.hooks.full_parameters import PartsInSight, WholeView
+from smp_strategy.model.guarded_tensors import Home, StageTensor, home_of, in_plain_sight
+from smp_strategy.model.ownership import Ownership
+from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.global_rng import GlobalGenerators
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
+from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.transport import Transport
+
+__all__ = ["HookView", "Views"]
+
+_READS = (
+    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__", "__index__"),
+    *("__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
+)
+_GRADIENT: Any = Tensor.grad
+_DATA: Any = Tensor.data
+_SAME_METADATA = (_DATA.__get__, Tensor.detach, Tensor.clone)
+# Message tags of hooks begin where those of microbatches cannot come.
+TAGS = 1 << 30
+# In names of operations that write random numbers to a given tensor.
+_RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "geometric", "cauchy", "nomial", "rrelu")
+
+
+@final
+class HookView:
+    """See the module docstring. Enter it on all stages of a replica alike.
+
+    Args:
+        parameters: all parameters of the module, in the same order on every rank.
+        ownership: who holds what.
+        mesh: where the ranks stand.
+        transport: carries values between the stages.
+        foresight: knows results by metadata.
+        sharded: parameters that each stage holds together with other ranks; whole while the view is open.
+        parts: those of layers that are split over ranks; likewise.
+
+    Attributes:
+        generators: follow what is drawn on some stages.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        transport: Transport,
+        foresight: Foresight,
+        *,
+        sharded: ShardedUnits | None = None,
+        parts: PartsInSight | None = None,
+    ) -> None:
+        self._parameters = parameters
+        self._sharded = sharded
+        self._parts = parts
+        self._ownership = ownership
+        self._mesh = mesh
+        self.generators = GlobalGenerators(torch.device(mesh.device_mesh.device_type), self._to_others)
+        self._exists: dict[int, bool] | None = None
+        self._gradients: dict[int, Tensor | None] = {}
+        self._whole = ExitStack()
+        self._transport = transport
+        self._foresight = foresight
+        # What travelled, in order: the same on all stages, or they do not run the same code.
+        self._path: list[str] = []
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this is open, operations on parameters and on what was made of them come here."""
+        self._open()
+        try:
+            yield
+        finally:
+            self._close()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While this is open, inside of :meth:`shown`, parameters are as they are outside of hooks."""
+        self._close()
+        try:
+            yield
+        finally:
+            self._open()
+
+    def _open(self) -> None:
+        if self._sharded is not None:
+            self._whole.enter_context(self._sharded.in_sight(self._make_whole, sizes=self._parts is not None))
+        if self._parts is not None:
+            self._whole.enter_context(self._parts.open())
+        self._watch()
+
+    def _close(self) -> None:
+        self._unwatch()
+        self._whole.close()
+        self._exists = None
+        self._gradients.clear()
+
+    def _make_whole(self) -> None:
+        """Before the first use of anything: what is spread over ranks."""
+        if (self._sharded is None or self._sharded.is_whole) and (self._parts is None or self._parts.is_whole):
+            return
+        self._unwatch()
+        if self._parts is not None:
+            self._parts.note_use()
+        if self._sharded is not None:
+            self._sharded.show_whole()
+        if self._parts is not None:
+            self._parts.show()
+        self._watch()
+
+    def _watch(self) -> None:
+        ownership = self._ownership
+        for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
+            if home.is_here and home_of(tensor) is None:
+                StageTensor.watch(tensor, home)
+        ownership.sight.call, ownership.sight.copy = self.call, self._copy
+        has_parts = self._parts is not None and not self._parts.is_whole
+        ownership.sight.make_whole = self._make_whole if has_parts else None
+
+    def _unwatch(self) -> None:
+        ownership = self._ownership
+        ownership.sight.call = ownership.sight.copy = ownership.sight.make_whole = None
+        for _, tensor, home in [*ownership.residents(), *ownership.guests()]:
+            if home.is_here and home_of(tensor) is not None:
+                StageTensor.unwatch(tensor)
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Carry out an operation on tensors with a home."""
+        self._make_whole()
+        if func == _GRADIENT.__get__:
+            return self._gradient(args[0])
+        if func in (_GRADIENT.__set__, _GRADIENT.__delete__):
+            return self._set_gradient(args[0], self._settled(args[1]) if len(args) > 1 else None)
+        if func == _DATA.__set__:
+            return self._set_data(args[0], self._settled(args[1]))
+        name = str(getattr(func, "__name__", func))
+        if name.startswith("_foreach_"):
+            return self._for_each(func, name, args, kwargs)
+        with in_plain_sight():
+            return self._call(func, name, args, kwargs)
+
+    def run(self, hook: Callable[[], Any]) -> Any:
+        """Run ``hook``; what it returns has values on every stage."""
+        with self.shown():
+            result = hook()
+            self.agree()
+            return self.real(result)
+
+    def agree(self) -> None:
+        """Make sure that the hook did the same on all stages; collective.
+
+        Raises:
+            UnsupportedError: it did not.
+        """
+        self._transport.begin_to_agree(zlib.crc32("\n".join(self._path).encode()), lambda: self._path).check()
+
+    def real(self, tree: Any) -> Any:
+        """``tree`` with the values of all its tensors, on every stage."""
+        return pytree.tree_map(lambda leaf: self._everywhere(leaf) if isinstance(leaf, StageTensor) else leaf, tree)
+
+    def collected(self, tree: Any) -> Any:
+        """``tree`` with the values of all its tensors on the first rank of the replica, and ``None`` elsewhere."""
+        collector = self._mesh.pp - 1
+
+        def collect(leaf: Any) -> Any:
+            leaf = self._settled(leaf)
+            if not isinstance(leaf, StageTensor):
+                return leaf
+            value = self._at(leaf, collector)
+            return None if value is None else value.cpu().clone()
+
+        return pytree.tree_map(collect, tree)
+
+    def held(self, tree: Any) -> Any:
+        """``tree`` with what this rank has of each of its tensors that live on stages."""
+
+        def hold(leaf: Any) -> Any:
+            leaf = self._settled(leaf)
+            if not isinstance(leaf, StageTensor):
+                return leaf
+            with in_plain_sight():
+                spec, value = spec_of(leaf), leaf.detach()
+            if _home(leaf).is_here:
+                return Held.whole(value)
+            return Held(shape=tuple(spec.size), dtype=spec.dtype, blocks=())
+
+        return pytree.tree_map(hold, tree)
+
+    # Operations
+
+    def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        leaves, structure = flatten_call(args, kwargs)
+        leaves = [self._settled(leaf) for leaf in leaves]
+        homed = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
+        target = _changed(name, args, kwargs, homed)
+        if name in _READS or (target is not None and not isinstance(target, StageTensor)):
+            # A tensor that every stage has is changed alike on every stage.
+            return self._with_values(func, leaves, structure)
+        few = min(len(_home(tensor).holders) for tensor in homed)
+        largest = max((t for t in homed if len(_home(t).holders) == few), key=lambda tensor: tensor.numel())
+        holders = _home(largest if target is None else target).holders
+        leaves = [self._moved(leaf, holders) for leaf in leaves]
+        if target is not None:
+            self._run(func, leaves, structure, holders, any(word in name for word in _RANDOM))
+            return None if name == "__setitem__" or name.startswith("_foreach_") else target
+        if func in _SAME_METADATA:
+            made = self._run(func, leaves, structure, holders, draws=False)
+            return self._make(made, spec_of(leaves[0]), holders)
+        foreseen = self._foresight.of(func, leaves, structure)
+        if foreseen is None:
+            return self._with_values(func, leaves, structure)
+        made = self._run(func, leaves, structure, holders, foreseen.draws)
+        found = pytree.tree_leaves(made) if self._mesh.stage in holders else [None] * len(foreseen.leaves)
+        results = []
+        for told, real in zip(foreseen.leaves, found, strict=True):
+            if isinstance(told, Argument):
+                results.append(leaves[told.number])
+            else:
+                results.append(self._make(real, told, holders) if isinstance(told, TensorSpec) else told)
+        return pytree.tree_unflatten(results, foreseen.structure)
+
+    def _with_values(self, func: Any, leaves: list[Any], structure: Any) -> Any:
+        """Let every stage do it, with the values of all operands."""
+        values = [self._everywhere(leaf) if isinstance(leaf, StageTensor) else leaf for leaf in leaves]
+        args, kwargs = unflatten_call(values, structure)
+        return func(*args, **kwargs)
+
+    def _run(self, func: Any, leaves: list[Any], structure: Any, holders: frozenset[int], draws: bool) -> Any:
+        """What ``func`` returns, where the values are; ``None`` elsewhere."""
+        made = None
+        if self._mesh.stage in holders:
+            args, kwargs = unflatten_call(leaves, structure)
+            with in_plain_sight(), torch.no_grad():
+                made = func(*args, **kwargs)
+        if draws:
+            self.generators.follow(holders, leaves)
+        return made
+
+    def _for_each(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """One by one: the tensors may live on different stages."""
+        num = len(args[0])
+        results = []
+        for number in range(num):
+            one = [[arg[number]] if isinstance(arg, (list, tuple)) and len(arg) == num else arg for arg in args]
+            homed = any(isinstance(leaf, StageTensor) for leaf in pytree.tree_leaves((one, kwargs)))
+            with in_plain_sight():
+                results.append(self._call(func, name, one, kwargs) if homed else func(*one, **kwargs))
+        return None if name.endswith("_") else [item for result in results for item in result]
+
+    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
+        holders = _home(tensor).holders
+        value = self._moved(value, holders)
+        with in_plain_sight():
+            if self._mesh.stage in holders:
+                tensor.data = value
+            elif tensor.shape != value.shape or tensor.dtype != value.dtype:
+                tensor.data = _placeholder(spec_of(value))
+
+    def _copy(self, tensor: StageTensor) -> Tensor:
+        self._make_whole()
+        home = _home(tensor)
+        with in_plain_sight():
+            value = tensor.detach().clone() if home.is_here else None
+            made = _placeholder(spec_of(tensor)) if value is None else value
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return self._take_in(made, home.holders, spec_of(tensor).stride)
+
+    # Gradients
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        if self._exists is None:
+            with in_plain_sight():
+                mine = torch.tensor([p.grad is not None for p in self._parameters])
+                spec = spec_of(mine)
+                everyones = [self._sent(mine, spec, s, range(self._mesh.pp), "gradients") for s in range(self._mesh.pp)]
+                exists = torch.stack([found for found in everyones if found is not None]).any(0).tolist()
+            self._exists = {id(p): here for p, here in zip(self._parameters, exists, strict=True)}
+        if id(parameter) not in self._gradients:
+            shown = None
+            with in_plain_sight():
+                gradient = parameter.grad
+            if self._exists.get(id(parameter), False):
+                home = _home(parameter)
+                if gradient is None and home.is_here:  # one of several holders that did not use it
+                    gradient = torch.zeros_like(parameter.detach())
+                    parameter.grad = gradient
+                shown = self._make(gradient, spec_of(parameter), home.holders)
+            self._gradients[id(parameter)] = shown
+        return self._gradients[id(parameter)]
+
+    def _set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
+        self._gradient(parameter)
+        holders = _home(parameter).holders
+        value = None if value is None else self._moved(value, holders)
+        self._gradients[id(parameter)] = value
+        with in_plain_sight():
+            parameter.grad = value if self._mesh.stage in holders else None
+
+    # Where tensors are
+
+    def _settled(self, leaf: Any) -> Any:
+        """A placed tensor (the model was called in the hook) gets a home like everything else here."""
+        if not isinstance(leaf, PlacedTensor):
+            return leaf
+        value = None if leaf.origin is None else leaf.origin[1].detach()
+        return self._make(value, leaf.spec, frozenset({leaf.program.lives_on(leaf)}))
+
+    def _moved(self, leaf: Any, holders: frozenset[int]) -> Any:
+        """``leaf``, in the home ``holders``."""
+        if not isinstance(leaf, StageTensor) or holders <= _home(leaf).holders:
+            return leaf
+        if len(holders) > 1:
+            value: Tensor | None = self._everywhere(leaf)
+        else:
+            value = self._at(leaf, min(holders))
+        return self._make(value, spec_of(leaf), holders)
+
+    def _at(self, tensor: StageTensor, stage: int) -> Tensor | None:
+        """The values of ``tensor`` on ``stage``; ``None`` elsewhere."""
+        home = _home(tensor)
+        source = stage if stage in home.holders else min(home.holders)
+        with in_plain_sight():
+            value = tensor.detach() if self._mesh.stage == source else None
+            return self._sent(value, spec_of(tensor), source, [stage], home.name)
+
+    def _everywhere(self, tensor: StageTensor) -> Tensor:
+        """The values of ``tensor`` on every stage, those of its first holder: all read the same bits."""
+        home = _home(tensor)
+        with in_plain_sight():
+            value = tensor.detach().clone() if self._mesh.stage == min(home.holders) else None
+            found = self._sent(value, spec_of(tensor), min(home.holders), range(self._mesh.pp), home.name)
+        assert found is not None
+        return found
+
+    def _to_others(self, states: Tensor, holders: Collection[int]) -> Tensor | None:
+        others = [stage for stage in range(self._mesh.pp) if stage not in holders]
+        return self._sent(states, spec_of(states), min(holders), others, "random numbers")
+
+    def _sent(
+        self, value: Tensor | None, spec: TensorSpec, source: int, targets: Collection[int], name: str
+    ) -> Tensor | None:
+        """``value``, which stage ``source`` has, on the stages ``targets``; ``None`` elsewhere."""
+        stage, tag = self._mesh.stage, TAGS + len(self._path)
+        self._path.append(f"{name} from stage {source}")
+        if stage == source:
+            assert value is not None
+            for target in targets:
+                if target != stage:
+                    self._transport.send(value, spec, target, tag)
+            return value if stage in targets else None
+        return self._transport.receive(spec, source, tag).wait() if stage in targets else None
+
+    def _make(self, value: Tensor | None, spec: TensorSpec, holders: frozenset[int]) -> Tensor:
+        """A tensor that lives with ``holders``: ``value`` there, elsewhere something with these metadata."""
+        if isinstance(value, StageTensor):
+            return value
+        if value is None or self._mesh.stage not in holders:
+            value = _placeholder(spec)
+        return self._take_in(value, holders, spec.stride)
+
+    def _take_in(self, tensor: Tensor, holders: frozenset[int], stride: tuple[int, ...]) -> Tensor:
+        home = Home(
+            name="a tensor made in a hook",
+            holders=holders,
+            stage=self._mesh.stage,
+            kind=type(tensor),
+            stride=stride,
+            sight=self._ownership.sight,
+        )
+        StageTensor.watch(tensor, home)
+        self._ownership.take_in(tensor, home)
+        return tensor
+
+
+@final
+class Views:
+    """The view of the hook that runs just now, if one does.
+
+    Attributes:
+        foresight: what all views know about results.
+        states: shows what optimizers keep.
+    """
+
+    def __init__(self) -> None:
+        self.foresight = Foresight()
+        self.states = StateView()
+        self._make: Callable[[], HookView | WholeView] | None = None
+        self._view: HookView | WholeView | None = None
+
+    def begin(
+        self,
+        parameters: Sequence[nn.Parameter],
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        transport: Transport | None,
+        *,
+        sharded: ShardedUnits | None,
+        parts: PartsInSight | None,
+    ) -> None:
+        """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
+
+        def make() -> HookView | WholeView:
+            if transport is None:
+                return WholeView(sharded, parts)
+            return HookView(parameters, ownership, mesh, transport, self.foresight, sharded=sharded, parts=parts)
+
+        self._make = make
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a hook runs."""
+        return self._view is not None
+
+    def run(self, hook: Callable[[], Any], runtime: Runtime) -> Any:
+        """Run ``hook`` with a view; what it returns has values on every stage. Calls of units go to ``runtime``."""
+        assert self._make is not None
+        view = self._view = self._make()
+        try:
+            with self.states.shown():  # around the view: they are cut to where parameters are by then
+                if isinstance(view, WholeView):
+                    with view.shown():
+                        return hook()
+                return runtime.run_alone(lambda _: view.run(hook), view.generators)
+        finally:
+            self._view = None
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Inside of a hook: let the library and the optimizers work on parameters as they do outside of hooks."""
+        view, self._view = self._view, None
+        try:
+            with nullcontext() if view is None else view.hidden(), self.states.hidden():
+                yield
+        finally:
+            self._view = view
+
+    def collected(self, tree: Any) -> Any:
+        """``tree``, made by the hook that runs, with values on the first rank of the replica; collective."""
+        return tree if self._view is None else self._view.collected(tree)
+
+    def held(self, tree: Any) -> Any:
+        """``tree``, made by the hook that runs, with :class:`Held` in the place of tensors that are spread."""
+        return self._view.held(tree) if isinstance(self._view, HookView) else tree
+
+
+def _home(tensor: Any) -> Home:
+    home = home_of(tensor)
+    assert home is not None
+    return home
+
+
+def _placeholder(spec: TensorSpec) -> Tensor:
+    fill = float("nan") if spec.dtype.is_floating_point or spec.dtype.is_complex else 0
+    return torch.full((1,) * len(spec.size), fill, dtype=spec.dtype, device=spec.device).expand(spec.size)
+
+
+def _changed(name: str, args: Any, kwargs: Any, homed: Sequence[Tensor]) -> Tensor | None:
+    """The tensor that the operation changes in place."""
+    if kwargs.get("out") is not None:
+        out: Tensor = kwargs["out"]
+        return out
+    in_place = name.endswith("_") and not name.endswith("__")
+    augmented = name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    if not in_place and not augmented:
+        return None
+    first = args[0] if args else homed[0]
+    return first[0] if isinstance(first, (list, tuple)) else first

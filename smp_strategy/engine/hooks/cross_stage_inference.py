@@ -1,0 +1,123 @@
+"""What does an operation return, by metadata, on a stage that does not have the values?
+
+The operation runs once on fake tensors; later ones with the same metadata are answered from memory. Numbers with a
+fraction are not told apart: they do not change metadata.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp_strategy.model.guarded_tensors import home_of
+from smp_strategy.model.trace.dispatch import draws
+from smp_strategy.model.trace.pytree import unflatten_call
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+
+__all__ = ["Argument", "Foreseen", "Foresight", "spec_of"]
+
+_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
+# Shapes that change from call to call must not fill the memory.
+MOST_ANSWERS = 1 << 12
+
+
+@final
+@dataclass(frozen=True)
+class Foreseen:
+    """The result of an operation."""
+
+    leaves: tuple[Any, ...]
+    """Flattened: a :class:`TensorSpec` for a tensor that is made, ``Argument`` for one that is given, or a constant."""
+    structure: Any
+    draws: bool
+    """Whether it draws random numbers."""
+
+
+@final
+@dataclass(frozen=True)
+class Argument:
+    """A result that is one of the arguments."""
+
+    number: int
+
+
+@final
+class Foresight:
+    """Answers and remembers."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, Foreseen | None] = {}
+
+    def of(self, func: Any, leaves: Sequence[Any], structure: Any) -> Foreseen | None:
+        """The result of ``func`` for flattened arguments; ``None`` if only their values could tell."""
+        given = [spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        keys = [_key(leaf) for leaf in given]
+        if any(key is None for key in keys):
+            return self._ask(func, given, structure)
+        question = (func, structure, *keys)
+        if question not in self._known:
+            if len(self._known) >= MOST_ANSWERS:
+                self._known.clear()
+            self._known[question] = self._ask(func, given, structure)
+        return self._known[question]
+
+    def _ask(self, func: Any, given: Sequence[Any], structure: Any) -> Foreseen | None:
+        def imitate(leaf: Any) -> Any:
+            if not isinstance(leaf, TensorSpec):
+                return leaf
+            return torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=leaf.device)
+
+        try:
+            with self._mode, torch.no_grad(), _Draws() as watched:
+                fakes = [imitate(leaf) for leaf in given]
+                args, kwargs = unflatten_call(fakes, structure)
+                results, form = pytree.tree_flatten(func(*args, **kwargs))
+        except Exception:  # whatever the operation says about tensors without values
+            return None
+        numbers = {id(fake): number for number, fake in enumerate(fakes) if isinstance(fake, Tensor)}
+
+        def told(leaf: Any) -> Any:
+            if id(leaf) in numbers:
+                return Argument(numbers[id(leaf)])
+            return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
+
+        return Foreseen(tuple(told(leaf) for leaf in results), form, watched.any)
+
+
+@final
+class _Draws(TorchDispatchMode):
+    """Notices whether anything in here draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.any |= draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """The metadata of ``tensor`` as they are where its values are; gradients play no part."""
+    home = home_of(tensor)
+    stride = tensor.stride() if home is None or home.is_here else home.stride
+    return TensorSpec(tuple(tensor.size()), tuple(stride), tensor.dtype, tensor.device, False)
+
+
+def _key(leaf: Any) -> Any:
+    """What of an argument the answer depends on; ``None``: it cannot be told."""
+    if isinstance(leaf, TensorSpec):
+        return leaf
+    if isinstance(leaf, slice):
+        return slice, leaf.start, leaf.stop, leaf.step
+    if isinstance(leaf, (float, complex)):
+        return type(leaf)
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else None

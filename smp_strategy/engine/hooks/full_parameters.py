@@ -1,0 +1,255 @@
+"""Whole weights and gradients in sight of the user's hooks, although ranks have pieces or parts of them.
+
+Hooks are written for one process. From the first use in a hook on, parameters and gradients that a shard group holds
+together, or of whose layers each rank has a part, are whole; when the hook is over each rank keeps its own of what has
+become of them. A hook that uses none costs one small message. Where layers are split, sizes are a use as well: those
+of a part are not what a hook has in mind.
+
+A hook that uses weights, or calls the model, on some ranks only is an error on all of them, and nobody waits for ever:
+ranks compare what they are about to do. While a hook calls units of the model their layers compute with their parts.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, StageTensor, in_plain_sight
+from smp_strategy.tensor_parallel.parameter_parts import Parts
+
+__all__ = ["PartsInSight", "WholeView"]
+
+# Where it is noted on a part what its use leads to.
+_MAKE_WHOLE = "_smp_make_whole"
+_NO_USE = (HARMLESS | BY_IDENTITY) - SIZES
+
+
+@contextmanager
+def _ordinary() -> Iterator[None]:
+    """Memory is looked at in here, whatever class tensors have, and what is made are ordinary tensors."""
+    with in_plain_sight(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _filled(tensor: Tensor, values: Tensor) -> Tensor:
+    """``tensor`` with ``values``, or these where the user has changed more than values."""
+    is_alike = tensor.dtype == values.dtype and tensor.device == values.device
+    return tensor.copy_(values) if is_alike else values
+
+
+def _call(args: Any, kwargs: Any) -> str:
+    """A call of a unit in a hook, in words: ranks that make the same one have inputs of the same shapes."""
+    shapes = [list(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return f"a call of the model in a hook, with tensors of the shapes {shapes}"
+
+
+@final
+class PartsInSight:
+    """Shows hooks the whole of split layers.
+
+    Args:
+        parts: what is split.
+        is_here: whether this rank's stage has a parameter.
+
+    Attributes:
+        is_whole: whether parameters and gradients are whole just now.
+    """
+
+    def __init__(self, parts: Parts, is_here: Callable[[Tensor], bool]) -> None:
+        self._parts = parts
+        self._here = [parameter for parameter in parts.cuts if is_here(parameter)]
+        self._away = [parameter for parameter in parts.cuts if not is_here(parameter)]
+        self._kept: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        self._watched: list[nn.Parameter] = []
+        self._make_whole: Callable[[], None] | None = None
+        self._is_used = self._is_open = False
+        self.is_whole = False
+
+    @contextmanager
+    def open(self, make_whole: Callable[[], None] | None = None) -> Iterator[None]:
+        """Code of the user runs in here. Collective over the ranks that have the parts.
+
+        Args:
+            make_whole: called at the first use, to call :meth:`show`; ``None``: who opens this notices uses.
+        """
+        self._make_whole, self._is_used, self._is_open = make_whole, False, True
+        self._watch()
+        try:
+            yield
+            if not self._is_used:
+                self._agree_on_use(is_used=False)
+        finally:
+            self._unwatch()
+            self._make_whole, self._is_open = None, False
+            self.hide()
+
+    def note_use(self) -> None:
+        """A first use: it must be one on all ranks. Collective."""
+        self._is_used = True
+        self._unwatch()
+        self._agree_on_use(is_used=True)
+
+    def show(self) -> None:
+        """Let parameters and gradients be whole. Collective."""
+        self.is_whole = True
+        with self._parts.group.meeting("whole weights in a hook"):
+            self._show_here()
+        for parameter in self._away:
+            StageTensor.resize(parameter, self._parts.whole_shape(parameter))
+
+    def hide(self) -> None:
+        """Let each rank have its part again, if they are whole, of what has become of them."""
+        if self.is_whole:
+            self._hide_here()
+            for parameter in self._away:
+                StageTensor.resize(parameter, self._parts.shape(parameter))
+        self.is_whole = False
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which calls a unit, for units whose layers compute with their parts."""
+        if not self._is_open:
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._unwatch()
+            with self._parts.group.meeting(_call(args, kwargs)):
+                if not self.is_whole:
+                    try:
+                        return function(*args, **kwargs)
+                    finally:
+                        self._watch()
+                self._hide_here()
+                result = function(*args, **kwargs)
+                self._show_here()
+                return result
+
+        return call
+
+    @_ordinary()
+    def _show_here(self) -> None:
+        for parameter in self._here:
+            data, gradient = parameter.data, parameter.grad
+            self._kept.append((parameter, data, gradient))
+            parameter.grad = None
+            parameter.data = self._parts.join(parameter, data)
+            if gradient is not None:
+                parameter.grad = self._parts.join(parameter, gradient)
+
+    @_ordinary()
+    def _hide_here(self) -> None:
+        for parameter, data, gradient in self._kept:
+            whole, of_whole = parameter.data, parameter.grad
+            parameter.grad = None
+            parameter.data = _filled(data, self._parts.part(parameter, whole))
+            if of_whole is not None:
+                part = self._parts.part(parameter, of_whole)
+                parameter.grad = part if gradient is None else _filled(gradient, part)
+        self._kept.clear()
+
+    def _watch(self) -> None:
+        if self._make_whole is None:
+            return
+        for parameter in self._here:
+            if type(parameter) is nn.Parameter:  # others are watched by others
+                setattr(parameter, _MAKE_WHOLE, self._make_whole)
+                parameter.__class__ = _Part
+                self._watched.append(parameter)
+
+    def _unwatch(self) -> None:
+        for parameter in self._watched:
+            parameter.__class__ = nn.Parameter
+            delattr(parameter, _MAKE_WHOLE)
+        self._watched.clear()
+
+    def _agree_on_use(self, *, is_used: bool) -> None:
+        group = self._parts.group
+        num_users = sum(group.numbers(is_used, "weights of split layers in a hook"))
+        if num_users not in (0, group.size):
+            raise UnsupportedError(
+                f"A hook uses weights or gradients of split layers (`tensor_parallel_degree`) on {num_users} of "
+                f"{group.size} ranks that have parts ({'' if is_used else 'not '}on this one), but it takes all. "
+                "Let all ranks run the same code, with `if trainer.is_global_zero: ...` around what is done with the "
+                "result only."
+            )
+
+
+class _Part(nn.Parameter):
+    """A part while a hook runs that has used none yet. Parameters take this class and leave it again."""
+
+    # Placed tensors leave operations that involve such a tensor to this class.
+    has_home = True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _NO_USE:
+            with in_plain_sight():
+                return func(*args, **(kwargs or {}))
+        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Part))._become_whole()
+        return func(*args, **(kwargs or {}))
+
+    def _become_whole(self) -> None:
+        vars(self)[_MAKE_WHOLE]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        self._become_whole()
+        copied: Tensor = self.__deepcopy__(memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._become_whole()
+        return self.__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        self._become_whole()
+        return repr(self)
+
+
+@final
+class WholeView:
+    """All weights and gradients of ``sharded`` units and of split layers in sight, where there is one stage."""
+
+    def __init__(self, sharded: ShardedUnits | None, parts: PartsInSight | None) -> None:
+        self._sharded = sharded
+        self._parts = parts
+        self._whole = ExitStack()
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While this is open, they are whole from their first use on."""
+        self._open()
+        with self._whole:
+            yield
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """While this is open, inside of :meth:`shown`, they are as they are outside of hooks."""
+        self._whole.close()
+        try:
+            yield
+        finally:
+            self._open()
+
+    def collected(self, tree: Any) -> Any:
+        """``tree``, which has values on every rank."""
+        return tree
+
+    def _open(self) -> None:
+        if self._sharded is not None:
+            self._whole.enter_context(self._sharded.in_sight(self._make_whole, sizes=self._parts is not None))
+        if self._parts is not None:
+            self._whole.enter_context(self._parts.open(self._make_whole))
+
+    def _make_whole(self) -> None:
+        if self._parts is not None:
+            self._parts.note_use()
+        if self._sharded is not None:
+            self._sharded.show_whole()
+        if self._parts is not None:
+            self._parts.show()

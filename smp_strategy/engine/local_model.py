@@ -1,0 +1,456 @@
+"""This rank's share of the module: which values it holds, and how they are trained, looked at, saved and given back.
+
+A parameter belongs to the stages of the units that have it (:mod:`smp_strategy.model.ownership`). There, all replicas
+hold it, or a shard group holds it together (:mod:`smp_strategy.data_parallel.sharded_module`), and one replica or all
+of them update it (:mod:`smp_strategy.data_parallel.zero1`). Of split layers all of this is about a rank's part
+(:mod:`smp_strategy.tensor_parallel`). The share exists from the first step on, when ranks let go of what is not theirs,
+until the module is whole again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.checkpoint import full_state_dict as full
+from smp_strategy.checkpoint.load import MODULE, load_module
+from smp_strategy.checkpoint.local_shards import Holdings
+from smp_strategy.checkpoint.restore_module import restore
+from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.config.config import RestoreModule, SMPConfig
+from smp_strategy.data_parallel.bucketed_all_reduce import Sums
+from smp_strategy.data_parallel.flat_unit import Keeping
+from smp_strategy.data_parallel.full_optimizer_state import StateView
+from smp_strategy.data_parallel.gather_schedule import Timing
+from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
+from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
+from smp_strategy.data_parallel.partial_state_dict import mark_own_states
+from smp_strategy.data_parallel.reduction import Reduction
+from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.data_parallel.unscale import agreed, unscale_gradients
+from smp_strategy.data_parallel.zero1 import StateSharding
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.collectives.interface import collectives_of
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.rendezvous import meet
+from smp_strategy.engine.delayed_init import DelayedModule
+from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.hooks.full_parameters import PartsInSight
+from smp_strategy.engine.step_results import Accumulated, accumulating
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.ownership import Ownership
+from smp_strategy.pipeline.transport import Transport
+from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
+from smp_strategy.precision.grad_scaler import Found
+from smp_strategy.precision.gradient_dtype import WideGradients
+from smp_strategy.tensor_parallel.split_module import SplitLayers
+
+__all__ = ["Share"]
+
+
+class Backward(NamedTuple):
+    """A pass with backward, on its way."""
+
+    gradients: Accumulated
+    """Those that it has added, when it is over."""
+    averages: Sums | None
+    """Those of them that are on their way to the replicas."""
+    around_last: Callable[[], AbstractContextManager[None]]
+    """To be entered when its last backward action begins."""
+
+
+@final
+class Share:
+    """See the module docstring. Its construction lets go of everything else; collective.
+
+    Args:
+        module: whole until now.
+        ownership: which stages hold which parameter.
+        mesh: where the ranks stand.
+        config: all options.
+        delayed: what of the module has no values yet, and where they are made.
+        copies: of the module, which are spread with it.
+        everyone_sees: whether all replicas keep averaged gradients until the optimizer's step.
+        split: the layers that are split, if there are any.
+
+    Attributes:
+        ownership: as given.
+        sharded: the parameters that a shard group holds together, if there are any.
+        holdings: what this rank holds of each parameter, to those who save and load.
+        parts_in_sight: shows hooks the whole of split layers, if there are any.
+        reduction: sums up gradients.
+        whole_on: where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ownership: Ownership,
+        mesh: ProcessMesh,
+        config: SMPConfig,
+        delayed: DelayedModule,
+        *,
+        copies: Iterable[nn.Module] = (),
+        everyone_sees: bool = False,
+        split: SplitLayers | None = None,
+    ) -> None:
+        self.ownership = ownership
+        self._module = module
+        self._mesh = mesh
+        self._config = config
+        self._delayed = delayed
+        self._split = split
+        self._parts = parts = None if split is None else split.parts
+        self.parts_in_sight = None
+        if parts is not None:
+            self.parts_in_sight = PartsInSight(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
+        copies = list(copies)
+        spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
+        delayed.settle(
+            lambda tensor: mesh.stage in ownership.holders(tensor),
+            later={parameter for members in spread.values() for _, parameter in members},
+            copies=copies,
+        )
+        ownership.release(mesh.stage, copies)
+        deals_out = config.shard_optimizer_state and mesh.shard_group is None
+        self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
+        self.sharded = None
+        if mesh.shard_group is not None:
+            self.sharded = _sharded(ownership, mesh, config, delayed, _keeping(module, config))
+        self.holdings = Holdings(module, ownership, mesh, self._state, self.sharded, parts)
+        self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
+        sharded = self.sharded
+        self._wide = WideGradients(each for each in self.parameters if sharded is None or not sharded.has(each))
+        # The parameters, by identity, that optimizers had to train when they were tried.
+        self._tried: dict[Optimizer, list[int]] = {}
+        self.reduction = Reduction(
+            ownership,
+            mesh,
+            self._state,
+            self.sharded,
+            self._parts,
+            reduce_dtype(config),
+            keeps_buffers=not config.broadcast_buffers,
+        )
+        is_spread = mesh.pp > 1 or self.sharded is not None or split is not None
+        self.whole_on: RestoreModule = "none" if is_spread else "all"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that this rank holds, or a part of."""
+        return self.ownership.local_parameters(self._mesh.stage)
+
+    @property
+    def whole_parameters(self) -> list[nn.Parameter]:
+        """Those of its units that this rank has all of, between uses, too."""
+        names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
+        members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
+        return [each for each in members if self.sharded is None or not self.sharded.has(each)]
+
+    @property
+    def is_whole_here(self) -> bool:
+        """Whether this rank has all values of the module."""
+        return self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
+
+    # Passes over the model
+
+    @property
+    def reads_refused(self) -> str:
+        """Why steps must not read values; empty: they may."""
+        if self.sharded is None or self._mesh.pp == 1 or self._config.gathers_once(self._mesh.pp):
+            return ""
+        return (
+            "With `sdp_gather=use` ranks of a shard group wait for each other at each use of a unit, and with several "
+            "stages for their stages as well: they would block each other for ever if a value led them to different "
+            "units. Leave `sdp_gather` out, which gathers once per step, or do not read values."
+        )
+
+    def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
+        """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
+        if self.sharded is not None:
+            function = self.sharded.call(unit, function, token)
+        else:
+            self._state.arrivals.wait_for(self._parameters_of[unit])
+        return function if self.parts_in_sight is None else self.parts_in_sight.around(function)
+
+    def settle(self) -> None:
+        """Wait for values that are on their way to this rank: somebody will look at them."""
+        self._state.arrivals.wait()
+
+    @contextmanager
+    def backward(self, *, continues: bool, sums: bool) -> Iterator[Backward]:
+        """A pass with backward runs in here. Collective.
+
+        Args:
+            continues: its gradients are probably added to those that are there.
+            sums: begin to average them over the replicas while they are computed.
+        """
+        averages = self.reduction.start() if sums else None
+        contexts = [averages.watching] if averages is not None else []
+        sharded = self.sharded
+        if sharded is not None and sums:
+            contexts.append(sharded.around_last)
+        with (
+            accumulating(self.parameters, continues=continues) as found,
+            nullcontext() if sharded is None else sharded.training(sums=sums),
+        ):
+            yield Backward(found, averages, partial(_all, contexts))
+            if averages is not None:
+                averages.send_rest(self.reduction.buffers.notes())
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A pass without backward runs in here. Collective."""
+        self.settle()
+        return nullcontext() if self.sharded is None else self.sharded.evaluating()
+
+    # Code of the user
+
+    def show_in(self, views: Views, transport: Transport | None, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        """Let ``views`` show weights, gradients and what ``optimizers`` keep, of which this rank has some."""
+        parameters, mesh = list(self._module.parameters()), self._mesh
+        views.begin(parameters, self.ownership, mesh, transport, sharded=self.sharded, parts=self.parts_in_sight)
+        if self._updates_all:
+            return
+
+        def gather(optimizer: Optimizer) -> Any:
+            meet("optimizer.state")
+            return full.optimizer_state_on_all_ranks(self.holdings, optimizer)
+
+        def keep_share(optimizer: Optimizer) -> None:
+            full.keep_share(optimizer, self._state, self.sharded, self._parts)
+
+        views.states = StateView(optimizers, gather, keep_share)
+
+    # The optimizer's step
+
+    def unscale(self, optimizer: Optimizer, scale: float) -> Found:
+        """See :meth:`smp_strategy.engine.engine.Engine.unscale`."""
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        with torch.no_grad():
+            return agreed(unscale_gradients(parameters, scale), self._delayed.device)
+
+    def begin_update(self, optimizer: Optimizer) -> None:
+        """See :meth:`smp_strategy.engine.engine.Engine.begin_update`."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if (max_norm := self._config.sdp_gradient_clipping) is not None:
+            self.clip_grad_norm_(parameters, max_norm)
+        self._try_optimizers([optimizer])
+        self._state.begin_update(optimizer)
+        self._wide.begin_update(parameters)
+        if self.sharded is not None:
+            self.sharded.show_pieces(parameters)
+
+    def end_update(self, optimizer: Optimizer) -> None:
+        """See :meth:`smp_strategy.engine.engine.Engine.end_update`."""
+        self._wide.end_update(each for group in optimizer.param_groups for each in group["params"])
+        self._state.end_update(optimizer)
+        if self.sharded is not None:
+            self.sharded.hide_pieces()
+
+    @contextmanager
+    def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
+        """See :meth:`smp_strategy.engine.engine.Engine.changing_weights`."""
+        self._try_optimizers([optimizer])
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        if self.sharded is not None:
+            self.sharded.show_pieces(parameters)
+        try:
+            with self._state.changing_weights(optimizer), _no_new_states(optimizer):
+                yield
+        finally:
+            if self.sharded is not None:
+                self.sharded.hide_pieces()
+
+    def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See :meth:`smp_strategy.engine.engine.Engine.clip_grad_norm_`."""
+        norm = self.reduction.norm(parameters, norm_type)
+        local = [parameter for parameter in parameters if parameter.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
+        return norm
+
+    # Values
+
+    def restore(self, where: RestoreModule) -> None:
+        """Give the ranks ``where`` the whole module back. Collective."""
+        self.settle()
+        if where == "all":
+            self._wide.end()
+            self.reduction.buffers.meet_entirely()
+        if self.whole_on == "all" or where == "none":
+            return
+        mesh = self._mesh
+        if mesh.shape.world_size > 1:
+            collectives.barrier("the whole module, at the end of a run")
+        with nullcontext() if self._split is None else self._split.in_parts():
+            if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
+                self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
+            # All parts of rank 0's layers: it gets the others' when all stages' are there.
+            keep = where == "all" or (mesh.dp_rank == 0 and mesh.pp_rank == 0)
+            if where == "all" or mesh.dp_rank == 0:
+                restore(self._module, self.ownership, mesh, keep=keep)
+        if self._split is not None and keep:
+            self._split.to_dense()
+        self.whole_on = where
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """See :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`."""
+        self.settle()
+        if self.whole_on != "none":
+            return self._module.state_dict() if self._mesh.rank == 0 else {}
+        return full.state_dict(self.holdings)
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
+        """Take this rank's share of a whole state dict, or all of it where the module is whole."""
+        self.settle()
+        if self.is_whole_here:
+            self._module.load_state_dict(state, strict=strict)
+        else:
+            entries = {f"{MODULE}.{name}": value for name, value in state.items()}
+            load_module(self._module, WholeState(entries), self.holdings, strict=strict)
+
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Of state that ``optimizers`` have for whole parameters, keep this rank's share.
+
+        Raises:
+            ConfigError: some of them cannot update pieces of parameters.
+        """
+        self._try_optimizers(optimizers)
+        for optimizer in optimizers:
+            full.keep_share(optimizer, self._state, self.sharded, self._parts)
+            if self.whole_on == "none" or self._state.is_on:
+                mark_own_states(optimizer)
+
+    def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse those that need more than a rank has, also if what they train has been added or unfrozen since."""
+        if self._updates_all:
+            return
+        new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
+        if not new:
+            return
+        # Of all stages, so that all ranks refuse the same.
+        names = {parameter: name for name, parameter in self._module.named_parameters()}
+
+        def updaters(parameter: nn.Parameter) -> list[Updater]:
+            stages = self.ownership.holders(parameter)
+            if parameter not in names:  # not of the module, so on every rank
+                return [Updater(stage, replica) for stage in stages for replica in range(self._mesh.dp)]
+            return [Updater(stage, self._state.owner(parameter, stage)) for stage in stages]
+
+        problems = problems_of_dependence(new, updaters, names, self._divided_by) if self._is_divided else []
+        members = () if self.sharded is None else self.ownership.parameters_by_units().values()
+        spread = {parameter: name for group in members for name, parameter in group}
+        cuts = {} if self._parts is None else self._parts.cuts
+        split = {parameter: (names[parameter], cut.dim) for parameter, cut in cuts.items()}
+        problems += problems_of_cuts(new, spread, degree=self._mesh.shape.dp_shard, split=split)
+        if problems:
+            raise ConfigError(problems)
+        self._tried.update(new)
+
+    @property
+    def _updates_all(self) -> bool:
+        """Whether optimizers see here what they would in one process."""
+        return not self._is_divided and self.sharded is None and self._parts is None
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether each rank updates some of the parameters."""
+        return self._mesh.pp > 1 or self._state.is_on
+
+    @property
+    def _divided_by(self) -> dict[str, object]:
+        """The options that let each rank update some of the parameters, with their values."""
+        options: dict[str, object] = {"pipeline_parallel_degree": self._mesh.pp} if self._mesh.pp > 1 else {}
+        return {**options, "shard_optimizer_state": True} if self._state.is_on else options
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        if self.sharded is not None:
+            self.sharded.close()
+
+
+def _trained_by(optimizer: Optimizer) -> list[int]:
+    return [id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+
+@contextmanager
+def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+@contextmanager
+def _no_new_states(optimizer: Optimizer) -> Iterator[None]:
+    """Who asks for a state makes one, also of parameters that this rank does not train."""
+    before = set(optimizer.state)
+    try:
+        yield
+    finally:
+        for parameter in [each for each, state in optimizer.state.items() if not state and each not in before]:
+            del optimizer.state[parameter]
+
+
+def _sharded(
+    ownership: Ownership,
+    mesh: ProcessMesh,
+    config: SMPConfig,
+    delayed: DelayedModule,
+    keeping: Keeping,
+) -> ShardedUnits:
+    assert mesh.shard_group is not None
+    device = delayed.device
+    is_on_nodes = mesh.shape.nodes_of_shard_group > 1
+    shards = collectives_of(
+        mesh.shard_group,
+        device,
+        len(mesh.shape.hops(mesh.rank)[0]) if is_on_nodes else None,
+        gathers_in_hops=config.sdp_hierarchical_allgather,
+        most_reduced=config.sdp_reduce_bucket_size,
+    )
+    parameters, across = {}, {}
+    for users, members in ownership.parameters_by_units().items():
+        stages = frozenset(ownership.stage_of[user] for user in users)
+        group = mesh.group_of(stages) if len(stages) > 1 else None
+        if mesh.stage in stages:
+            parameters[users] = _with_values(members, delayed)
+        if group is not None:
+            across[users] = (group, mesh.stage == min(stages))
+    has_replicas = mesh.dp > mesh.shape.dp_shard
+    units = ShardedUnits(
+        parameters,
+        shards,
+        collectives_of(mesh.replicate_group, device) if has_replicas else None,
+        device,
+        across=across,
+        timing=Timing(
+            gathers_once=config.gathers_once(mesh.pp),
+            reduces_early=mesh.pp == 1,
+            most_live=config.sdp_max_live_parameters,
+        ),
+        deals_out=has_replicas and config.shard_optimizer_state,
+        keeping=keeping,
+    )
+    units.group = mesh.shard_group
+    return units
+
+
+def _keeping(module: nn.Module, config: SMPConfig) -> Keeping:
+    named, seen = dict(module.named_parameters()), dtypes_in_use(module, compute_dtype(config))
+    return Keeping(
+        persistence_threshold=config.sdp_param_persistence_threshold,
+        dtypes={named[name]: dtype for name, dtype in seen.items()},
+        reduce_dtype=reduce_dtype(config),
+    )
+
+
+def _with_values(
+    members: Sequence[tuple[str, nn.Parameter]], delayed: DelayedModule
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """``members``, which have values when they are asked for, and not before: each unit is cut before the next."""
+    delayed.materialise(parameter for _, parameter in members)
+    yield from members

@@ -1,0 +1,161 @@
+"""Training steps that run their backward and step their optimizers themselves (manual optimization).
+
+In such a step, backward and optimizer steps stand in the midst of the user's code, which runs once per microbatch; but
+they concern the whole batch. Each of them is a *barrier*: the microbatches run up to it one after the other, then it
+is done once, then all go on. At a backward, the microbatches' losses are weighted by samples and their gradients added
+to ``.grad`` in the order of the microbatches: the numbers of one process that does the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.data_parallel.reduction import Reduction
+from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.engine.deferred_loss import ForwardStep, program_of
+from smp_strategy.engine.hidden_gradients import HiddenGradients
+from smp_strategy.engine.unit_calls import UnitCalls
+from smp_strategy.pipeline.microbatch_runner import Barrier, Job, StepRun
+from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
+
+__all__ = ["ManualSteps"]
+
+
+@final
+class ManualSteps:
+    """What the code of a manual step can ask for.
+
+    Args:
+        calls: leads to the runtime, which exists from the first step on.
+    """
+
+    def __init__(self, calls: UnitCalls) -> None:
+        self._calls = calls
+        self._reduction: Reduction | None = None
+        self._sharded: ShardedUnits | None = None
+        self._hidden: HiddenGradients | None = None
+        self._weights: Sequence[float] = ()
+
+    def begin(
+        self, parameters: Sequence[nn.Parameter], reduction: Reduction, sharded: ShardedUnits | None = None
+    ) -> None:
+        """The model is partitioned.
+
+        Args:
+            parameters: those that this rank holds, or a part of.
+            reduction: sums up their gradients.
+            sharded: those that a shard group holds together, if there are any.
+        """
+        self._reduction = reduction
+        self._sharded = sharded
+        self._hidden = HiddenGradients(parameters)
+
+    def run(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
+        """Run a step."""
+        assert self._calls.runtime is not None
+        assert self._hidden is not None
+        self._weights = job.weights
+        sharded = self._sharded
+        if sharded is not None:
+            sharded.begin_pass()
+        with self._hidden.hidden():
+            result = self._calls.runtime.run_with_barriers(job, microbatches)
+        if sharded is not None:
+            sharded.stop_at("the end of the step")
+            sharded.end_pass()
+        assert self._reduction is not None
+        self._reduction.buffers.may_change()
+        self._reduction.buffers.meet()
+        return result
+
+    def forward(self, job: Job, microbatches: Sequence[Any], sizes: tuple[int, ...]) -> ForwardStep:
+        """Run a step forward only, and let it wait for what comes back. Its losses are not weighted."""
+        runtime, sharded = self._calls.runtime, self._sharded
+        assert runtime is not None
+        program = program_of(job.step, self._once_in_step, runtime.make_real)
+        job = replace(job, step=program, weights=[1.0] * len(microbatches))
+        if sharded is not None:
+            sharded.begin_pass()
+        outputs, pause = runtime.run_to_barrier(job, list(enumerate(microbatches)))
+        if sharded is not None:
+            sharded.stop_at("the end of the forward")
+            sharded.end_pass()
+
+        def backward(losses: list[Any], retain_graph: bool) -> None:
+            assert self._calls.runtime is not None
+            self._calls.runtime.backward(losses, 1.0, retain_graph=retain_graph)
+
+        return ForwardStep(put_together(outputs), sizes, pause, backward, self._around_backward)
+
+    def _once_in_step(self, name: str, act: Callable[[list[Any]], Any], value: Any) -> Any:
+        assert self._calls.runtime is not None
+        return self._calls.runtime.once(Barrier(name, act, value), also_dry=False)
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        assert self._reduction is not None
+        self._reduction.begin_backward()
+        with nullcontext() if self._sharded is None else self._sharded.training(sums=False):
+            yield
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the caller is code of a step, dry or not."""
+        return self._calls.runtime is not None and self._calls.runtime.is_in_step
+
+    def once(self, name: str, act: Callable[[list[Any]], Any], value: Any = None, *, also_dry: bool = False) -> Any:
+        """In the code of a step: wait for all microbatches, then do something once for the batch.
+
+        Args:
+            name: what it is, for messages. Microbatches that wait for different things are an error.
+            act: gets the ``value`` of each microbatch. Gradients are real and those of this rank meanwhile.
+            value: what this microbatch brings.
+            also_dry: do it in a dry run, too.
+
+        Returns:
+            What ``act`` returns, in all microbatches. Outside of a step it is called at once.
+        """
+        runtime, hidden = self._calls.runtime, self._hidden
+        if runtime is None or not runtime.is_in_step:
+            return act([value])
+
+        def with_gradients(values: list[Any]) -> Any:
+            if hidden is None:
+                return act(values)
+            if self._sharded is not None:
+                self._sharded.stop_at(name)
+            with hidden.shown():
+                result = act(values)
+            if self._sharded is not None:
+                self._sharded.begin_pass()
+            return result
+
+        return runtime.once(Barrier(name, with_gradients, value), also_dry=also_dry)
+
+    def backward(self, losses: Sequence[Tensor], factor: float, *, retain_graph: bool = False) -> None:
+        """In an action of :meth:`once`: add ``factor`` times the gradient of the mean loss to ``.grad``."""
+        assert self._calls.runtime is not None
+        with self._around_backward():
+            self._calls.runtime.backward(losses, factor, retain_graph=retain_graph)
+
+    def mean(self, values: Sequence[Any]) -> Tensor:
+        """In an action of :meth:`once`: the mean over the batch of a number of each microbatch, real everywhere."""
+        assert self._calls.runtime is not None
+        real = [torch.as_tensor(value).reshape(()) for value in self._calls.runtime.make_real(list(values))]
+        stacked = torch.stack(real)
+        return (stacked * stacked.new_tensor(self._weights)).sum()
+
+    def over_replicas(self, value: Tensor) -> Tensor:
+        """The mean of the replicas' ``value``. Collective."""
+        if self._sharded is not None:
+            self._sharded.let_go()
+        return value if self._reduction is None else self._reduction.over_replicas(value)
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make the gradients of ``parameters`` whole: summed over stages and averaged over replicas; collective."""
+        if self._reduction is not None:
+            self._reduction.reduce_some(parameters)

@@ -1,0 +1,213 @@
+"""Decide a partition without ranks and without memory: on a laptop, for a model that is larger than its memory.
+
+The model may be on the meta device. Units need no values (:mod:`smp_strategy.model.trace.shape_inference`); what code
+above them computes with (masks, rotary tables) is small and gets memory, with zeros, while the step runs dry.
+
+Layers that ranks would split are split meanwhile, as the first rank would have them, and whole again afterwards. They
+are chosen by what the step does, too, which is watched where it costs nothing: on the meta device, if the model is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from smp_strategy.activations.selection import choose
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.engine.decide import partition_of, program_of, relief_of
+from smp_strategy.engine.dry_run import DryRun, Surroundings, dry_run, run_for_real
+from smp_strategy.engine.given_partition import choose_placed_units, num_parameters_of, place_beforehand
+from smp_strategy.engine.unit_calls import UnitCalls
+from smp_strategy.model.meta_tensors import zero_values
+from smp_strategy.model.trace.device_model import Machine
+from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.undo_attributes import attributes_restored
+from smp_strategy.model.units import Unit
+from smp_strategy.planning.costs import find_costs
+from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.planning.planner import Program
+from smp_strategy.precision.dtypes import halved
+from smp_strategy.precision.mixed_precision import HalfUnits
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.split import split_layers
+
+__all__ = ["plan_partition", "trace_program"]
+
+
+def plan_partition(
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    num_stages: int,
+    loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
+    optimizers: Sequence[Optimizer] = (),
+    machine: Machine | str = "cpu",
+    **options: Any,
+) -> Partition:
+    """The partition that a run of ``num_stages`` ranks would decide on, or what one by hand or from a file costs.
+
+    A model of 30 billion parameters takes seconds and some megabytes::
+
+        with torch.device("meta"):
+            model = GPT2LMHeadModel(config)
+        partition = plan_partition(
+            model, lambda ids: model(ids, labels=ids).loss, torch.zeros(1, 2048, dtype=torch.int64), num_stages=8
+        )
+
+    Args:
+        module: the whole module, on the CPU or on the meta device.
+        step: what a training step does with a microbatch.
+        microbatch: an example; tensors on the meta device count as zeros. With `prescaled_batch=False` it has the
+            samples of all ranks of a tensor-parallel group.
+        num_stages: number of pipeline stages.
+        loss_of: picks the loss out of what ``step`` returns.
+        optimizers: what will train the module; without any, two moments per parameter are assumed.
+        machine: what models times: a nominal machine (``"cpu"``, ``"cuda"``) or one of your own.
+        options: of the run, as for ``SMPStrategy``.
+
+    Raises:
+        ConfigError: of the options, or there are fewer units than stages.
+        UnsupportedError: the step looks at values, and the module has none.
+    """
+    config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
+    config.check(num_stages)
+    units = choose_placed_units(config, module, num_stages)
+    given = place_beforehand(config, module, units, num_stages)
+    program = trace_program(
+        config,
+        module,
+        step,
+        microbatch,
+        num_stages=num_stages,
+        loss_of=loss_of,
+        optimizers=optimizers,
+        machine=machine,
+    )
+    return partition_of(config, program, num_stages, given).sized(num_parameters_of(units))
+
+
+def trace_program(
+    config: SMPConfig,
+    module: nn.Module,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    *,
+    num_stages: int,
+    loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
+    optimizers: Sequence[Optimizer] = (),
+    machine: Machine | str = "cpu",
+) -> Program:
+    """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
+    device, dp_shard = torch.device("cpu"), config.sharded_data_parallel_degree
+    shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
+    units = choose_placed_units(config, module, num_stages)
+    calls = UnitCalls(HalfUnits.asked_for(config, device.type))
+    if calls.halves is not None:
+        step = calls.halves.around_step(step)
+    surroundings = Surroundings(
+        module=module, units=units, calls=calls, oracle=Oracle(device), device=device, optimizers=optimizers
+    )
+    microbatch = pytree.tree_map(_real, microbatch)
+    precision = halved(module, torch.float16) if config.fp16_params else nullcontext()
+    with precision, _split(config, surroundings, step, microbatch, loss_of):
+        calls.intercept(units)
+        try:
+            found = DryRun(None, ())
+            if not config.skip_tracing:
+                with _glue_in_memory(module, units, device):
+                    found = dry_run(step, microbatch, loss_of, surroundings)
+            machine = Machine.nominal(machine) if isinstance(machine, str) else machine
+            costs = find_costs(config, device, found.calls, found.trace, shape, machine)
+        finally:
+            calls.give_back()
+        chosen = choose(config, module, units).units
+        costs = replace(costs, relief=relief_of(config, surroundings, costs.machine, chosen))
+        limits = config.memory_limits(num_stages) or (None,) * num_stages
+        return program_of(config, surroundings, found, costs, shape, limits)
+
+
+@contextmanager
+def _split(
+    config: SMPConfig,
+    surroundings: Surroundings,
+    step: Callable[[Any], Any],
+    microbatch: Any,
+    loss_of: Callable[[Any], Tensor | None],
+) -> Iterator[None]:
+    """In here layers are those of the first of the ranks that would split them."""
+    if config.tensor_parallel_degree == 1:
+        yield
+        return
+    parameters = list(surroundings.module.parameters())
+    before = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
+    split = split_layers(
+        surroundings.module,
+        TensorGroup(None, rank=0, size=config.tensor_parallel_degree),
+        patterns=config.tensor_parallel,
+        strict=config.tensor_parallel_strict,
+        stream_dim=config.stream_dim,
+        run_step=lambda: _run(step, microbatch, loss_of, surroundings),
+    )
+    try:
+        yield
+    finally:
+        split.to_dense()
+        for parameter, values, gradient in before:
+            parameter.grad = None
+            parameter.data = values
+            parameter.grad = gradient
+
+
+def _run(
+    step: Callable[[Any], Any], microbatch: Any, loss_of: Callable[[Any], Tensor | None], surroundings: Surroundings
+) -> None:
+    """Run the step for somebody who watches."""
+    module = surroundings.module
+    without_values = [each for each in (*module.parameters(), *module.buffers()) if each.is_meta]
+    if without_values:
+        # Nothing is computed there. What fails looks at values, or has some elsewhere, and does better with zeros.
+        with suppress(Exception), torch.device("meta"), attributes_restored(module.modules()):
+            step(pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), microbatch))
+            return
+    surroundings.calls.intercept(surroundings.units)
+    try:
+        with zero_values(without_values, surroundings.device):
+            run_for_real(step, microbatch, loss_of, surroundings)
+    finally:
+        surroundings.calls.give_back()
+
+
+def _real(leaf: Any) -> Any:
+    return torch.zeros_like(leaf, device="cpu") if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+
+@contextmanager
+def _glue_in_memory(module: nn.Module, units: Sequence[Unit], device: torch.device) -> Iterator[None]:
+    """Parameters and buffers of code above the units are on ``device`` in here, zero where they have no values."""
+    of_units = {id(tensor) for unit in units for tensor in unit.tensors}
+    inside = {id(part) for unit in units for part in unit.module.modules()}
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    for part in module.modules():
+        if id(part) in inside:
+            continue
+        registered: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for tensors in registered:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta and id(tensor) not in of_units:
+                    before.append((tensors, name, tensor))
+    for tensors, name, tensor in before:
+        zeros = torch.zeros_like(tensor, device=device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensors[name] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
+    try:
+        yield
+    finally:
+        for tensors, name, tensor in before:
+            tensors[name] = tensor

@@ -1,0 +1,92 @@
+"""What of a state that was loaded waits until it is known which rank holds what.
+
+Before the first step every rank has the whole module, so values go there, where there is memory. The state of
+optimizers, gradients, and parameters without memory wait: after the partition each rank takes its share of them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.checkpoint.load import MODULE, load_gradients, load_module, load_optimizer, read_optimizer
+from smp_strategy.checkpoint.local_shards import Holdings
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.source import Source
+from smp_strategy.engine.delayed_init import DelayedModule
+
+__all__ = ["Late", "LateState"]
+
+
+class LateState(NamedTuple):
+    """The state of an optimizer."""
+
+    source: Source
+    number: int
+    """Of the optimizer there."""
+    names: Mapping[nn.Parameter, str]
+    """What parameters are called there."""
+
+    def read(self) -> dict[nn.Parameter, Any]:
+        """All of it, on the host."""
+        return read_optimizer(self.source, self.number, self.names)
+
+
+@final
+class Late:
+    """See the module docstring.
+
+    Attributes:
+        optimizers: those whose state waits.
+    """
+
+    def __init__(self) -> None:
+        self._module: tuple[Source, bool] | None = None
+        self.optimizers: dict[Optimizer, LateState] = {}
+        self._gradients: Source | None = None
+
+    def expect_module(self, source: Source, *, strict: bool) -> None:
+        """Parameters without memory get their values from ``source``."""
+        self._module = source, strict
+
+    def expect_gradients(self, source: Source) -> None:
+        """Training goes on with the gradients that ``source`` has."""
+        self._gradients = source
+
+    def give_whole(self, delayed: DelayedModule) -> None:
+        """Let parameters without memory have whole values already: copies of the module are made of them."""
+        if self._module is None:
+            return
+        names = {tensor: f"{MODULE}.{name}" for tensor, name in delayed.expected.items()}
+        values: dict[Tensor, Tensor] = {
+            tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=delayed.device) for tensor in names
+        }
+        self._module[0].fill({names[tensor]: Held.whole(value) for tensor, value in values.items()})
+        delayed.take(values)
+
+    def give_optimizers(self) -> None:
+        """There is no first step: let optimizers have all of the state that waits, as in one process."""
+        for optimizer in self.optimizers:
+            optimizer.load_state_dict(self.whole(optimizer))
+        self.optimizers.clear()
+
+    def whole(self, optimizer: Optimizer) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with all of what waits for ``optimizer``."""
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        kept = {numbers[parameter]: value for parameter, value in self.optimizers[optimizer].read().items()}
+        return {**optimizer.state_dict(), "state": dict(sorted(kept.items()))}
+
+    def load(self, holdings: Holdings) -> None:
+        """Take this rank's share of everything that waits."""
+        if self._module is not None:
+            source, strict = self._module
+            load_module(holdings.module, source, holdings, strict=strict)
+        for optimizer, (source, number, names) in self.optimizers.items():
+            load_optimizer(optimizer, source, number, holdings, names)
+        if self._gradients is not None:
+            load_gradients(self._gradients, holdings)
+        self._module, self._gradients = None, None
+        self.optimizers.clear()

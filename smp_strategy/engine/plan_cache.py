@@ -1,0 +1,146 @@
+"""Steps run after timetables: there is one for every path that steps take, and every number of microbatches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, final, get_args
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.model.trace.events import Trace
+from smp_strategy.pipeline.microbatch_order import TurnRule
+from smp_strategy.pipeline.microbatch_runner import Job, StepRun
+from smp_strategy.pipeline.recording import Recorded
+from smp_strategy.pipeline.routing import Flow
+from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.schedule import Plan
+from smp_strategy.planning.costs import Costs
+from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.planning.planner import policies_of
+from smp_strategy.planning.schedule.check_plan import check
+from smp_strategy.planning.schedule.policies import Policy, PolicyName
+from smp_strategy.planning.schedule.search import Losses, search
+from smp_strategy.planning.schedule.simulate import simulate
+from smp_strategy.planning.schedule.step_graph import StepGraph
+from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
+from smp_strategy.reports.explain.text import timetable
+
+__all__ = ["Timetables", "policy_of"]
+
+# A step that never repeats a path or a size of batch must not fill the memory.
+MOST_PLANS = 256
+
+
+def policy_of(partition: Partition) -> Policy:
+    """The policy that ``partition`` was made for."""
+    names = {name: name for name in get_args(PolicyName)}
+    return Policy(names[partition.schedule], partition.chunks_per_stage, partition.active_microbatches)
+
+
+@final
+class Timetables:
+    """See the module docstring.
+
+    Args:
+        config: all options.
+        partition: where units are, and under which policy.
+        costs: how long calls take.
+        report: told the first timetable of a training step, where there are several stages.
+        agree: makes a trace the same on all ranks that split layers between them. Their parts, hence their costs, may
+            differ, but they must keep one order.
+
+    Attributes:
+        recorded: the latest training step that had a timetable.
+        turn_rules: of kinds of steps in which microbatches depend on each other.
+    """
+
+    def __init__(
+        self,
+        config: SMPConfig,
+        partition: Partition,
+        costs: Costs,
+        report: Callable[[str], None],
+        agree: Callable[[Trace], Trace] = lambda trace: trace,
+    ) -> None:
+        self._config = config
+        self._partition = partition
+        self._costs = costs
+        self._report = report
+        self._agree = agree
+        self._is_reported = False
+        self.recorded: Recorded | None = None
+        self.turn_rules: dict[str, TurnRule] = {}
+        # The latest trace of each kind of step.
+        self._traces: dict[str, Trace] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
+
+    def run(self, runtime: Runtime, kind: str, job: Job, microbatches: Sequence[Any], *, number: int) -> StepRun:
+        """Run a step after its timetable; without one in program order, if no path is known yet.
+
+        Args:
+            runtime: runs it.
+            kind: steps of one kind probably take the same path.
+            job: what is done with every microbatch.
+            microbatches: of the batch.
+            number: of the training step.
+        """
+        plan, rule = self.of(kind, len(microbatches)), self.turn_rules.get(kind)
+        if rule is not None and plan is not None:
+            is_on_path = rule.gate is not None and rule.path == self._traces[kind].names
+            plan, job = (plan, replace(job, gate=rule.gate)) if is_on_path else (None, job)
+        if plan is not None:
+            if kind == "train" and not self._is_reported and len(plan.stages) > 1:
+                self._report(timetable(plan))
+                self._is_reported = True
+            job = replace(job, expected=self._traces[kind].path)
+        run, recording = runtime.run(job, microbatches, plan)
+        if kind == "train" and plan is not None:
+            self.recorded = Recorded(number, plan, recording)
+        if job.loss_of is None or any(loss is not None for loss in run.losses):  # else the batch was skipped
+            self.learn(kind, run.trace)
+        return run
+
+    def learn(self, kind: str, trace: Trace) -> None:
+        """A step of ``kind`` has taken the path of ``trace``: the next one is planned for it."""
+        if kind not in self._traces or self._traces[kind].signature != trace.signature:
+            self._traces[kind] = self._agree(trace)
+
+    def of(self, kind: str, num_microbatches: int) -> Plan | None:
+        """The order of work for the next step of ``kind``; ``None`` where no path is known."""
+        trace = self._traces.get(kind)
+        return None if trace is None else self.plan(trace, num_microbatches)
+
+    def plan(self, trace: Trace, num_microbatches: int) -> Plan:
+        """The order of work for steps that take the path of ``trace``."""
+        key = (trace.signature, num_microbatches)
+        if key not in self._plans:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            partition = self._partition
+            flow = self._costs.flow(trace, partition.stage_of, partition.num_stages, partition.treatments)
+            plan = self._best(flow, num_microbatches)
+            check(plan, flow, num_microbatches)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def _best(self, flow: Flow, num_microbatches: int) -> Plan:
+        policy, link = policy_of(self._partition), self._costs.machine.link
+        losses = Losses(self._costs.split_overhead, self._costs.crowding, self._costs.spread)
+        if self._config.pipeline != "auto":
+            plan = simulate(flow, num_microbatches, policy, link, split_overhead=losses.split, thorough=True)
+            graph = StepGraph(flow, num_microbatches, link, losses.split)
+            return with_real_times(plan, graph, losses.crowding)
+        allowed = policies_of(self._config, self._partition.num_stages, len(self._partition.units))
+        alike = [each for each in allowed if each.layout == policy.layout]
+        free = [
+            None if stage.memory_limit is None else stage.memory_limit - stage.held.total
+            for stage in self._partition.stages
+        ]
+        return search(
+            flow,
+            num_microbatches,
+            alike,
+            link,
+            most_bytes=free,
+            active_microbatches=self._config.active_microbatches,
+            losses=losses,
+            horizon=self._config.activation_loading_horizon,
+        ).plan

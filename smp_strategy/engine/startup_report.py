@@ -1,0 +1,85 @@
+"""What the user is shown once: the mesh, and the partition with its reasons."""
+
+import io
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.planning.partition.partition import Partition
+from smp_strategy.reports.explain.text import WIDTH, stage_table, summary
+from smp_strategy.tensor_parallel.plan.split_report import Report
+
+__all__ = ["render_batch", "render_layout", "render_order"]
+
+
+def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: Report | None = None) -> str:
+    """The mesh, what was decided, and the stages as plain text.
+
+    Args:
+        shape: the mesh.
+        partition: what was decided.
+        config: all options.
+        split: what became of each layer, where layers are split.
+    """
+    console = Console(file=io.StringIO(), width=WIDTH, no_color=True, markup=False, emoji=False)
+    for line in (shape.draw(), *summary(partition), *_sharding(shape, config, bool(partition.units))):
+        console.print(line, highlight=False)
+    console.print(stage_table(partition))
+    if split is not None:
+        console.print(str(split), highlight=False, markup=False, soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def render_batch(num_samples: int, shape: MeshShape) -> str:
+    """How many samples a training step sees.
+
+    Args:
+        num_samples: of one replica's batch.
+        shape: the mesh.
+    """
+    replicas = f"{shape.dp} replicas read {num_samples} each" if shape.dp > 1 else "one replica reads them all"
+    return f"A training step sees {num_samples * shape.dp} samples: {replicas}. Accumulated batches come on top."
+
+
+def render_order(kind: str, names: Sequence[str]) -> str:
+    """Why microbatches do not take turns.
+
+    Args:
+        kind: of step.
+        names: where they leave what the next one finds.
+    """
+    where = f"`{'`, `'.join(names[:3])}`" if names else "attributes or variables"
+    return (
+        f"Microbatches of a step ({kind}) run one after the other, and stages do not overlap: each begins with what "
+        f"the one before it has left in {where}. Change that once per batch (in `on_train_batch_end`, say), and stages "
+        "will overlap."
+    )
+
+
+def _sharding(shape: MeshShape, config: SMPConfig, has_units: bool) -> list[str]:
+    """What ranks share out among each other."""
+    found = []
+    if config.shard_optimizer_state and shape.dp == shape.dp_shard:
+        those = "replica only" if shape.dp == 1 else "shard group, whose ranks have their parts of the state already"
+        found.append(f"`shard_optimizer_state` changes nothing: there is one {those}.")
+    elif config.shard_optimizer_state and shape.dp_shard == 1:
+        found.append(f"The state of the optimizers is dealt out over {shape.dp} replicas, whole parameters to each.")
+    if shape.dp_shard > 1 and not has_units:
+        found.append(
+            f"`sharded_data_parallel_degree` ({shape.dp_shard}) spreads nothing: the model cannot be cut into units, "
+            "and the parameters of its outermost module are whole on every rank."
+        )
+    elif shape.dp_shard > 1:
+        when = "once per batch" if config.gathers_once(shape.pp) else "for each use"
+        groups = shape.dp // shape.dp_shard
+        copies = f"; {groups} groups of ranks have one copy each" if groups > 1 else ""
+        if config.shard_optimizer_state and groups > 1:
+            copies += ", and deal the state for it out among each other"
+        found.append(
+            f"Each unit is spread over {shape.dp_shard} ranks, with its gradients and the state of its optimizer, and "
+            f"gathered {when} (which takes time that is not simulated){copies}."
+        )
+    return found

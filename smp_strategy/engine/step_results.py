@@ -1,0 +1,156 @@
+"""What comes out of a step, and how its gradients are handed over.
+
+A step computes its gradients before it is known what they are added to: Lightning and Accelerate run the step first,
+then ``zero_grad``, then ``backward``. So they are kept aside until ``backward``. Sums of floating-point numbers depend
+on their order, though: where the gradients will be added to those of earlier batches, the step already continues with
+a copy of them, and what is handed over is the new sum.
+
+[Note: commit] The returned loss has one node in its graph, and the backward of that node adds ``incoming gradient *
+gradient of the mean loss`` to ``.grad``. So whatever is done to the loss before ``backward()`` (division by the
+accumulated batches, a weight, a user's own backward) acts on the gradients as in a single process.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from smp_strategy.data_parallel.bucketed_all_reduce import Sums
+from smp_strategy.data_parallel.buffer_sync import Notes
+from smp_strategy.data_parallel.reduction import Reduction
+from smp_strategy.errors import UnsupportedError
+
+__all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating", "loss_that_commits"]
+
+
+@final
+@dataclass(frozen=True)
+class EvalStep:
+    """Results of a step that hands over no gradients, the same on every rank of a replica."""
+
+    outputs: list[Any]
+    """What the step returned for each microbatch, with real detached tensors."""
+    sizes: tuple[int, ...]
+    """Samples in each microbatch."""
+
+
+@final
+@dataclass(frozen=True)
+class Accumulated:
+    """The gradients of a step."""
+
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """Of the parameters that have one; on top of ``base``."""
+    base: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
+    """What they continue: the earlier ``.grad`` and its version."""
+
+
+@contextmanager
+def accumulating(parameters: Sequence[nn.Parameter], *, continues: bool) -> Iterator[Accumulated]:
+    """Catch the gradients that are added to ``parameters`` while this is open; ``.grad`` is put back."""
+    before = [parameter.grad for parameter in parameters]
+    found = Accumulated()
+    for parameter, gradient in zip(parameters, before, strict=True):
+        parameter.grad = None
+        if continues and gradient is not None:
+            found.base[parameter] = (gradient, gradient._version)
+            parameter.grad = gradient.clone()
+    try:
+        yield found
+        found.gradients.update((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@final
+@dataclass(frozen=True)
+class TrainStep:
+    """Results of a training step, and its gradients until they are handed over."""
+
+    outputs: list[Any]
+    """What the step returned for each microbatch, with real detached tensors."""
+    sizes: tuple[int, ...]
+    """Samples in each microbatch."""
+    loss: Tensor | None
+    """Mean over the samples of the batch, to which skipped microbatches add nothing; a scalar, the same on every rank
+    of a replica. ``None``: all were skipped."""
+    _accumulated: Accumulated
+    _factor: float
+    _reduction: Reduction
+    _averages: Sums | None = None
+    """On their way already, where it was known before that they would be needed."""
+
+    def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
+        """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
+
+        Args:
+            grad_output: gradient of whatever is minimised with respect to the loss; a scalar.
+            reduce: this was the last step before the optimizer's: add up what several stages hold, and average over
+                the replicas. Collective over the ranks.
+        """
+        given = grad_output.item()
+        scale = 1.0 if given == grad_output.new_tensor(self._factor).item() else given / self._factor
+        averaged, notes = self._averaged()
+        self._reduction.begin_backward(averaged)
+        for parameter, gradient in self._accumulated.gradients.items():
+            self._hand_over(parameter, gradient, scale)
+        self._accumulated.gradients.clear()
+        self._accumulated.base.clear()
+        if reduce:
+            self._reduction.reduce(notes)
+
+    def _averaged(self) -> tuple[Collection[nn.Parameter], Notes | None]:
+        """Put averages into the place of gradients, where there are some; says of which parameters, and what came
+        with them."""
+        if self._averages is None:
+            return (), None
+        found, notes = self._reduction.finish(self._averages)
+        for parameter in self._averages.parameters:
+            self._accumulated.gradients.pop(parameter, None)
+        self._accumulated.gradients.update(found)
+        return self._averages.parameters, notes
+
+    def _hand_over(self, parameter: nn.Parameter, gradient: Tensor, scale: float) -> None:
+        bases = self._accumulated.base
+        base, version = bases.get(parameter, (None, 0)) if bases else (None, 0)
+        if base is not None:
+            if base._version != version:
+                raise UnsupportedError(
+                    "Gradients of earlier batches were changed in place between `training_step` and `backward`, while "
+                    "batches are accumulated. Change them in `on_before_optimizer_step`."
+                )
+            if parameter.grad is base and scale == 1.0:
+                parameter.grad = gradient
+                return
+            gradient.sub_(base)
+        if scale != 1.0:
+            gradient.mul_(scale)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+
+
+def loss_that_commits(loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
+    """``loss``, whose ``backward()`` calls ``commit`` with the incoming gradient. See [Note: commit]."""
+    anchor = torch.zeros((), dtype=loss.dtype, device=loss.device, requires_grad=True)
+    committed: Tensor = _Commit.apply(anchor, loss, commit)  # type: ignore[no-untyped-call]
+    return committed
+
+
+class _Commit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, loss: Tensor, commit: Callable[[Tensor], None]) -> Tensor:
+        ctx.commit = commit  # type: ignore[attr-defined]
+        return loss.detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[None, None, None]:
+        ctx.commit(grad_output)  # type: ignore[attr-defined]
+        return None, None, None

@@ -1,0 +1,181 @@
+"""Calls of units go through the runtime; hooks that the user registered on them stay outside of it.
+
+The ``forward`` of each unit is replaced on the instance, so ``unit(...)`` still runs its hooks, on every stage, with
+placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_back` leaves no trace. Meanwhile
+collectives that the user calls outside of steps are watched.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.submodules import PartCalls
+from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.errors import SMPError
+from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.patching import StandIns
+from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.model.units import Unit
+from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
+from smp_strategy.pipeline.module_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
+from smp_strategy.pipeline.runtime import Runtime
+from smp_strategy.pipeline.switches import Switches
+from smp_strategy.pipeline.user_collectives import WatchedCollectives
+from smp_strategy.precision.mixed_precision import HalfUnits
+
+__all__ = ["UnitCalls"]
+
+
+@final
+class UnitCalls:
+    """The way from the model's calls to the runtime.
+
+    Args:
+        halves: lets units compute in half precision, if they are to.
+
+    Attributes:
+        runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
+        leftovers: what units leave in attributes, and who uses it.
+        switches: what is known of plain values that steps change.
+        halves: as given.
+        outside: answers calls of units outside of steps, given the unit's name and what they are without it.
+        in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
+    """
+
+    def __init__(self, halves: HalfUnits | None = None) -> None:
+        self.runtime: Runtime | None = None
+        self.leftovers = Leftovers()
+        self.switches = Switches()
+        self.halves = halves
+        self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
+        self.in_hook = False
+        self._parts: PartCalls | None = None
+        self._stand_ins = StandIns()
+        self._units: dict[str, nn.Module] = {}
+        self._callees: dict[str, Callee] = {}
+        self._forwards: dict[str, Callable[..., Any]] = {}
+        self._weight_hooks: dict[str, dict[int, Callable[..., Any]]] = {}
+        self._watched_collectives: WatchedCollectives | None = None
+
+    @property
+    def are_intercepted(self) -> bool:
+        """Whether calls come here."""
+        return bool(self._units)
+
+    @property
+    def are_in_step(self) -> bool:
+        """Whether the user's step or a unit runs just now, and no hook of the user in it."""
+        return self._is_in_step and not self.in_hook
+
+    def refuse_inside_of_step(self, what: str) -> None:
+        """Raise if the user's step runs just now, and no hook of the user in it.
+
+        Args:
+            what: is asked for, for the message.
+        """
+        if self.are_in_step:
+            raise SMPError(f"{what} is asked for inside of a step. Ask after it: in a hook, or in a callback.")
+
+    def unit_around(self, part: nn.Module) -> str | None:
+        """Name of the unit that ``part`` is a part of, if it is of one."""
+        return next((name for name, unit in self._units.items() if _holds(unit, part)), None)
+
+    def intercept(self, units: Sequence[Unit]) -> None:
+        """Let calls of ``units`` come here."""
+        self._watched_collectives = WatchedCollectives()
+        for unit in units:
+            self._intercept(unit)
+
+    def give_back(self) -> None:
+        """Let calls of the units reach them directly, as before; ends the runtime."""
+        self.close()
+        if self._parts is not None:
+            self._parts.give_back()
+            self._parts = None
+        self._stand_ins.give_back()
+        for name, module in self._units.items():
+            show_backward_hooks(module)
+            show_weight_hooks(module, self._weight_hooks[name])
+        self._units.clear()
+        self._callees.clear()
+        self._forwards.clear()
+        self._weight_hooks.clear()
+        if self.halves is not None:
+            self.halves.let_go()
+
+    def close(self) -> None:
+        """End the runtime's threads; collectives are not watched any more."""
+        if self._watched_collectives is not None:
+            self._watched_collectives.close()
+        if self.runtime is not None:
+            self.runtime.close()
+            self.runtime = None
+
+    def _intercept(self, unit: Unit) -> None:
+        hooks = self._weight_hooks[unit.name] = hide_weight_hooks(unit.module)
+        original = self._forwards[unit.name] = with_weight_hooks(unit.module, unit.module.forward, hooks)
+        exposed = tuple(self.leftovers.found.get(unit.name, {}).values())
+        runs = self._in_its_precision(unit.module, original)
+        dtypes = None if self.halves is None else self.halves.dtypes_in
+        self._callees[unit.name] = Callee(unit.name, runs, unit.module, exposed=exposed, dtypes=dtypes)
+
+        def plainly(*args: Any, **kwargs: Any) -> Any:
+            with in_plain_sight():
+                return runs(*args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.outside is not None and not self._is_in_step:
+                return self.outside(unit.name, lambda: answer(*args, **kwargs))
+            return answer(*args, **kwargs)
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if self.runtime is None:
+                return original(*args, **kwargs)
+            callee = self._callees[unit.name]
+            if self.in_hook:
+                callee = dataclasses.replace(callee, function=plainly, compiled=None)
+            return self.runtime.call_unit(callee, args, kwargs)
+
+        self._stand_ins.replace(unit.module, forward)
+        self._units[unit.name] = unit.module
+        hide_backward_hooks(unit.module)
+
+    @property
+    def _is_in_step(self) -> bool:
+        return self.runtime is not None and (self.runtime.is_in_step or self.runtime.is_in_unit)
+
+    def recompute_inside(
+        self, parts: Mapping[str, tuple[nn.Module, Treatment]], activations: Activations, device: torch.device
+    ) -> None:
+        """Let ``parts`` of units, by their names, be computed again in backward, each for itself."""
+        self._parts = PartCalls(activations, device, lambda: self.runtime is not None and self.runtime.is_in_unit)
+        self._parts.intercept(parts)
+
+    def expose(self) -> None:
+        """Let attributes of units in which others were found to read be a part of what calls return."""
+        for name, places in self.leftovers.found.items():
+            self._callees[name] = dataclasses.replace(self._callees[name], exposed=tuple(places.values()))
+
+    @property
+    def exposed_parts(self) -> list[nn.Module]:
+        """Modules inside of units that have exposed attributes."""
+        return [each.part for places in self.leftovers.found.values() for each in places.values()]
+
+    def compile(self, name: str) -> None:
+        """Let the unit ``name`` run through ``torch.compile`` from now on."""
+        callee = self._callees[name]
+        assert callee.module is not None
+        compiled = self._in_its_precision(callee.module, torch.compile(self._forwards[name]))
+        self._callees[name] = dataclasses.replace(callee, compiled=compiled)
+
+    def _in_its_precision(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self.halves is None else self.halves.around(unit, function)
+
+
+def _holds(unit: nn.Module, part: nn.Module) -> bool:
+    return any(each is part for each in unit.modules())

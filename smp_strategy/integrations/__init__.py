@@ -1,0 +1,1 @@
+"""Frameworks: Lightning, Accelerate, Hydra, and the calls of SageMaker's library."""

@@ -1,0 +1,152 @@
+"""What ``gather``, ``reduce`` and their like mean: a script sees as many processes as there are ranks with own samples.
+
+The ranks of one replica have the same samples and the same results, so counting each rank would weigh every sample
+several times. ``num_processes`` and ``process_index`` are those of the samples; who prints, logs and saves
+(``is_main_process`` and so on) is still one process of the world. How values travel: :mod:`data_groups`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import PROFILE_PATTERN_NAME, ProfileKwargs, recursively_apply
+from accelerate.utils import reduce as reduce_over_world
+from accelerate.utils.operations import verify_operation
+from torch import Tensor
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.accelerate.data import shard_of
+from smp_strategy.integrations.accelerate.host import Host
+from smp_strategy.integrations.accelerate.session import Session
+
+__all__ = ["CollectiveHooks"]
+
+
+class CollectiveHooks(Host):
+    """The Accelerator's methods that exchange values, and what it says about processes."""
+
+    flag_tensor: Tensor | None
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks read samples of their own."""
+        return self.smp.num_data_ranks
+
+    @property
+    def process_index(self) -> int:
+        """Which of them this one is, or reads the samples of."""
+        return self.smp.data_rank
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the world."""
+        return self.state.process_index == self.state.num_processes - 1
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Run a function once for data rank ``process_index``: on its first rank; on none if there is no such one."""
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        ranks = self.smp.data_ranks()
+        number = 0 if len(ranks) == 1 else process_index
+        firsts: dict[int | None, int] = {data_rank: readers[0] for data_rank, readers in enumerate(ranks)}
+        return super().on_process(function, firsts.get(number))
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors of all replicas, one after the other, on every rank. Collective."""
+        return _gather(tensor, self.smp)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Tensors or objects of all replicas, without those that have filled up the last batch. Collective."""
+        if not use_gather_object and _holds_tensors_only(input_data):
+            return super().gather_for_metrics(input_data)
+        found = self.smp.data_groups.gather_objects(input_data)
+        # As Accelerate: the objects of one process are left alone, those of several are lists.
+        data = found[0] if self.num_processes == 1 else [each for objects in found for each in objects]
+        state = self.gradient_state
+        if state.end_of_dataloader and state.remainder > 0 and isinstance(data, (list, tuple)):
+            return data[: state.remainder]
+        return data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors over replicas. Collective.
+
+        Args:
+            tensor: one, or lists, tuples, dicts of them.
+            reduction: ``sum``, ``mean``, ``max``, or ``none``, which leaves the values as they are.
+            scale: for XLA only.
+
+        Raises:
+            ConfigError: the reduction is none of these.
+        """
+        if reduction not in ("sum", "mean", "max", "none"):
+            raise ConfigError(f"`reduction` must be one of sum, mean, max and none, but is {reduction!r}.")
+        return _reduce(tensor, self.smp, reduction)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank of the world has called `set_trigger`. Collective."""
+        unset = torch.tensor(0, device=self.device)
+        is_set = int(reduce_over_world(unset if self.flag_tensor is None else self.flag_tensor, "sum")) > 0
+        if is_set:
+            self.flag_tensor = unset
+        return is_set
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """The part of ``inputs`` that this replica is to deal with."""
+        place = SimpleNamespace(num_processes=self.num_processes, process_index=self.process_index, device=self.device)
+        with PartialState.split_between_processes(place, inputs, apply_padding=apply_padding) as mine:
+            yield mine
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Another ``even_batches`` for the loaders that are prepared, as long as this is open.
+
+        Nobody is joined: an evaluation needs nothing of the others, and training is refused as soon as the numbers of
+        batches differ, see `LoaderHooks.check_even`.
+        """
+        shards = [found for loader in self._dataloaders if (found := shard_of(loader)) is not None]
+        before = [shard.even_batches for shard in shards]
+        for shard in shards:
+            shard.even_batches = shard.even_batches if even_batches is None else even_batches
+        try:
+            yield
+        finally:
+            for shard, value in zip(shards, before, strict=True):
+                shard.even_batches = value
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """As Accelerate's, with one file for each rank of the world."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            name = PROFILE_PATTERN_NAME.format(suffix=self.state.process_index)
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, name))
+            self.wait_for_everyone()
+
+
+@verify_operation  # type: ignore[untyped-decorator]
+def _gather(tensor: Any, session: Session) -> Any:
+    return recursively_apply(session.data_groups.gather, tensor, error_on_other_type=True)
+
+
+@verify_operation  # type: ignore[untyped-decorator]
+def _reduce(tensor: Any, session: Session, reduction: str) -> Any:
+    if reduction == "none":
+        return recursively_apply(torch.clone, tensor, error_on_other_type=True)
+    return recursively_apply(session.data_groups.reduce, tensor, reduction, error_on_other_type=True)
+
+
+def _holds_tensors_only(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

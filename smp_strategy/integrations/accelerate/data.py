@@ -1,0 +1,231 @@
+"""Loaders are dealt out to replicas, and all ranks of a replica read the same batches.
+
+Accelerate deals out samples by ``num_processes`` and ``process_index``, which are those of the samples here, so its own
+code does that. What is left is that ranks which read alike must draw alike (:mod:`smp_strategy.distributed.rng_sync`).
+
+[Note: one stream] Between two batches a script may draw what it likes: noise for its inputs, on one rank a sample to
+show. In one process all of that and the data path share one stream of random numbers. So the ranks of a replica take
+over the generators of its first rank before each batch, at the price of one small message. Replica 0 then draws what
+one process draws, whatever the script does with the generators.
+
+Passes over loaders are caught where Accelerate notes that one begins, because there are ways to make a loader of a
+prepared one (``skip_first_batches``) that no Accelerator gets to know of.
+
+With ``dispatch_batches`` the main process alone reads and sends, and each rank takes the part of its replica.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    SeedableRandomSampler,
+    get_sampler,
+)
+from accelerate.state import GradientState
+from torch.utils.data import BatchSampler, DataLoader
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.device import generator_of, is_host
+from smp_strategy.distributed.rng_sync import Read, Readers
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.accelerate.host import Host
+from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
+
+__all__ = ["LoaderHooks", "shard_of"]
+
+_ADVICE = (
+    "A dataset or sampler that picks its samples by rank must go by `accelerator.process_index` and "
+    "`accelerator.num_processes` instead of the rank and the world size"
+)
+
+
+class LoaderHooks(Host):
+    """The Accelerator's methods for data loaders."""
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """A loader of this replica's part of the batches, the same on all of its ranks. Collective.
+
+        Raises:
+            UnsupportedError: the main process would read for all, with the state of the loader counted by processes.
+        """
+        self._catch_passes()
+        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if isinstance(prepared, DataLoaderDispatcher):
+            if prepared.use_stateful_dataloader and self.num_processes != self.state.num_processes:
+                raise UnsupportedError(
+                    "`use_stateful_dataloader=True` with batches that the main process dispatches counts batches by "
+                    f"process ({self.state.num_processes}), of which {self.num_processes} read samples of their own. "
+                    "Set `dispatch_batches=False` in the DataLoaderConfiguration."
+                )
+            self._deal_out(prepared)
+        _agree_on_seed(prepared)
+        _seed_workers_by(self.process_index, prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader that begins later, for the rest of a pass."""
+        rest = super().skip_first_batches(dataloader, num_batches)
+        if isinstance(rest, DataLoaderDispatcher):
+            rest.slice_fn = dataloader.slice_fn
+            self._deal_out(rest)
+        return rest
+
+    def check_even(self, training: bool) -> None:
+        """Called before each step: do replicas that wait for each other have the same number of batches?
+
+        Raises:
+            UnsupportedError: some have one more; they would wait for ever.
+        """
+        loader = self.gradient_state.active_dataloader
+        need_each_other = training or self.smp.shape.dp_shard > 1 or not self.smp.config.prescaled_batch
+        if need_each_other and loader is not None and _is_uneven(shard_of(loader)):
+            raise UnsupportedError(
+                f"With `even_batches=False` some of the {self.num_processes} replicas get one batch more than others "
+                f"({len(loader.dataset)} samples), which then do not take part in its step: the run would wait for "
+                "ever. Use `even_batches=True` (samples from the start fill up the last batches), or `drop_last=True` "
+                "in the DataLoader."
+            )
+
+    def read_last(self) -> Read | None:
+        """What is known of the batch that the script has got last."""
+        loader = self.gradient_state.active_dataloader
+        found = pass_of(getattr(loader, "base_dataloader", None))
+        # Accelerate reads one batch ahead. With a dispatcher that is the batch of all.
+        return None if found is None or isinstance(loader, DataLoaderDispatcher) else found.read_before
+
+    def _catch_passes(self) -> None:
+        # All instances of this class are one. Each loader calls this when a pass begins.
+        self.gradient_state._add_dataloader = _Pass(self.smp)
+
+    def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
+        _deal_out(dispatcher, self.smp, _OneStream(self.smp))
+
+
+@final
+class _OneStream(Readers):
+    """See [Note: one stream]."""
+
+    def __init__(self, session: Session) -> None:
+        ranks = session.data_ranks()[session.data_rank]
+        super().__init__(ranks, session.rank, lambda: session.data_groups.reading_group, advice=_ADVICE)
+        self._device = session.device
+
+    def begin(self, *generators: torch.Generator) -> None:
+        """A pass begins. Collective."""
+        self.take_over(*generators)
+        self.go_on()
+
+    @contextmanager
+    def draws(self) -> Iterator[None]:
+        """Around what draws on the way to a batch. Collective."""
+        self.follow_first()
+        yield
+
+    def follow_first(self) -> None:
+        """Go on where the first rank's global generators are. Collective."""
+        self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
+
+    def arrived(self, batch: Any, read: Read | None) -> None:
+        """Compare the first batches. Collective."""
+        self.check(batch)
+
+
+@final
+class _Pass:
+    """What is done when a pass over a loader begins. A pickled one, with the state that has it, does what is usual."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._session = session
+        self._stream = None if session is None else _OneStream(session)
+
+    def __reduce__(self) -> Any:
+        return _Pass, ()
+
+    def __call__(self, loader: Any) -> None:
+        """See to it that ``loader`` gives the same on all ranks of the replica. Collective."""
+        if self._session is not None and isinstance(loader, DataLoaderAdapter):
+            assert self._stream is not None
+            if isinstance(loader, DataLoaderDispatcher):
+                _deal_out(loader, self._session, self._stream)
+                self._stream.begin(*generators_of(loader.base_dataloader))
+            else:
+                follow(loader.base_dataloader, self._stream)
+        GradientState._add_dataloader(GradientState(), loader)
+
+
+@final
+class _World:
+    """What a dispatcher knows of processes: the main one reads a batch for each replica."""
+
+    def __init__(self, session: Session) -> None:
+        self.process_index = session.rank
+        self.num_processes = session.num_data_ranks
+        self.device = session.device
+
+
+@final
+class _Part:
+    """Cuts this replica's part out of a batch; called on all ranks, for a batch that all of them have."""
+
+    def __init__(self, cut: Callable[..., Any], session: Session, stream: _OneStream) -> None:
+        self._cut = cut
+        self._session = session
+        self._stream = stream
+
+    def __call__(self, data: Any, of_rank: slice, **_place: int) -> Any:
+        # The main process has drawn for the next batch already, as one process would have.
+        self._stream.follow_first()
+        size, number = of_rank.stop - of_rank.start, self._session.data_rank
+        # It begins at 0 for rank 0, which is data rank 0, and where samples to fill up the last batch are put aside.
+        part = slice(number * size, (number + 1) * size) if of_rank.start > 0 else of_rank
+        return self._cut(data, part, process_index=number, num_processes=self._session.num_data_ranks)
+
+
+def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _OneStream) -> None:
+    dispatcher.state = _World(session)
+    if not isinstance(dispatcher.slice_fn, _Part):
+        dispatcher.slice_fn = _Part(dispatcher.slice_fn, session, stream)
+
+
+def _agree_on_seed(prepared: Any) -> None:
+    """Of a sampler that begins each epoch with the seed that its rank has begun with."""
+    sampler = get_sampler(prepared)
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = collectives.tell(sampler.initial_seed, 0, "the seed of a sampler")
+
+
+def _seed_workers_by(data_rank: int, prepared: Any) -> None:
+    """The Trainer of transformers seeds workers by global rank: each stage would augment in another way."""
+    seed = prepared.worker_init_fn
+    if isinstance(seed, partial) and seed.func.__module__ == "transformers.trainer_utils" and "rank" in seed.keywords:
+        prepared.base_dataloader.worker_init_fn = partial(seed, rank=data_rank)
+
+
+def shard_of(loader: Any) -> Any:
+    """What deals out the batches of a prepared loader, or ``None`` if nothing is dealt out by batch."""
+    batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    while batches is not None and not isinstance(batches, BatchSamplerShard):
+        batches = getattr(batches, "batch_sampler", None)
+    return batches
+
+
+def _is_uneven(shard: Any) -> bool:
+    """Whether some replicas get a batch more than others."""
+    if shard is None or shard.even_batches or shard.drop_last or shard.num_processes == 1:
+        return False
+    if not shard.split_batches:
+        return len(shard.batch_sampler) % shard.num_processes > 0
+    left = len(shard.batch_sampler.sampler) % shard.batch_size
+    return 0 < left <= shard.batch_size // shard.num_processes * (shard.num_processes - 1)

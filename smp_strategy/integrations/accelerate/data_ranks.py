@@ -1,0 +1,129 @@
+"""Exchange of values between data ranks, as if there were one process for each.
+
+The ranks that read alike speak with one voice: the value of a data rank is that of its first rank, and the first ranks
+exchange theirs and tell the others what they have found. So every rank of the world gets the same answer, even where
+only the main process had something to say (it is a first rank) or where values are those of the rank (a clock), and
+decisions that are taken from it are the same everywhere. It costs one message more than an exchange between all.
+
+What several data ranks exchange has no history, as in Accelerate. With one data rank there is nothing to exchange, and
+a loss of embeddings that were gathered trains them, as with one process: each rank's own tensor gets the gradient.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from smp_strategy.distributed import watched_collectives as collectives
+
+__all__ = ["DataGroups"]
+
+_GATHER = "`accelerator.gather` or its like"
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@final
+class DataGroups:
+    """Process groups of data ranks. Construction and methods are collective over all ranks of the world.
+
+    Args:
+        data_ranks: for each data rank the global ranks that read alike.
+        timeout: of the groups' collectives; ``None``: the backend's.
+
+    Attributes:
+        readers: global ranks that read what this one reads.
+    """
+
+    def __init__(self, data_ranks: Sequence[Sequence[int]], *, timeout: timedelta | None = None) -> None:
+        rank = dist.get_rank()
+        self._num = len(data_ranks)
+        self.readers = tuple(next(ranks for ranks in data_ranks if rank in ranks))
+        self._first = self.readers[0]
+        self._is_first = rank == self._first
+        firsts = [ranks[0] for ranks in data_ranks]
+        # A group numbers its ranks in ascending order.
+        self._order = [sorted(firsts).index(first) for first in firsts]
+        self._between_firsts: Any = None
+        self._among_readers: Any = dist.group.WORLD
+        if self._num > 1:
+            # Torch would wait for other ranks in the making of the group, unwatched and with Python's lock.
+            collectives.barrier(_GATHER)
+            self._between_firsts = dist.new_group(firsts, timeout=timeout)
+        if self._num > 1 and len(self.readers) > 1:
+            self._among_readers, _ = dist.new_subgroups_by_enumeration([list(each) for each in data_ranks], timeout)
+
+    @property
+    def reading_group(self) -> dist.ProcessGroup:
+        """The group of the ranks that read what this one reads, if it is not alone."""
+        return self._among_readers
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all data ranks, one after the other; with one data rank just that, with its history.
+
+        Args:
+            tensor: of the same shape and dtype on all ranks; without dims it counts as one of shape (1,).
+        """
+        if self._num == 1:
+            return self._told_with_history(tensor)
+        mine = (tensor[None] if tensor.ndim == 0 else tensor).detach().contiguous()
+        if self._is_first:
+            parts = [torch.empty_like(mine) for _ in range(self._num)]
+            collectives.all_gather(parts, mine, group=self._between_firsts, doing=_GATHER).wait()
+            return self._told(torch.cat([parts[place] for place in self._order]))
+        return self._told(mine.new_empty((self._num * len(mine), *mine.shape[1:])))
+
+    def reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        """A new tensor: the sum, mean or maximum of those of all data ranks, of the same shape and dtype.
+
+        With one data rank it has the history of ``tensor``.
+        """
+        if self._num == 1:
+            return self._told_with_history(tensor.clone())
+        found = tensor.detach().clone()
+        if self._is_first:
+            collectives.all_reduce(found, _REDUCTIONS[reduction], group=self._between_firsts, doing=_GATHER).wait()
+            if reduction == "mean":
+                found /= self._num
+        return self._told(found)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """One object of each data rank."""
+        box: list[Any] = [mine] * self._num
+        if self._num > 1 and self._is_first:
+            found = collectives.gather_objects(mine, _GATHER, self._between_firsts)
+            box = [found[place] for place in self._order]
+        if len(self.readers) > 1:
+            box = collectives.tell(box, self._first, _GATHER, self._among_readers)
+        return box
+
+    def _told_with_history(self, tensor: Tensor) -> Tensor:
+        if len(self.readers) == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
+            return self._told(tensor)
+        told: Tensor = _InPlaceOf.apply(tensor, self._told(tensor.detach()))  # type: ignore[no-untyped-call]
+        return told
+
+    def _told(self, tensor: Tensor) -> Tensor:
+        """The tensor of the first of the ranks that read alike."""
+        if len(self.readers) == 1:
+            return tensor
+        found = tensor if self._is_first else torch.empty_like(tensor)
+        found = found.detach().contiguous()
+        collectives.broadcast(found, self._first, group=self._among_readers, doing=_GATHER).wait()
+        return found
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """A value that stands for a tensor, which gets its gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

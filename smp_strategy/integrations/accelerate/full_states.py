@@ -1,0 +1,132 @@
+"""State as one process would have it, for what is spread and for what is not.
+
+An Accelerator may have prepared one model that the engine runs, and others that every rank has whole. The same goes for
+optimizers. Part of the model may be asked for, too: ``accelerator.get_state_dict(model.encoder)``.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from smp_strategy.engine.engine import Engine
+from smp_strategy.integrations.accelerate.optimizer import unwrapped
+from smp_strategy.integrations.accelerate.shared_states import storage_of
+from smp_strategy.model.guarded_tensors import in_plain_sight
+
+__all__ = [
+    "copied",
+    "is_optimizer",
+    "is_trained_by",
+    "leave_file",
+    "load_model",
+    "model_state",
+    "path_in",
+    "storage_of",
+]
+
+
+def path_in(root: nn.Module, module: nn.Module) -> str | None:
+    """The name of ``module`` in ``root``, empty for that itself; ``None``: it is not in there."""
+    return next((name for name, each in root.named_modules(remove_duplicate=False) if each is module), None)
+
+
+def is_optimizer(candidate: Any) -> bool:
+    """Whether it is an optimizer, the user's or Accelerate's around one."""
+    return isinstance(unwrapped([candidate])[0], Optimizer)
+
+
+def is_trained_by(root: nn.Module, optimizer: Any) -> bool:
+    """Whether ``optimizer`` has parameters of ``root``."""
+    members = {id(parameter) for parameter in root.parameters()}
+    return any(id(each) in members for group in optimizer.param_groups for each in group["params"])
+
+
+def leave_file(optimizer: Any) -> None:
+    """Give state that was just loaded memory of its own: it may be that of a file, which somebody may write again."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                state[name] = value.clone()
+
+
+def copied(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with copies of its tensors in host memory. What is one tensor under several names stays one."""
+    copies: dict[Any, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if (key := (storage_of(leaf), leaf.dtype)) not in copies:
+            copies[key] = leaf.detach().to("cpu", copy=True)
+        return copies[key]
+
+    found: dict[str, Any] = pytree.tree_map(copy, state)
+    if hasattr(state, "_metadata"):
+        found._metadata = state._metadata  # type: ignore[attr-defined]
+    return found
+
+
+def model_state(engine: Engine, path: str) -> "OrderedDict[str, Any]":
+    """The state dict of the engine's module, or of that at ``path`` in it, on global rank 0; empty elsewhere.
+
+    Collective.
+    """
+    state = engine.full_state_dict()
+    if not path:
+        return state if isinstance(state, OrderedDict) else OrderedDict(state)
+    start = f"{path}."
+    part = OrderedDict((name.removeprefix(start), value) for name, value in state.items() if name.startswith(start))
+    versions: Mapping[str, Any] = getattr(state, "_metadata", {})
+    part._metadata = OrderedDict(  # type: ignore[attr-defined]
+        (name.removeprefix(path).removeprefix("."), value)
+        for name, value in versions.items()
+        if name == path or name.startswith(start)
+    )
+    return part
+
+
+def load_model(
+    engine: Engine | None, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load a whole state dict, in which tied tensors may stand under one of their names only.
+
+    Args:
+        engine: what runs ``module``; ``None``: this rank has all of it.
+        module: takes the values.
+        state: from a file.
+        strict: whether names must fit.
+
+    Returns:
+        Names that are missing in ``state``, and unexpected ones.
+
+    Raises:
+        RuntimeError: names do not fit, or shapes do not.
+    """
+    with in_plain_sight():
+        own = module.state_dict(keep_vars=True)
+    state = _with_all_names(own, state)
+    if engine is None:
+        module.load_state_dict(state, strict=strict)
+    else:
+        engine.load_state_dict(state, strict)
+    return sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+
+
+def _with_all_names(own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` with every name of what it has under one name: files of safetensors leave the others out."""
+    full = OrderedDict(state)
+    if hasattr(state, "_metadata"):
+        full._metadata = state._metadata  # type: ignore[attr-defined]
+    names: dict[Any, list[str]] = {}
+    for name, tensor in own.items():
+        if isinstance(tensor, Tensor):
+            names.setdefault(storage_of(tensor), []).append(name)
+    for group in names.values():
+        for there in [name for name in group if name in full][:1]:
+            for name in group:
+                full.setdefault(name, full[there])
+    return full

@@ -1,0 +1,223 @@
+"""What is changed in Accelerate so that a layout can be chosen without code; each change is one function of it.
+
+:mod:`smp_strategy._autoload` hands a module of Accelerate to :func:`patch` as soon as that module has been imported.
+
+======================== ===========================================================================================
+``Accelerator.__init__`` takes ``SMPPlugin()`` where ``ACCELERATE_USE_SMP`` is true and no other is given
+``ClusterConfig``        has one more field, ``smp_config``, which Accelerate would refuse as an unknown key
+``prepare_*_env``        give the processes of ``accelerate launch`` what that field says; on CPUs, start them
+======================== ===========================================================================================
+
+Where nothing is selected, every one of them does what Accelerate does. The launcher's functions are replaced in the
+modules that define them, before others import them by name, so that ``accelerate launch``, ``accelerate-launch`` and
+``python -m accelerate.commands.launch`` are alike.
+
+Accelerate has a launcher of several processes for GPUs only (``torchrun``); for CPUs it needs MPI, and starts one
+process where it has none. So CPU processes are started by ``torchrun`` here, and told that they shall use the CPU.
+"""
+
+import functools
+import inspect
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import make_dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.accelerate.launch_options import SELECTED, Selection, check_processes, is_selected
+
+__all__ = ["patch"]
+
+# Options of torchrun that Accelerate's own options, and its `prepare_multi_gpu_env`, leave in the arguments.
+TORCHRUN_OPTIONS = (
+    "nproc_per_node",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "rdzv_endpoint",
+    "rdzv_backend",
+    "rdzv_conf",
+    "max_restarts",
+    "monitor_interval",
+    "role",
+    "tee",
+    "log_dir",
+)
+TORCHRUN_SWITCHES = ("standalone", "module", "no_python")
+
+
+def patch(module: ModuleType) -> None:
+    """Change ``module``, one of those that :mod:`smp_strategy._autoload` names; a second time, do nothing."""
+    changes: dict[str, Callable[[Any], None]] = {
+        "accelerate.accelerator": _patch_accelerator,
+        "accelerate.utils.launch": _patch_preparation,
+        "accelerate.commands.config.config_args": _patch_config,
+    }
+    if not hasattr(module, "_smp_strategy"):
+        module._smp_strategy = True  # type: ignore[attr-defined]
+        changes[module.__name__](module)
+
+
+# --- in every process -------------------------------------------------------------------------------------------------
+
+
+def _patch_accelerator(module: Any) -> None:
+    original = module.Accelerator.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        given = signature.bind_partial(self, *args, **options).arguments.get("parallelism_config")
+        if is_selected(os.environ):
+            plugin = _plugin_beside(given)
+            if given is None:
+                given = options["parallelism_config"] = plugin
+        original(self, *args, **options)
+        _check_served(self, given)
+
+    module.Accelerator.__init__ = __init__
+
+
+def _plugin_beside(given: Any) -> Any:
+    """The plugin of a script that may have said otherwise, by ``given``."""
+    from smp_strategy.integrations.accelerate.plugin import SMPPlugin
+
+    if given is not None and not isinstance(given, SMPPlugin):
+        raise ConfigError(
+            f"{SELECTED} is true, but the script gives Accelerate another `parallelism_config` "
+            f"({type(given).__name__}). Leave one of them out: unset {SELECTED}, or give an SMPPlugin."
+        )
+    return SMPPlugin() if given is None else given
+
+
+def _check_served(accelerator: Any, given: Any) -> None:
+    # What all Accelerators of a process share is made with the first one, and Accelerate asks no later plugin.
+    plugins = sys.modules.get("smp_strategy.integrations.accelerate.plugin")
+    if plugins is not None and isinstance(given, plugins.SMPPlugin) and not hasattr(accelerator, "smp"):
+        raise ConfigError(
+            "This process has made an Accelerator without SMPPlugin before, and Accelerate takes no other "
+            "`parallelism_config` after that. Give the plugin to the first one."
+        )
+
+
+# --- in the launcher --------------------------------------------------------------------------------------------------
+
+
+def _patch_config(module: Any) -> None:
+    base = module.ClusterConfig
+
+    def __post_init__(self: Any) -> None:
+        base.__post_init__(self)
+        if self.smp_config is not False:
+            # No dict: the launcher would copy its items over arguments of its own.
+            self.smp_config = Selection(self.smp_config)
+
+    def to_dict(self: Any) -> dict[str, Any]:
+        fields = base.to_dict(self)
+        chosen = fields.pop("smp_config", False)
+        return fields if chosen is False else {**fields, "smp_config": chosen.node}
+
+    # `False` where the file says nothing: an empty `smp_config:` is a choice, too.
+    extended = make_dataclass(
+        base.__name__,
+        [("smp_config", Any, False)],
+        bases=(base,),
+        namespace={"__post_init__": __post_init__, "to_dict": to_dict, "__doc__": base.__doc__},
+    )
+    extended.__module__ = base.__module__
+    module.ClusterConfig = extended
+
+
+def _patch_preparation(module: Any) -> None:
+    several, single = module.prepare_multi_gpu_env, module.prepare_simple_launcher_cmd_env
+
+    @functools.wraps(several)
+    def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
+        added = variables_for(args, os.environ)
+        return {**several(args), **added}
+
+    @functools.wraps(single)
+    def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+        added = variables_for(args, os.environ)
+        if added and args.mpirun_hostfile is None and (args.num_processes or 1) > 1:
+            variables = {**several(args), **added}  # it leaves in `args` what torchrun is to be told
+            return torchrun_command(args), variables
+        command, variables = single(args)
+        return command, {**variables, **added}
+
+    module.prepare_multi_gpu_env = prepare_multi_gpu_env
+    module.prepare_simple_launcher_cmd_env = prepare_simple_launcher_cmd_env
+    for name, what in (("prepare_deepspeed_cmd_env", "DeepSpeed"), ("prepare_tpu", "TPUs")):
+        setattr(module, name, _refusing(getattr(module, name), what))
+
+
+def _refusing(original: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare(args: Namespace, *others: Any, **options: Any) -> Any:
+        if _selection(args, os.environ) is not None:
+            raise _contradiction(what)
+        return original(args, *others, **options)
+
+    return prepare
+
+
+def _contradiction(what: str) -> ConfigError:
+    return ConfigError(
+        f"smp_strategy is selected (`smp_config`, or {SELECTED}), but the launch is for {what}. Leave one of them out; "
+        "`distributed_type: MULTI_GPU`, or MULTI_CPU, goes with smp_strategy."
+    )
+
+
+def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the processes of a launch get besides the environment variables ``environ`` and those of Accelerate.
+
+    Args:
+        args: the arguments of ``accelerate launch``, with the file's values filled in.
+        environ: the environment of the launcher.
+
+    Returns:
+        Nothing where smp_strategy is not selected.
+
+    Raises:
+        ConfigError: the options, the number of processes or the kind of launch do not go together.
+    """
+    selection = _selection(args, environ)
+    if selection is None:
+        return {}
+    for switch, what in (("use_fsdp", "FSDP"), ("use_megatron_lm", "Megatron-LM")):
+        if getattr(args, switch, False):
+            raise _contradiction(what)
+    added = selection.variables(environ)
+    if args.num_processes:
+        check_processes({**environ, **added}, args.num_processes, args.num_machines or 1)
+    if args.cpu or args.use_cpu:
+        added["ACCELERATE_USE_CPU"] = "true"
+    elif (args.num_processes or 1) > 1 and not torch.accelerator.is_available():
+        raise ConfigError(
+            f"{args.num_processes} processes are to be launched on accelerators, but there is none here. Say "
+            "`use_cpu: true` in the file, or --cpu, to train on CPUs."
+        )
+    return added
+
+
+def _selection(args: Namespace, environ: Mapping[str, str]) -> Selection | None:
+    """What the file selects; an empty selection where the environment alone does; ``None`` where neither does."""
+    said, in_file = is_selected(environ), getattr(args, "smp_config", None)
+    if said is False or (not said and not isinstance(in_file, Selection)):
+        return None
+    return in_file if isinstance(in_file, Selection) else Selection(None)
+
+
+def torchrun_command(args: Namespace) -> list[str]:
+    """The command that starts the processes; ``args`` as ``prepare_multi_gpu_env`` leaves them."""
+    given = {name: getattr(args, name, None) for name in TORCHRUN_OPTIONS}
+    switches = [f"--{name}" for name in TORCHRUN_SWITCHES if getattr(args, name, False)]
+    options = [f"--{name}={value}" for name, value in given.items() if value not in (None, "")]
+    script = [args.training_script, *args.training_script_args]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *switches, *script]

@@ -1,0 +1,131 @@
+"""A layout on its way from a launcher to its processes: options in a file become environment variables.
+
+``accelerate launch`` starts the processes and knows how many there are; the Accelerator is made in each of them, by a
+script that says nothing of a layout. Environment variables are the way between them that Accelerate itself takes.
+Here they are written, and everything is checked that can be before a process is started: names, values, and whether
+the degrees fit the number of processes. What the shell sets wins over the file.
+"""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from smp_strategy.config.config import DOOR_OPTIONS, ENV_PREFIX, SMPConfig, canonical, option_types, unknown_option
+from smp_strategy.config.parsing import as_dict, as_text, as_tuple, fits, parse
+from smp_strategy.config.recipe import parse_recipe
+from smp_strategy.distributed.mesh_shape import check_degree
+from smp_strategy.errors import ConfigError
+
+__all__ = ["SELECTED", "Selection", "check_processes", "is_selected"]
+
+SELECTED = "ACCELERATE_USE_SMP"
+RECIPE = "SMP_CONFIG"
+
+_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def is_selected(environ: Mapping[str, str]) -> bool | None:
+    """What ``ACCELERATE_USE_SMP`` says; ``None`` where it says nothing.
+
+    Raises:
+        ConfigError: it is neither true nor false.
+    """
+    text = environ.get(SELECTED, "").strip().lower()
+    if text and text not in _WORDS:
+        raise ConfigError(f"{SELECTED} must be true or false, but is {environ[SELECTED]!r}.")
+    return _WORDS.get(text)
+
+
+@final
+class Selection:
+    """What stands under ``smp_config`` in a file that ``accelerate launch`` reads.
+
+    Args:
+        node: a recipe such as ``pp2_sdp2``, or options by their names, beside which the key ``recipe`` may give one;
+            ``None`` or ``True`` where the script or the environment gives the options. ``False`` is not for here.
+
+    Attributes:
+        node: the same.
+
+    Raises:
+        ConfigError: unknown names (with the nearest known one), a recipe that is none, or values that cannot be
+            written as text.
+    """
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        if isinstance(node, str):
+            node = {"recipe": node}
+        elif node is None or node is True:
+            node = {}
+        if not isinstance(node, Mapping):
+            raise ConfigError(f"`smp_config` must hold options by their names, or a recipe like pp2, but is {node!r}.")
+        self._recipe = node.get("recipe")
+        problems: list[str] = []
+        if self._recipe is not None:
+            try:
+                parse_recipe(str(self._recipe))
+            except ConfigError as error:
+                problems += error.problems
+        self._texts = {
+            str(name): _text_of(str(name), value, problems) for name, value in node.items() if name != "recipe"
+        }
+        if problems:
+            raise ConfigError([f"In `smp_config`: {problem}" for problem in problems])
+
+    def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The variables for processes that inherit ``environ``; an option that is set there is left as it is."""
+        given = {canonical(name.removeprefix(ENV_PREFIX).lower()) for name in environ if name.startswith(ENV_PREFIX)}
+        added = {SELECTED: "true"}
+        if environ.get(RECIPE):
+            given |= set(parse_recipe(environ[RECIPE]))
+        elif self._recipe is not None:
+            added[RECIPE] = str(self._recipe)
+        for name, text in self._texts.items():
+            if canonical(name) not in given:
+                added[ENV_PREFIX + name.upper()] = text
+        return added
+
+
+def _text_of(name: str, value: Any, problems: list[str]) -> str:
+    """The text that stands for ``value`` in an environment variable."""
+    text = as_text(value)
+    if name in DOOR_OPTIONS:
+        return text
+    hint = option_types().get(canonical(name))
+    if hint is None:
+        problems.append(unknown_option(name, DOOR_OPTIONS))
+        return text
+    value = as_dict(as_tuple(value))
+    is_container = isinstance(value, tuple | Mapping)
+    if is_container and fits(value, hint) and parse(text, hint) != value:
+        problems.append(
+            f"`{name}` is {value!r}, which cannot be written as text: {text!r} would be read as something else. "
+            f"Give it in the script: SMPPlugin({name}=...)."
+        )
+    return text
+
+
+def check_processes(environ: Mapping[str, str], num_processes: int, num_machines: int = 1) -> None:
+    """Refuse what could not be trained, before any process is started.
+
+    Args:
+        environ: all variables of the processes.
+        num_processes: how many there will be, on all machines together.
+        num_machines: over how many machines they are spread evenly.
+
+    Raises:
+        ConfigError: options that are wrong or contradict each other, or that do not fit the number of processes.
+    """
+    config = SMPConfig.from_variables(environ)
+    if num_processes % num_machines:
+        raise ConfigError(
+            f"`num_processes` ({num_processes}, on all machines together) must be a multiple of `num_machines` "
+            f"({num_machines})."
+        )
+    # No degree at all: as many stages as there are processes, which fits any number.
+    pp = config.pipeline_parallel_degree or 1
+    try:
+        check_degree(pp, num_processes, dp_shard=config.sharded_data_parallel_degree, tp=config.tensor_parallel_degree)
+    except ConfigError as error:
+        many = f"`num_processes` ({num_processes}) counts the processes of all machines."
+        raise ConfigError([f"{problem} {many}" for problem in error.problems]) from None

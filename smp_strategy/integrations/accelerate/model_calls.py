@@ -1,0 +1,317 @@
+"""Calls of the model: what the script does with a whole batch, the engine does with microbatches.
+
+``forward`` is replaced on the instance, so the model keeps its class, its attributes and its hooks, which see whole
+batches. What a call becomes depends on what the script can do with its result:
+
+- without gradients: a forward of all microbatches;
+- with a loss in the result: forward and backward of the microbatches in the order of the schedule, and the loss hands
+  the gradients over when the script calls backward;
+- with gradients otherwise: a forward of all microbatches that keeps what backward needs, which runs when the script
+  calls backward with whatever it has made of the result.
+
+Which of these it is can be seen in what the model returns for one microbatch in a dry run, once for each way in which
+the script calls it.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.engine.engine import Engine
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.accelerate.guesses import Guesses
+from smp_strategy.integrations.accelerate.items import NAME, with_share_of_items
+from smp_strategy.integrations.accelerate.model_inputs import Inputs
+from smp_strategy.integrations.accelerate.model_methods import Methods
+from smp_strategy.integrations.accelerate.model_outputs import (
+    Packed,
+    Ready,
+    gradients_come_later,
+    is_differentiable,
+    loss_in,
+    pack,
+    with_loss,
+)
+from smp_strategy.integrations.accelerate.own_samples import OwnSamples
+from smp_strategy.model.patching import StandIns
+from smp_strategy.model.samples import Samples, find_samples
+from smp_strategy.pipeline.join_results import merge
+
+__all__ = ["CallOptions", "ModelCalls"]
+
+# Methods of models that call the model again and again, and what it has kept from call to call stays inside.
+_WHOLE = ("generate",)
+_OUTSIDE = (
+    "Set `loss_in_model=False` in SMPPlugin: then backward runs when the script calls it, for any function of what the "
+    "model returns."
+)
+
+
+class Call(NamedTuple):
+    """What the model is called with. Containers, so that two arguments are not taken for two samples."""
+
+    args: dict[int, Any]
+    """By position."""
+    kwargs: dict[str, Any]
+    """By name."""
+
+
+class CallOptions(NamedTuple):
+    """See :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`."""
+
+    loss_in_model: str | bool = "auto"
+    loss_reduction: str = "mean"
+    training_outputs: str = "all"
+
+
+class _Look(NamedTuple):
+    """What the model returns when it is called in one way."""
+
+    has_loss: bool
+    """And gradients flow through it."""
+    is_differentiable: bool
+
+
+@final
+class ModelCalls:
+    """See the module docstring.
+
+    Args:
+        model: is called.
+        engine: runs it.
+        options: of the user.
+        guesses: about the backward that follows a call.
+        check: is called before each call of the model; whether it is one of training.
+        own_forward: that ``model`` had on the instance before it was prepared, if any.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        options: CallOptions,
+        guesses: Guesses,
+        check: Callable[[bool], None],
+        own_forward: Callable[..., Any] | None,
+    ) -> None:
+        self.model = model
+        self._engine = engine
+        self._options = options
+        self._guesses = guesses
+        self._check = check
+        self._inner: Callable[..., Any] = model.forward
+        # What the next step calls, and whether it may be expected to have gradients.
+        self._called, self._has_gradients = self._inner, True
+        self._methods = Methods(model, engine, self._call_method, lambda: self._is_inside)
+        self._own_forward = own_forward
+        self._stand_ins = StandIns()
+        self._is_inside = False
+        self._name = "forward"
+        # Ways to call the model, each with its number and what it returns.
+        self._kinds: dict[Any, int] = {}
+        self._looks: dict[Any, _Look] = {}
+
+    # On the instance
+
+    def install(self) -> None:
+        """Let calls of the model come here."""
+        self._stand_ins.replace(self.model, self._call)
+        for name in _WHOLE:
+            if callable(getattr(self.model, name, None)):
+                method = functools.partial(self._run_whole, getattr(self.model, name))
+                self._stand_ins.replace(self.model, method, name)
+        if self._engine.mesh.shape.world_size > 1:
+            self._methods.install(self._stand_ins)
+
+    def remove(self) -> None:
+        """Let calls reach the model directly again."""
+        self._stand_ins.give_back()
+        vars(self.model).pop("forward", None)  # with autocast around it
+        if self._own_forward is not None:
+            vars(self.model)["forward"] = self._own_forward
+
+    # Calls
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_inside:
+            return self._inner(*args, **kwargs)
+        call = Call(dict(enumerate(args)), kwargs)
+        self._check(torch.is_grad_enabled() and self.model.training)
+        if not torch.is_grad_enabled():
+            return self._evaluate(call)
+        way = self._way_of(call)
+        inputs = Inputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
+        look = self._look(inputs, way)
+        if look.has_loss and self.model.training and self._options.loss_in_model is not False:
+            return self._train(inputs)
+        return self._forward(inputs) if look.is_differentiable else self._evaluate(inputs.call)
+
+    def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
+        """A method that calls parts of the model, the first of them perhaps ``with_gradients``."""
+        self._called, self._name, self._has_gradients = method, name, with_gradients
+        try:
+            return self._call(*call[0], **call[1])
+        finally:
+            self._called, self._name, self._has_gradients = self._inner, "forward", True
+
+    def _evaluate(self, call: Any) -> Any:
+        if self._called is not self._inner and self._own_samples is None:
+            # It may return anything, of all samples: an accuracy, say.
+            return self._run_whole(self._called, *call.args.values(), **call.kwargs)
+        number = self._kinds.setdefault(self._way_of(call), len(self._kinds))
+        with self._inside() as around:
+            step = self._step(around, call)
+            result = self._engine.eval_step(step, call, kind=f"evaluation {number}")
+        return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
+
+    def _train(self, inputs: Inputs) -> Any:
+        call = inputs.call
+        guesses, parameters = self._guesses, self._engine.share.parameters
+        factor = guesses.factor()
+        had = any(parameter.grad is not None for parameter in parameters)
+        with self._inside() as around:
+            result = self._engine.train_step(
+                self._step(around, call, inputs, only_loss=self._options.training_outputs == "loss"),
+                call,
+                loss_of=_loss_of,
+                factor=factor,
+                continues=guesses.continues(parameters),
+                reduces=guesses.reduces(),
+                sums=self._options.loss_reduction == "sum",
+            )
+        if result.loss is None:
+            raise UnsupportedError(
+                f"The model has returned no loss, but did so when it was called like this before. {_OUTSIDE}"
+            )
+
+        def commit(grad_output: Tensor) -> None:
+            guesses.learn(grad_output, factor, parameters, had=had)
+            result.commit(grad_output, reduce=False)
+
+        ready = Ready(inputs.tensors, inputs.gradients(), factor) if inputs else None
+        merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
+        return self._own(merged, call, result.sizes)
+
+    def _forward(self, inputs: Inputs) -> Any:
+        call = inputs.call
+        with self._inside() as around:
+            step = self._engine.forward_step(self._step(around, call, inputs), call)
+        own = self._own_samples
+        return self._own(gradients_come_later(step, inputs, None if own is None else own.averaged), call, step.sizes)
+
+    @property
+    def _own_samples(self) -> OwnSamples | None:
+        """Where each of the ranks that split layers has read samples of its own."""
+        is_joint = self._engine.config.prescaled_batch or self._engine.mesh.tp == 1
+        return None if is_joint else OwnSamples(self._engine.mesh)
+
+    def _own(self, result: Any, call: Any, sizes: Sequence[int]) -> Any:
+        own = self._own_samples
+        return result if own is None else own.of(result, self._samples_of(call).number, sum(sizes))
+
+    def _samples_of(self, call: Any) -> Samples:
+        return find_samples(call, self._engine.known())
+
+    def _run_whole(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method that calls the model many times, as one step with one microbatch."""
+        if self._is_inside:
+            return method(*args, **kwargs)
+        name = getattr(method, "__name__", "method")
+        number = self._kinds.setdefault((name, *self._way_of(Call(dict(enumerate(args)), kwargs))), len(self._kinds))
+        try:
+            with self._inside() as around:
+                result = self._engine.eval_step(
+                    lambda _: around(lambda: method(*args, **kwargs)), None, kind=f"{name} {number}", is_joint=True
+                )
+        except UnsupportedError as error:
+            error.add_note(f"This happened in `{name}`. If it works with a cache, try `use_cache=False`.")
+            raise
+        return result.outputs[0]
+
+    def _look(self, inputs: Inputs, way: Any) -> _Look:
+        """What the model returns for ``inputs``; all ranks come here for the same calls."""
+        if way in self._looks:
+            return self._looks[way]
+        found: list[_Look] = []
+
+        def step_with(around: Callable[..., Any]) -> Callable[[Any], Any]:
+            step = self._step(around, inputs.call, inputs)
+
+            def looked_at(microbatch: Any) -> Any:
+                packed = step(microbatch)
+                loss = loss_in(packed.result)
+                found.append(_Look(loss is not None and loss.requires_grad, is_differentiable(packed)))
+                return packed
+
+            return looked_at
+
+        with self._inside() as around:
+            for _ in range(2):  # the first one may be without a look: where the partition is known, say
+                if not found:
+                    self._engine.look(step_with(around), inputs.call, loss_of=_loss_of)
+        if not found:
+            # It looks at values, which a dry run does not have.
+            trains = bool(inputs) or any(parameter.requires_grad for parameter in self.model.parameters())
+            trains = trains and self._has_gradients
+            return _Look(has_loss=trains, is_differentiable=trains)
+        self._looks[way] = found[-1]
+        return found[-1]
+
+    def _way_of(self, call: Any) -> Any:
+        """What calls have in common that take the same path, and return the same kind of result."""
+        args, kwargs = call.args.values(), call.kwargs
+        named = ((name, _described(value)) for name, value in sorted(kwargs.items()))
+        is_trained = any(parameter.requires_grad for parameter in self.model.parameters())
+        return self._name, self.model.training, is_trained, tuple(map(_described, args)), tuple(named)
+
+    # Inside of steps
+
+    def _step(
+        self, around: Callable[..., Any], call: Any, inputs: Inputs | None = None, *, only_loss: bool = False
+    ) -> Callable[[Any], Packed]:
+        adds_up, called = self._options.loss_reduction == "sum", self._called
+
+        def step(microbatch: Any) -> Packed:
+            args, kwargs = microbatch if inputs is None else inputs.begin(microbatch)
+            if not adds_up and NAME in kwargs:
+                kwargs = with_share_of_items(kwargs, microbatch, self._samples_of(call))
+            return pack(around(lambda: called(*args.values(), **kwargs)), only_loss=only_loss)
+
+        return step
+
+    @contextmanager
+    def _inside(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """A step runs in here; gives what is put around the model in it.
+
+        Autocast of the script is for forward: around the whole step it would reach the backward passes.
+        """
+        kind = self._engine.device.type  # parameters may be without memory
+        is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        cache = torch.is_autocast_cache_enabled()
+
+        def around(function: Callable[[], Any]) -> Any:
+            if not is_on:
+                return function()
+            with torch.autocast(kind, dtype, cache_enabled=cache):
+                return function()
+
+        self._is_inside = True
+        try:
+            with torch.autocast(kind, enabled=False):
+                yield around
+        finally:
+            self._is_inside = False
+
+
+def _loss_of(packed: Packed) -> Tensor | None:
+    return loss_in(packed.result)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return type(value).__qualname__, value.requires_grad
+    return value if value is None or isinstance(value, (bool, str)) else type(value).__qualname__

@@ -1,0 +1,109 @@
+"""Gradients with respect to what the model is called with: an image that a generator has made, embeddings, a prompt.
+
+To the engine a batch is data. So each microbatch gets its part of such an input as a tensor of its own, where the
+gradient ends. A stage computes the gradients of those uses that it runs; together they are the gradient of the input,
+with which backward goes on in the script.
+"""
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.samples import Path, Samples, visited
+from smp_strategy.model.trace.pytree import flatten
+
+__all__ = ["Inputs"]
+
+
+@final
+class Inputs:
+    """Those of one call through which gradients flow on.
+
+    Args:
+        call: arguments of the model.
+        samples: of it.
+        mesh: where the ranks stand.
+        reads_alone: whether each of the ranks that split layers reads samples of its own.
+
+    Attributes:
+        call: the same without a history.
+        tensors: through which gradients flow.
+
+    Raises:
+        UnsupportedError: they could not be told what their gradients are.
+    """
+
+    def __init__(self, call: Any, samples: Samples, mesh: ProcessMesh, *, reads_alone: bool) -> None:
+        self._mesh = mesh
+        self._lists = samples.lists
+        self._wholes: dict[Path, Tensor] = {}
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.tensors: list[Tensor] = []
+        self.call = call
+        wanted = {id(leaf) for leaf in flatten(call)[0] if _needs_gradient(leaf)} if torch.is_grad_enabled() else set()
+        if not wanted:
+            return
+        self.call = visited(call, self._lists, self._without_history)
+        if reads_alone or wanted != {id(tensor) for tensor in self.tensors}:
+            where = "with `prescaled_batch=False`" if reads_alone else "inside of a list with one item per sample"
+            raise UnsupportedError(
+                f"The model is called with a tensor that needs a gradient {where}, which could not get one. Give it "
+                "as a tensor of all samples, without that option, or `detach()` it if no gradient is wanted."
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors)
+
+    def _without_history(self, path: Path, leaf: Any) -> Any:
+        if not _needs_gradient(leaf):
+            return leaf
+        whole: Tensor = leaf.detach()
+        # Samples that share memory could not be told apart.
+        self._wholes[path] = whole = whole.contiguous() if 0 in whole.stride() else whole
+        self.tensors.append(leaf)
+        return whole
+
+    def begin(self, microbatch: Any) -> Any:
+        """``microbatch`` of :attr:`call`, or a copy of it, with tensors for which there will be gradients."""
+        if not self or not torch.is_grad_enabled():
+            return microbatch
+
+        def visit(path: Path, leaf: Any) -> Any:
+            whole = self._wholes.get(path)
+            if whole is None:
+                return leaf
+            start = leaf.detach().requires_grad_()
+            if leaf.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():  # and not that of a dry run
+                self._parts.append((whole, leaf, start))
+            return start.clone()  # code of the model may change it in place
+
+        return visited(microbatch, self._lists, visit)
+
+    def gradients(self) -> list[Tensor]:
+        """Of :attr:`tensors`, after a backward. Collective over the stages."""
+        totals = {id(whole): torch.zeros_like(whole) for whole in self._wholes.values()}
+        for whole, part, start in self._parts:
+            if start.grad is not None:
+                _rows(totals[id(whole)], whole, part).add_(start.grad)
+                start.grad = None
+        found = [totals[id(whole)] for whole in self._wholes.values()]
+        if self._mesh.pp > 1:
+            for total in found:
+                collectives.all_reduce(total, group=self._mesh.pp_group, doing="gradients of inputs").wait()
+        return found
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _rows(total: Tensor, whole: Tensor, part: Tensor) -> Tensor:
+    """Those of ``total``, which looks like ``whole``, that are about ``part``."""
+    if part.shape == whole.shape:
+        return total
+    start = (part.storage_offset() - whole.storage_offset()) // whole.stride(0)
+    return total[start : start + len(part)]

@@ -1,0 +1,138 @@
+"""Parts of the model that are called without the model: ``model.compute_loss(batch)``, ``model.encoder(x)``.
+
+A public method that calls units becomes a step of its own, as a call of the model is. Which methods do so shows when
+they are called first: they are left at their first unit, what they have done to the model is undone, and they begin
+again as a step. All other methods do what they always do.
+
+What remains are modules that the script calls by themselves. A rank may have values of them and compute with them, but
+their gradients would be its own, which no other rank gets to know of: backward through them is refused.
+"""
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.distributed.device import generator_of
+from smp_strategy.engine.engine import Engine
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.patching import StandIns
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.model.trace.undo_attributes import attributes_restored
+from smp_strategy.model.trace.undo_variables import variables_restored
+
+__all__ = ["Methods"]
+
+
+class _StepNeededError(BaseException):
+    """Not for code of the user, which may catch any other one."""
+
+    def __init__(self, with_gradients: bool) -> None:
+        super().__init__()
+        self.with_gradients = with_gradients
+
+
+@final
+class Methods:
+    """See the module docstring.
+
+    Args:
+        model: has them.
+        engine: runs it.
+        run: a step, given the name of the method, itself, its arguments, and whether its first unit has gradients.
+        is_inside: whether a step runs just now, or something else that knows what it does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        run: Callable[[str, Callable[..., Any], Any, bool], Any],
+        is_inside: Callable[[], bool],
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._run = run
+        self._is_inside = is_inside
+        # The methods that are known to call units, called with gradients or without, and whether their first unit had.
+        self._steps: dict[tuple[str, bool], bool] = {}
+        self._is_probing = False
+
+    def install(self, stand_ins: StandIns) -> None:
+        """Let calls of public methods come here."""
+        for name in _public_methods(type(self._model)):
+            if name not in vars(self._model):
+                stand_ins.replace(self._model, partial(self._call, name, getattr(self._model, name)), name)
+        self._engine.watch_calls_outside(self._outside)
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_probing or self._is_inside() or self._engine.views.is_open:
+            return method(*args, **kwargs)
+        way = name, torch.is_grad_enabled()
+        if way not in self._steps:
+            try:
+                with self._probing(method):
+                    return method(*args, **kwargs)
+            except _StepNeededError as needed:
+                self._steps[way] = needed.with_gradients
+        return self._run(name, method, (args, kwargs), self._steps[way])
+
+    @contextmanager
+    def _probing(self, method: Callable[..., Any]) -> Iterator[None]:
+        """Where a method is left, nothing of what it has done remains."""
+        generators = [generator_of(each) for each in (torch.device("cpu"), self._engine.device)]
+        states = [each.get_state() for each in generators]
+        self._is_probing = True
+        with ExitStack() as stack:
+            stack.enter_context(attributes_restored(self._model.modules()))
+            stack.enter_context(variables_restored(self._model.modules(), method))
+            try:
+                yield
+            except _StepNeededError:
+                for generator, state in zip(generators, states, strict=True):
+                    generator.set_state(state)
+                raise
+            except BaseException:
+                stack.pop_all()
+                raise
+            finally:
+                self._is_probing = False
+            stack.pop_all()
+
+    def _outside(self, unit: str, call: Callable[[], Any]) -> Any:
+        if self._is_inside() or self._engine.views.is_open:
+            return call()
+        if self._is_probing:
+            raise _StepNeededError(torch.is_grad_enabled())
+        if self._engine.partition is not None and self._engine.mesh.pp > 1:
+            raise _alone(unit, "is called")
+        result = call()
+        if torch.is_grad_enabled() and any(each.requires_grad for each in self._model.get_submodule(unit).parameters()):
+            for leaf in flatten(result)[0]:
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(partial(_refuse, unit))
+        return result
+
+
+def _refuse(unit: str, gradient: Tensor) -> None:
+    raise _alone(unit, "gets a gradient from a call")
+
+
+def _alone(unit: str, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"`{unit}` {what} outside of the prepared model, of which it is a part: ranks that hold another part, or read "
+        "other samples, would not take part. Call the model itself, or a method of it, with an argument that says "
+        "what is to be computed, if need be."
+    )
+
+
+def _public_methods(kind: type) -> list[str]:
+    """Of the user's classes, in no order that matters, but the same on all ranks."""
+    own = [each for each in kind.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch.")]
+    found = {name: value for each in reversed(own) for name, value in vars(each).items()}
+    functions = [name for name, value in found.items() if isinstance(value, types.FunctionType)]
+    return [name for name in functions if not name.startswith("_") and not hasattr(nn.Module, name)]

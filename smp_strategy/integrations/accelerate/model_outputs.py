@@ -1,0 +1,258 @@
+"""What a call of the model returns: one result of those of the microbatches, with the history that it would have.
+
+The microbatches' results are real on every rank, but detached. Here they are hung on the graph of the script again,
+each by one node: the node of a loss hands gradients over that exist already; the nodes of other results that came with
+it refuse, because their backward is over; and where backward is still to come, one node takes the gradients of all
+results of all microbatches. Results are merged by ordinary operations on top of that.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from smp_strategy.engine.deferred_loss import ForwardStep
+from smp_strategy.engine.step_results import loss_that_commits
+from smp_strategy.errors import SMPError, UnsupportedError
+from smp_strategy.integrations.accelerate.model_inputs import Inputs
+from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.pipeline.join_results import merge
+
+__all__ = ["LeftBehind", "Packed", "Ready", "gradients_come_later", "is_differentiable", "loss_in", "pack", "with_loss"]
+
+
+class Packed(NamedTuple):
+    """What the model has returned for a microbatch, as it travels to all ranks."""
+
+    result: Any
+    """Without objects that cannot travel."""
+    places: tuple[int, ...]
+    """Of those leaves of ``result`` that are tensors through which gradients flow."""
+
+
+@final
+class LeftBehind:
+    """In the place of a result that stays with the stages.
+
+    Args:
+        what: it is.
+        remedy: how to get it.
+    """
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self._what = what
+        self._remedy = remedy
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LeftBehind) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{self._what}, left behind>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by code that only wants to know what this is
+            raise AttributeError(name)
+        raise UnsupportedError(f"{self._what} stays with the stages that have made it. {self._remedy}")
+
+
+def loss_in(result: Any) -> Tensor | None:
+    """The loss that a model has returned: under the name ``loss``, as the first item of a tuple, or by itself."""
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
+        found = result[0] if result else None
+    else:
+        found = result if isinstance(result, Tensor) else getattr(result, "loss", None)
+    return found if isinstance(found, Tensor) and found.is_floating_point() and found.ndim == 0 else None
+
+
+def pack(result: Any, *, only_loss: bool = False) -> Packed:
+    """``result`` of a microbatch, ready to travel; its tensors may be placed on other stages."""
+    leaves, structure = flatten(result)
+    loss = loss_in(result)
+    carried = [_carried(leaf, only_loss=only_loss and leaf is not loss) for leaf in leaves]
+    places = [place for place, leaf in enumerate(carried) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return Packed(pytree.tree_unflatten(carried, structure), tuple(places))
+
+
+def _carried(leaf: Any, *, only_loss: bool) -> Any:
+    if isinstance(leaf, Tensor):
+        if not only_loss:
+            return leaf
+        remedy = "Set `training_outputs=all` in SMPPlugin to get it on every rank."
+        return LeftBehind("With `training_outputs=loss` all that the model returns beside its loss", remedy)
+    if _holds_tensors(leaf, depth=5):
+        name = type(leaf).__name__
+        remedy = "Call `model.generate`, which uses it, or keep the model from making it (`use_cache=False`)."
+        return LeftBehind(f"The {name} that the model returns", remedy)
+    return leaf
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, (str, bytes, int, float, type(None), type)):
+        return False
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item, depth - 1) for item in value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(_holds_tensors(item, depth - 1) for item in value)
+    return any(_holds_tensors(item, depth - 1) for item in getattr(value, "__dict__", {}).values())
+
+
+def is_differentiable(packed: Packed) -> bool:
+    """Whether gradients flow through anything that the model has returned."""
+    return bool(packed.places)
+
+
+class Ready(NamedTuple):
+    """Gradients that there are before anybody asks for them."""
+
+    of: Sequence[Tensor]
+    """What the model was called with."""
+    gradients: Sequence[Tensor]
+    factor: float
+    """What the loss was multiplied by."""
+
+
+def with_loss(
+    outputs: Sequence[Packed],
+    sizes: Sequence[int],
+    loss: Tensor,
+    commit: Callable[[Tensor], None],
+    *,
+    remedy: str,
+    inputs: Ready | None = None,
+) -> Any:
+    """The merged result of a step whose backward has run; the loss in it hands the gradients over.
+
+    Args:
+        outputs: of each microbatch.
+        sizes: samples in each.
+        loss: over all of them.
+        commit: adds gradients times the given number to ``.grad``.
+        remedy: for those who want gradients of other results.
+        inputs: with which backward goes on.
+    """
+
+    def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
+        refused: Sequence[Tensor] = _Ended.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
+        return refused
+
+    ended = [_on_graph(packed, refuse) for packed in outputs]
+    merged = merge(ended, sizes)
+    leaves, structure = flatten(merged)
+    place = loss_in(merged)
+    handed = loss_that_commits(loss, _once(commit))
+    if inputs is not None:
+        handed = _GoesOn.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
+    return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
+
+
+def gradients_come_later(step: ForwardStep, inputs: Inputs, combine: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """The merged result of a step whose backward runs when gradients come.
+
+    Args:
+        step: has run forward.
+        inputs: with which backward goes on.
+        combine: makes the gradients of a result out of those that the ranks of a replica have, if they differ.
+    """
+    places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
+    # Of all leaves of each microbatch, which hold the numbers of those that need gradients, too.
+    leaves = [flatten(packed)[0] for packed in step.outputs]
+    found = [leaves[number][place] for number, place in places]
+
+    def run(gradients: Sequence[Tensor | None], *, retain_graph: bool) -> list[Tensor]:
+        given: list[list[Tensor | None]] = [[None] * len(each) for each in leaves]
+        for (number, place), gradient in zip(places, gradients, strict=True):
+            given[number][place] = gradient if combine is None or gradient is None else combine(gradient)
+        step.backward(given, retain_graph=retain_graph)
+        return inputs.gradients() if inputs else []
+
+    anchor = _anchor(found)
+    later = iter(_Later.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
+    return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
+
+
+def _on_graph(packed: Packed, hang: Callable[[list[Tensor]], Sequence[Tensor]]) -> Any:
+    leaves, structure = flatten(packed.result)
+    if packed.places:
+        for place, tensor in zip(packed.places, hang([leaves[place] for place in packed.places]), strict=True):
+            leaves[place] = tensor
+    return pytree.tree_unflatten(leaves, structure)
+
+
+def _anchor(like: Sequence[Tensor]) -> Tensor:
+    return torch.zeros((), device=like[0].device, requires_grad=True)
+
+
+def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``act``, which refuses to be called again: gradients exist once."""
+    calls = 0
+
+    def once(given: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise SMPError(
+                "Backward reaches the loss of the same call of the model a second time, but its gradients are handed "
+                "over once. Add up what depends on it and call backward once, or set `loss_in_model=False` in "
+                "SMPPlugin, which allows for `retain_graph=True`."
+            )
+        act(given)
+
+    return once
+
+
+class _Ended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, remedy: str, *leaves: Tensor) -> Any:
+        ctx.remedy = remedy
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(
+            "Backward reaches something that the model has returned beside its loss, but backward of this call has run "
+            f"already, together with forward, for the loss alone. {ctx.remedy}"
+        )
+
+
+class _GoesOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], factor: float, *inputs: Tensor) -> Tensor:
+        ctx.gradients, ctx.factor = gradients, loss.new_tensor(factor)
+        return loss.view_as(loss)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        scale = gradient / ctx.factor
+        return gradient, None, None, *(each * scale for each in ctx.gradients)
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
+        ctx.run, ctx.anchor, ctx.num_results = run, get_gradient_edge(anchor).node, len(tensors) - num_inputs
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.detach() for leaf in tensors[num_inputs:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if not torch._C._will_engine_execute_node(ctx.anchor):
+            raise UnsupportedError(
+                "`torch.autograd.grad` asks for the gradient of what the model was called with, and for none of its "
+                "parameters, which get theirs in the same backward. Call `backward` and look at `.grad` of the input, "
+                "and set those of the parameters to zero before they are trained."
+            )
+        retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        of_inputs = ctx.run(gradients, retain_graph=retain_graph)
+        return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))

@@ -1,0 +1,80 @@
+"""``no_sync``: gradients of several calls are added up before replicas average them.
+
+Gradients are averaged when an optimizer steps, so there is nothing to hold back. But under PyTorch's DDP, where
+averaging is a part of backward, an optimizer that steps in there applies those of its own replica: replicas go their
+own ways until somebody averages weights (local SGD). That is not offered.
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, final
+
+from torch import nn
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.accelerate.session import Session
+
+__all__ = ["give_no_sync", "refuse_step_without_sync", "take_no_sync"]
+
+
+def give_no_sync(model: nn.Module, session: Session, no_sync: Callable[[Any], AbstractContextManager[None]]) -> None:
+    """Let ``model`` have the method that DDP has.
+
+    Args:
+        model: prepared.
+        session: of the Accelerator.
+        no_sync: the Accelerator's.
+    """
+
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = _NoSync(session, partial(no_sync, model))
+
+
+@final
+class _NoSync:
+    """Of a copy of the model there is nothing to hold back."""
+
+    def __init__(self, session: Session, no_sync: Callable[[], AbstractContextManager[None]]) -> None:
+        self._session = session
+        self._no_sync = no_sync
+
+    def __call__(self) -> AbstractContextManager[None]:
+        if (local_sgd := _local_sgd_above()) is not None:
+            if self._session.num_data_ranks > 1:
+                raise UnsupportedError(
+                    f"LocalSGD lets {self._session.num_data_ranks} replicas step with their own gradients and averages "
+                    "their weights now and then, but here gradients are averaged at each step. Leave it out, or give "
+                    "it `enabled=False`; to average more seldom, set `gradient_accumulation_steps`."
+                )
+            local_sgd.enabled = False  # one replica is its own average
+        return self._no_sync()
+
+    def __reduce__(self) -> Any:
+        return _of_copy, ()
+
+
+def _of_copy() -> type[nullcontext[None]]:
+    return nullcontext
+
+
+def take_no_sync(model: nn.Module) -> None:
+    """Undo that."""
+    vars(model).pop("no_sync", None)
+
+
+def refuse_step_without_sync(session: Session) -> None:
+    """Raise if an optimizer steps inside of ``no_sync``, and replicas would have to do so each for itself."""
+    if session.syncs_blocked and session.num_data_ranks > 1:
+        raise UnsupportedError(
+            f"The optimizer steps inside of `no_sync`, each of {session.num_data_ranks} replicas with its own "
+            "gradients under DDP, but here gradients are averaged at each step. Step after `no_sync`, or do without."
+        )
+
+
+def _local_sgd_above() -> Any:
+    """The LocalSGD of Accelerate that asks, if it is one that does."""
+    module = sys.modules.get("accelerate.local_sgd")
+    asking = sys._getframe(2).f_locals.get("self")
+    return asking if module is not None and isinstance(asking, module.LocalSGD) else None

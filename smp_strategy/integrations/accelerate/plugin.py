@@ -1,0 +1,159 @@
+"""The plugin: the options, in the one place where Accelerate takes an object and calls it with the Accelerator.
+
+Accelerate has no registry of strategies. But ``Accelerator(parallelism_config=...)``, and so
+``TrainingArguments(parallelism_config=...)``, takes a ``ParallelismConfig`` and asks it, in the middle of
+``Accelerator.__init__``, whether it fits. The processes are known by then and nothing is prepared yet: there the
+Accelerator becomes one of ours.
+
+Accelerate's own degrees (``tp_size`` ...) stay 1, because they switch on code of its own.
+"""
+
+import dataclasses
+import os
+import sys
+import typing
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
+
+from smp_strategy.config.config import DOOR_OPTIONS, ENV_PREFIX, SMPConfig
+from smp_strategy.config.parsing import parse
+from smp_strategy.distributed.crash_report import keep_short
+from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.accelerate.accelerator import taken_over
+from smp_strategy.integrations.accelerate.processes import ensure_group
+from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
+
+__all__ = ["SMPPlugin"]
+
+LossInModel = Literal["auto"] | bool
+LossReduction = Literal["mean", "sum"]
+TrainingOutputs = Literal["all", "loss"]
+
+Class = TypeVar("Class", bound=type)
+
+
+def _with_options(plugin: Class) -> Class:
+    """Make a dataclass of ``plugin`` whose fields are all options, too."""
+    for option in dataclasses.fields(SMPConfig):
+        plugin.__annotations__[option.name] = option.type
+        setattr(plugin, option.name, option.default)
+    dataclasses.dataclass(init=False, repr=False, eq=False)(plugin)
+    return plugin
+
+
+@_with_options
+class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without type information
+    """Pipeline, sharded data and tensor parallelism for scripts with Accelerate.
+
+    Example::
+
+        accelerator = Accelerator(parallelism_config=SMPPlugin(pipeline_parallel_degree=2, microbatches=8))
+
+    Without any degree all processes are stages of one pipeline.
+
+    Args:
+        loss_in_model: whether models compute their loss: ``auto`` looks at what they return. If they do, forward and
+            backward of the microbatches alternate when the model is called, and only the loss has gradients. With
+            ``False`` backward runs when it is called, for any function of what the model returns; the activations of
+            all microbatches are in memory then.
+        loss_reduction: what a loss in the model is over its samples. Losses of microbatches are averaged, weighted by
+            samples (``mean``), or added up (``sum``). See also :mod:`smp_strategy.integrations.accelerate.items`.
+        training_outputs: what every rank gets of a call with a loss in training: ``all`` that the model returns, or
+            the ``loss`` only, which saves sending logits of a large vocabulary.
+        options: the fields of :class:`~smp_strategy.config.config.SMPConfig`, with the ``SMP_*`` environment as
+            defaults.
+
+    Attributes:
+        config: the validated options.
+
+    Raises:
+        ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
+    """
+
+    loss_in_model: LossInModel = "auto"
+    loss_reduction: LossReduction = "mean"
+    training_outputs: TrainingOutputs = "all"
+
+    def __init__(self, **options: Any) -> None:
+        base_names = {field.name for field in dataclasses.fields(ParallelismConfig)}
+        base = {name: options.pop(name) for name in base_names.intersection(options)}
+        problems = problems_of_base(base)
+        own, wrong = _own_options(options)
+        problems += wrong
+        try:
+            self.config = SMPConfig.from_options(**options)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        super().__init__()
+        if problems := problems_of_base({name: getattr(self, name) for name in base_names if name.endswith("_size")}):
+            raise ConfigError(problems)
+        for field in dataclasses.fields(self.config):
+            setattr(self, field.name, getattr(self.config, field.name))
+        self.loss_in_model, self.loss_reduction, self.training_outputs = own
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name not in _BASE_NAMES and getattr(self, field.name) != field.default
+        ]
+        return f"SMPPlugin({', '.join(given)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The options that are not the defaults; transformers writes them down with the training arguments."""
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in _BASE_NAMES and getattr(self, field.name) != field.default
+        }
+
+    def get_device_mesh(self, device_type: str | None = None) -> None:
+        """None: Accelerate's own code for meshes stays off."""
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Called by ``Accelerator.__init__``: from here on the Accelerator is one of ours. Collective."""
+        keep_short()
+        problems = problems_of_accelerator(accelerator, self.config)
+        if problems:
+            raise ConfigError(problems)
+        timeout: timedelta | None = getattr(accelerator.init_handler, "timeout", None)
+        ensure_group(accelerator.device, timeout)
+        assert dist.is_initialized()
+        session = Session(self.config, accelerator.device, timeout=timeout)
+        taken_over(accelerator).begin(session, self)
+        if "transformers.trainer" in sys.modules:  # which takes seconds to import; without it there is no Trainer
+            from smp_strategy.integrations.accelerate.hf_trainer import adopt, trainer_above
+
+            if (trainer := trainer_above()) is not None:
+                adopt(trainer, session)
+
+
+_BASE_NAMES = frozenset(field.name for field in dataclasses.fields(ParallelismConfig))
+_OWN: dict[str, Any] = {
+    "loss_in_model": LossInModel,
+    "loss_reduction": LossReduction,
+    "training_outputs": TrainingOutputs,
+}
+assert set(_OWN) == DOOR_OPTIONS
+
+
+def _own_options(options: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    """The values of the options that only this door has, taken out of ``options``, and what is wrong with them."""
+    values, problems = [], []
+    for name, hint in _OWN.items():
+        value = getattr(SMPPlugin, name)
+        text = os.environ.get(f"{ENV_PREFIX}{name.upper()}")
+        if text is not None:
+            value = parse(text, bool | str if name == "loss_in_model" else hint)
+        value = options.pop(name, value)
+        choices = ("auto", True, False) if name == "loss_in_model" else typing.get_args(hint)
+        if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+            problems.append(f"`{name}` must be one of {', '.join(map(str, choices))}, but is {value!r}.")
+        values.append(value)
+    return values, problems

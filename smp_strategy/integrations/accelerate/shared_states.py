@@ -1,0 +1,160 @@
+"""A state that global rank 0 has, on every rank, once per machine.
+
+Scripts write what ``model.state_dict()`` returns on all ranks, as under DistributedDataParallel, and who writes
+last wins. So all ranks get the same contents. A copy for each would take the memory of the model times the ranks of a
+machine: the first rank of a machine writes them to a file in shared memory instead, which the others map, copy on
+write. The file has no name any more when they return, and goes with the last tensor.
+"""
+
+import os
+import platform
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.rendezvous import alike
+
+__all__ = ["on_every_rank", "sent_to_writers", "storage_of"]
+
+_SHARED: Final = Path("/dev/shm")
+_ALIGNMENT: Final = 64
+
+
+class _Slot(NamedTuple):
+    """Where a tensor is in the file."""
+
+    start: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
+
+def on_every_rank(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with its tensors in host memory, on all ranks. What is one tensor under several names stays one.
+
+    Collective.
+
+    Args:
+        state: what global rank 0 has; nothing on the others.
+    """
+    if dist.get_world_size() == 1:
+        return state
+    rank = dist.get_rank()
+    nodes = collectives.gather_objects(platform.node(), "who shares a machine")
+    leader = nodes.index(nodes[rank])
+    state = sent_to_writers(state, writes=rank == leader)
+    mine: tuple[Any, ...] | None = None
+    with alike("sharing a state with the ranks of a machine"):
+        if rank == leader:
+            mine = (*_written(state), getattr(state, "_metadata", None))
+    told = collectives.gather_objects(mine, "a state that the ranks of a machine share")[leader]
+    assert told is not None
+    layout, path, metadata = told
+    try:
+        with alike("reading a state that another rank of the machine shares"):
+            found = _mapped(layout, path)
+    finally:
+        if rank == leader:
+            os.unlink(path)
+    if metadata is None:
+        return found
+    ordered = OrderedDict(found)
+    ordered._metadata = metadata  # type: ignore[attr-defined]
+    return ordered
+
+
+def _written(state: Mapping[str, Any]) -> tuple[Any, str]:
+    """``state`` with slots for its tensors, and the file that has them."""
+    slots: dict[Any, tuple[_Slot, Tensor]] = {}
+    end = 0
+
+    def slot_of(leaf: Any) -> Any:
+        nonlocal end
+        if not isinstance(leaf, Tensor):
+            return leaf
+        key = storage_of(leaf), leaf.dtype
+        if key not in slots:
+            dense = torch.empty_like(leaf, device="meta")
+            slot = _Slot(end, tuple(leaf.shape), dense.stride(), leaf.dtype)
+            slots[key] = slot, leaf
+            end += -(-slot.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return slots[key][0]
+
+    layout = pytree.tree_map(slot_of, dict(state))
+    path = _room(max(end, 1))
+    try:
+        memory = np.memmap(path, dtype=np.uint8, mode="r+")
+        for slot, tensor in slots.values():
+            _view(memory, slot).copy_(tensor.detach())
+    except BaseException:
+        os.unlink(path)
+        raise
+    return layout, path
+
+
+def _room(num_bytes: int) -> str:
+    """A new file of that size, in memory if there is room."""
+    for folder in (_SHARED, None) if _SHARED.is_dir() else (None,):
+        handle, path = tempfile.mkstemp(prefix="smp-state-", dir=folder)
+        try:
+            os.posix_fallocate(handle, 0, num_bytes)
+        except OSError:
+            os.unlink(path)
+            if folder is None:
+                raise
+            continue
+        finally:
+            os.close(handle)
+        return path
+    raise AssertionError("unreachable")
+
+
+def _mapped(layout: Any, path: str) -> dict[str, Any]:
+    memory = np.memmap(path, dtype=np.uint8, mode="c")
+    views: dict[_Slot, Tensor] = {}
+
+    def tensor_of(leaf: Any) -> Any:
+        return views.setdefault(leaf, _view(memory, leaf)) if isinstance(leaf, _Slot) else leaf
+
+    found: dict[str, Any] = pytree.tree_map(tensor_of, layout, is_leaf=lambda leaf: isinstance(leaf, _Slot))
+    return found
+
+
+def _view(memory: "np.memmap[Any, Any]", slot: _Slot) -> Tensor:
+    """The tensor of ``slot``, with a storage of its own, as files and safetensors expect it."""
+    if not slot.nbytes:
+        return torch.empty(slot.size, dtype=slot.dtype)
+    run = torch.from_numpy(memory[slot.start : slot.start + slot.nbytes])
+    return run.view(slot.dtype).as_strided(slot.size, slot.stride)
+
+
+def sent_to_writers(state: dict[str, Any], *, writes: bool) -> dict[str, Any]:
+    """``state``, which global rank 0 has, on all ranks that write; what it is elsewhere. Collective."""
+    flags = collectives.gather_objects(writes, "who writes")
+    rank = dist.get_rank()
+    for writer in (each for each, flag in enumerate(flags) if flag and each != 0):
+        if rank == 0:
+            collectives.send_object(state, writer, "a state that is written on each node")
+        elif rank == writer:
+            state = collectives.receive_object(0, "a state that is written on each node")
+    return state
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """What tensors have in common that safetensors takes for one: the same object, or the same memory."""
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_meta:
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()

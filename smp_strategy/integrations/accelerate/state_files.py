@@ -1,0 +1,179 @@
+"""The files of a checkpoint as Accelerate names and fills them, for states that are whole already."""
+
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state, save_custom_state
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME, load, save
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values, load_failure
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["mapped", "name", "read", "read_custom", "weights", "write", "write_weights"]
+
+_CUSTOM: Final = "custom_checkpoint_{}.pkl"
+
+
+def name(first: str, number: int) -> str:
+    """How the file of object ``number`` is called: ``optimizer.bin``, ``optimizer_1.bin``."""
+    return first if number == 0 else first.replace(".", f"_{number}.")
+
+
+def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
+    """Write everything but models and optimizers.
+
+    Args:
+        accelerator: has the schedulers, data loaders and the scaler.
+        folder: is there.
+        custom: states of objects of the user.
+    """
+    each_node = accelerator.project_configuration.save_on_each_node
+    save_accelerator_state(
+        str(folder),
+        [],
+        [],
+        accelerator._schedulers,
+        accelerator._dataloaders,
+        0,
+        accelerator.step,
+        accelerator.scaler,
+        save_on_each_node=each_node,
+    )
+    for number, state in enumerate(custom):
+        save_custom_state(_Known(state), str(folder), number, save_on_each_node=each_node)
+        _warn_of_code(folder / _CUSTOM.format(number))
+
+
+def write_weights(
+    states: Mapping[int, dict[str, Any]], folder: Path, *, safe_serialization: bool, save_on_each_node: bool
+) -> None:
+    """Write those of models by their numbers, on the processes that write."""
+    file = f"{SAFE_MODEL_NAME}.safetensors" if safe_serialization else f"{MODEL_NAME}.bin"
+    for number, state in states.items():
+        path = folder / name(file, number)
+        save(state, path, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
+
+
+def weights(folder: Path, number: int) -> dict[str, Any]:
+    """Those of model ``number``, on the host. Tensors are read from the file when they are used.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    safe, pickled = (folder / name(each, number) for each in (f"{SAFE_MODEL_NAME}.safetensors", f"{MODEL_NAME}.bin"))
+    found: dict[str, Any]
+    if safe.exists():
+        with _explained(safe):
+            found = load_file(safe, device="cpu")
+    elif pickled.exists():
+        found = mapped(pickled)
+    else:
+        raise FileNotFoundError(
+            f"{folder} has no weights for model {number}: neither {safe.name} nor {pickled.name} is there. Load a "
+            "folder that `accelerator.save_state` has written with as many models, or take the model out of the list "
+            "in a hook of `register_load_state_pre_hook`."
+        )
+    return found
+
+
+def mapped(path: Path, **options: Any) -> Any:
+    """What ``torch.save`` has written, on the host. Tensors are read from the file when they are used.
+
+    So a rank that takes its share of them needs no memory for the rest.
+
+    Args:
+        path: of the file.
+        options: of ``torch.load``.
+
+    Raises:
+        CheckpointError: the file is damaged, or names code that would have to be run.
+    """
+    with _explained(path), allowing_plain_values():
+        return load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} {load_failure(error)} Load another "
+            'checkpoint, or pass `load_kwargs={"weights_only": False}` if you trust whoever wrote it.'
+        ) from error
+    except (EOFError, SafetensorError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error} Load another checkpoint.") from error
+
+
+def read(accelerator: Any, folder: Path, data_rank: int, load_kwargs: dict[str, Any]) -> None:
+    """Read what is the same for all ranks of a pipeline: all but models, optimizers and objects of the user.
+
+    Args:
+        accelerator: has the schedulers, data loaders and the scaler.
+        folder: is there.
+        data_rank: whose random generators this rank goes on with.
+        load_kwargs: of ``torch.load``.
+
+    Raises:
+        RuntimeError: not as many objects are registered for checkpointing as were saved.
+    """
+    with _explained(folder):
+        load_accelerator_state(
+            str(folder),
+            [],
+            [],
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            data_rank,
+            accelerator.scaler,
+            "cpu",
+            load_kwargs,
+        )
+    saved = sum(1 for each in folder.iterdir() if re.fullmatch(r"custom_checkpoint_\d+\.pkl", each.name))
+    registered = len(accelerator._custom_objects)
+    if saved != registered:
+        raise RuntimeError(
+            f"Number of custom checkpoints in folder {folder} does not match the number of registered objects: found "
+            f"{saved} checkpoints, but {registered} objects are registered. Register the same objects, in the same "
+            "order, as the run that has saved: `accelerator.register_for_checkpointing`."
+        )
+
+
+def read_custom(folder: Path, number: int, take: Callable[[Any], None], load_kwargs: dict[str, Any]) -> None:
+    """Hand the state of an object of the user to ``take``.
+
+    Raises:
+        CheckpointError: it has objects of classes that files may not name; Accelerate would make them all the same.
+    """
+    take(mapped(folder / _CUSTOM.format(number), **load_kwargs))
+
+
+def _warn_of_code(path: Path) -> None:
+    """Of what will not be read again, unless the user insists."""
+    if path.is_file() and (found := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+        warnings.warn(
+            f"{path.name} has objects of {', '.join(found)}, which files may not make when they are loaded. Let "
+            "`state_dict` of what is registered for checkpointing return tensors and plain values, or load it with "
+            '`accelerator.load_state(load_kwargs={"weights_only": False})`.',
+            stacklevel=2,
+        )
+
+
+class _Known:
+    """What is saved in the place of an object whose state is known already."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        """The state."""
+        return self._state

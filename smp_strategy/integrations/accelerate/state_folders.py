@@ -1,0 +1,155 @@
+"""Folders of checkpoints: which one is written or read, and how none looks complete before it is.
+
+Everything is written beside its place, brought to the disk, and takes its place at the end
+(:mod:`smp_strategy.checkpoint.storage.atomic_commit`): whoever looks for the newest checkpoint finds a complete one. A
+folder that has an earlier checkpoint and nothing else is replaced as a whole, too. One that has other files keeps them,
+so new ones are moved in one by one; whoever reads it in the middle of that is told so by its digests.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage.manifest import FILE_NAME, FORMAT, Manifest
+from smp_strategy.checkpoint.storage.path_kind import SHARDED_STATE, foreign_entries
+from smp_strategy.checkpoint.storage.write_errors import saving
+from smp_strategy.errors import CheckpointError, ConfigError
+
+__all__ = ["SHARDED", "STATES", "WEIGHTS", "begin", "delete_oldest", "move_in", "newest", "numbered", "remove"]
+
+# Where ranks write together what is spread, if they do.
+SHARDED: Final = SHARDED_STATE
+# Of earlier calls, what would be read together with, or in the place of, that which is written now.
+WEIGHTS: Final = r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+STATES: Final = (
+    r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)|optimizer(_\d+)?\.bin|random_states_\d+\.pkl|"
+    rf"custom_checkpoint_\d+\.pkl|{SHARDED}|{re.escape(FILE_NAME)}"
+)
+
+_BESIDE: Final = ".incomplete"
+_NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder`` that Accelerate has numbered, the oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), each) for each in folder.iterdir() if (match := _NUMBERED.fullmatch(each.name))]
+    return [each for _, each in sorted(found)]
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint in ``folder`` with the highest number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    commit.recover_all(folder)
+    found = numbered(folder)
+    if not found:
+        raise ValueError(
+            f"There is no checkpoint to load in {folder}: `automatic_checkpoint_naming` looks for folders like "
+            "`checkpoint_0` there. Call `accelerator.save_state()` before, or name a folder."
+        )
+    return found[-1]
+
+
+def delete_oldest(folder: Path, limit: int) -> list[Path]:
+    """Delete numbered checkpoints in ``folder`` until there are ``limit``; returns those that were deleted."""
+    found = numbered(folder)
+    surplus = found[: max(len(found) - limit, 0)]
+    for each in surplus:
+        commit.remove(each)
+    if surplus:
+        commit.clean(folder)
+    return surplus
+
+
+def begin(target: Path) -> Path:
+    """Make an empty folder for what will be in ``target``; its last name is the same, since hooks may look at that.
+
+    Raises:
+        ConfigError: ``target`` is a file.
+    """
+    if target.is_file():
+        raise ConfigError(f"{target} is a file, but a folder is to be written. Name another one.")
+    commit.recover(target)
+    _check_manifest(target)
+    if target.exists() and not _can_be_replaced(target):
+        place = target
+    elif _NUMBERED.fullmatch(target.name) and target.parent.name == "checkpoints":
+        place = target.parent.parent  # Accelerate takes whatever it finds in there for a checkpoint
+    else:
+        place = target.parent
+    staging = place / _BESIDE / target.name
+    if staging.parent.is_symlink() or staging.is_symlink():
+        raise ConfigError(
+            f"{staging}, where {target} is to be written before it is complete, is a link or in one, which is not "
+            "followed. Remove the link."
+        )
+    with saving(target):
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+    return staging
+
+
+def _check_manifest(target: Path) -> None:
+    """A file of that name is replaced, so it must be ours."""
+    path = target / FILE_NAME
+    if path.is_file() and FORMAT.encode() not in path.read_bytes():
+        raise ConfigError(
+            f"{path} was written by another program, and a state needs a file of this name for its digests. Save to "
+            "another folder, or move the file away."
+        )
+
+
+def move_in(staging: Path, target: Path, *, replaces: str = "") -> None:
+    """Let ``target`` have what is in ``staging``, which is gone afterwards.
+
+    Args:
+        staging: from :func:`begin`.
+        target: may exist; files of the same names are replaced.
+        replaces: pattern of the names of further files and folders in ``target`` that are out of date then.
+    """
+    beside = staging.parent
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        commit.commit(staging, target)
+    elif not staging.is_relative_to(target) and _has_nothing_else(target):
+        commit.commit(staging, target)
+    else:
+        new = {each.name for each in staging.iterdir()}
+        commit.merge(staging, target)
+        for each in target.iterdir():
+            if each.name in new or each == beside or not re.fullmatch(replaces, each.name):
+                continue
+            if each.name != SHARDED or not foreign_entries(each):
+                commit.remove(each)
+    remove(staging)
+
+
+def _can_be_replaced(target: Path) -> bool:
+    """Whether another folder may take its place: it is not mounted, nobody works in it, one may write beside it."""
+    is_busy = target.is_symlink() or os.path.ismount(target) or Path.cwd().is_relative_to(target.resolve())
+    return not is_busy and os.access(target.parent, os.W_OK | os.X_OK)
+
+
+def _has_nothing_else(target: Path) -> bool:
+    """Whether all that is in there are files of a checkpoint, as its manifest tells."""
+    try:
+        Manifest.from_bytes((target / FILE_NAME).read_bytes())
+    except (OSError, CheckpointError):
+        return False
+    return not foreign_entries(target)
+
+
+def remove(staging: Path) -> None:
+    """Whatever is left of ``staging``."""
+    if staging.parent.is_symlink():
+        return
+    shutil.rmtree(staging, ignore_errors=True)
+    if staging.parent.name == _BESIDE and staging.parent.is_dir() and not any(staging.parent.iterdir()):
+        staging.parent.rmdir()

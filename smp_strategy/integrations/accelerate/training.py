@@ -1,0 +1,287 @@
+"""The hooks of training: what is prepared, and what happens between forward and the optimizer's step."""
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from smp_strategy.distributed.shutdown import call_at_exit
+from smp_strategy.engine.engine import Engine
+from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.integrations.accelerate.guesses import Guesses
+from smp_strategy.integrations.accelerate.host import Host
+from smp_strategy.integrations.accelerate.model_calls import CallOptions, ModelCalls
+from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
+from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, unwrapped
+from smp_strategy.integrations.accelerate.places import Place
+from smp_strategy.integrations.accelerate.scheduler import SMPScheduler
+from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.unprepared import Unprepared
+from smp_strategy.integrations.accelerate.validation import (
+    prepared_elsewhere,
+    refuse_compiled,
+    refuse_foreign,
+    second_model,
+)
+from smp_strategy.precision.grad_scaler import GradientScaler
+from smp_strategy.precision.loss_scale import ScalingRules
+
+__all__ = ["TrainingHooks"]
+
+
+class TrainingHooks(Host):
+    """See the module docstring."""
+
+    def begin(self, session: Session, plugin: Any) -> None:
+        """Nothing is prepared yet."""
+        super().begin(session, plugin)
+        call_at_exit(self._smp_leave)
+        self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
+        self._smp_calls: ModelCalls | None = None
+        self._smp_unprepared: Unprepared | None = None
+        self._smp_models = Place()
+        config = session.config
+        self._smp_scaler: GradientScaler | None = None
+        if config.fp16 or config.fp16_params:
+            self._smp_scaler = self._smp_make_scaler(ScalingRules.of(config))
+
+    # Loss scaling
+
+    @property
+    def scaler(self) -> GradientScaler | None:
+        """Scales losses, where anything computes in float16; all ranks agree on what has overflowed."""
+        return self._smp_scaler
+
+    @scaler.setter
+    def scaler(self, given: Any) -> None:
+        """Accelerate has made one, or none, after the precision that it was asked for."""
+        if given is not None:
+            config = self.smp.config
+            asked = config.loss_scale is not None or config.rules_given
+            self._smp_scaler = self._smp_make_scaler(ScalingRules.of(config) if asked else ScalingRules.like(given))
+
+    def _smp_make_scaler(self, rules: ScalingRules) -> GradientScaler:
+        return GradientScaler(
+            rules, lambda *given: self.smp.engine.unscale(*given), lambda: unwrapped(self._optimizers)
+        )
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare all of ``args``, in any order; the model is spread over the ranks when it is called first."""
+        models = [each for each in args if isinstance(each, nn.Module)]
+        optimizers = unwrapped(each for each in args if isinstance(each, Optimizer))
+        self._smp_models.begin(models, optimizers, unwrapped(self._optimizers))
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Let the engine answer calls of ``model``. Collective."""
+        if getattr(model, "_is_accelerate_prepared", False):
+            if not any(model is each for each in self._models):
+                raise prepared_elsewhere(model)
+            return model
+        refuse_compiled(model)
+        is_other = self._smp_is_other(model, evaluation_mode)
+        restore_left(model)
+        own = vars(model).get("forward")
+        # Only placement and autocast: what Accelerate does for several processes is not for ours.
+        super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        if self.device_placement if device_placement is None else device_placement:
+            # What has no values yet gets them where they belong.
+            model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
+        if is_other:
+            self._smp_models.others.append(model)
+            return model
+        vars(model).pop("_original_forward", None)  # by which Accelerate would take our `forward` away as well
+        handler = self.ddp_handler
+        engine = self.smp.make_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
+        engine.attach(model)
+        engine.known = self.read_last
+        guesses = Guesses(
+            scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
+            window=lambda: self.gradient_accumulation_steps,
+            syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
+        )
+        self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even, own)
+        self._smp_calls.install()
+        give_no_sync(model, self.smp, self.no_sync)
+        self._smp_unprepared = Unprepared(
+            model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
+        )
+        self._smp_attach()
+        return model
+
+    def _smp_is_other(self, model: nn.Module, evaluation_mode: bool) -> bool:
+        """Whether ``model`` is kept whole on every rank. One that is spread already may give way to it. Collective."""
+        models, holder = self._smp_models, None if self._smp_calls is None else self._smp_calls.model
+        if next(model.parameters(), None) is None:
+            return True
+        if evaluation_mode:
+            models.evaluates(model)
+        prepared, first = unwrapped(self._optimizers), holder or models.chosen
+        if models.may_stay_whole(model, prepared):
+            return first not in (None, model)
+        if holder is not None and models.may_stay_whole(holder, prepared) and not _on_meta(holder):
+            engine = self._smp_remove()
+            assert engine is not None
+            engine.restore_everywhere()
+            engine.detach()
+            self._smp_leave_spread(engine)
+            models.others.append(holder)
+        elif first is not None and first is not model:
+            raise second_model(model, first)
+        return False
+
+    def _smp_refuse(self, optimizer: Optimizer) -> None:
+        """Models that are whole are averaged over no replicas."""
+        other = self._smp_models.other_of(optimizer)
+        if self.smp.num_data_ranks > 1 and other is not None and self._smp_calls is not None:
+            raise second_model(other, self._smp_calls.model)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Wrap ``optimizer``."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        prepared = SMPOptimizer(
+            optimizer,
+            self.smp,
+            device_placement=self.device_placement if device_placement is None else device_placement,
+            scaler=self._smp_scaler,
+        )
+        self._optimizers.append(prepared)
+        self._smp_attach()
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap ``scheduler``."""
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        own = [each for each in self._optimizers if getattr(scheduler, "optimizer", None) is each.optimizer]
+        prepared = SMPScheduler(
+            scheduler,
+            own or self._optimizers,
+            self.smp,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _smp_attach(self) -> None:
+        """Tell the engine which optimizers there are."""
+        if self._smp_calls is None or not self._optimizers:
+            return
+        optimizers = unwrapped(self._optimizers)
+        refuse_foreign(self._smp_calls.model, optimizers)
+        self.smp.engine.attach(self._smp_calls.model, optimizers)
+
+    # Between forward and the optimizer's step
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Calls in here do not end the accumulation window."""
+        self.smp.syncs_blocked += 1
+        try:
+            yield
+        finally:
+            self.smp.syncs_blocked -= 1
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divide gradients by the scale of the loss, if it was scaled and they are not divided yet. Collective."""
+        if self._smp_scaler is None or not self.smp.has_engine:
+            return
+        self.smp.engine.reduce_gradients()
+        given = self._optimizers if optimizer is None else optimizer
+        for each in unwrapped(given if isinstance(given, (tuple, list)) else [given]):
+            if not self._smp_scaler.has_unscaled(each):
+                self._smp_scaler.unscale_(each)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip by the norm over the gradients of all ranks; returns the norm before, everywhere. Collective."""
+        if not self._smp_is_spread():
+            norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return norm
+        self._smp_make_final()
+        return self.smp.engine.clip_grad_norm_(_listed(parameters), max_norm, float(norm_type))
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clip each element of the gradients. Collective."""
+        if not self._smp_is_spread():
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self._smp_make_final()
+        with self.smp.engine.views.put_aside():
+            torch.nn.utils.clip_grad_value_(_listed(parameters), clip_value)
+
+    def _smp_is_spread(self) -> bool:
+        return self.smp.has_engine and self.smp.engine.partition is not None
+
+    def _smp_make_final(self) -> None:
+        """Add up what ranks have of gradients, and divide it by the scale of the loss."""
+        self.smp.engine.reduce_gradients()
+        self.unscale_gradients()
+
+    # The end
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of everything that is prepared; the model, if it is prepared again, is whole again."""
+        for model in self._models:
+            vars(model).pop("_is_accelerate_prepared", None)
+        self._smp_models.clear()
+        if (engine := self._smp_remove()) is not None:
+            engine.detach(failed=True)  # as if: nobody may need the values, and restoring them takes memory
+            self._smp_leave_spread(engine)
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """End trackers, and make the model an ordinary one again, where `restore_module` says. Collective."""
+        self._smp_models.clear()
+        if (engine := self._smp_remove()) is not None:
+            engine.detach()
+            self._smp_leave_spread(engine)
+        super().end_training()
+
+    def _smp_remove(self) -> Engine | None:
+        """Undo what was done to the model, if one is prepared."""
+        if self._smp_calls is None:
+            return None
+        assert self._smp_unprepared is not None
+        self._smp_unprepared.end()
+        self._smp_calls.remove()
+        take_no_sync(self._smp_calls.model)
+        return self.smp.engine
+
+    def _smp_leave_spread(self, engine: Engine) -> None:
+        assert self._smp_calls is not None
+        if engine.is_spread:
+            leave_spread(self._smp_calls.model, engine)
+            self.smp.let_go()
+        self._smp_calls = self._smp_unprepared = None
+        self.smp.close()
+
+    def _smp_leave(self) -> None:
+        """The process ends. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
+        if hasattr(sys, "last_value"):  # with an error that nobody has caught
+            return
+        self.smp.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,1 @@
+"""Data loaders, as both Lightning and Accelerate use them."""

@@ -1,0 +1,398 @@
+"""Resumable iteration over data loaders, whose draws a :class:`~smp_strategy.distributed.rng_sync.Reading` says.
+
+Who goes on with a run in the middle of a pass needs the batches that have not been given yet, in the order of that
+pass, with the random numbers that would have been drawn for them. Data loaders do not know how far they have come. So a
+pass notes where all generators were when it began, and counts batches [1]. To go on, a new pass begins with these
+generators: its sampler gives the same order again. Then it is brought to the place in one of three ways.
+
+2. The loader has a ``state_dict`` (torchdata's StatefulDataLoader): that brings it there.
+3. Samples are read one by one in this process: indices are passed over, no sample is read. That draws nothing but what
+   the sampler draws. So it leads to the same numbers only if the sampler draws all of them for the first batch, as
+   torch's do, or if nobody but the sampler draws; which can be seen.
+4. Else batches are read and dropped: workers have generators of their own, and an iterable dataset may do anything.
+
+Generators are then set to where they were after the last batch. Batches that were asked for but not used yet (Lightning
+fetches one ahead from a loader without a length) are read again as they were, with the numbers of then [5].
+"""
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+from smp_strategy.distributed.rng_state import RngState, global_state, packed, set_global_state, unpacked
+from smp_strategy.distributed.rng_sync import Read, Reading
+from smp_strategy.errors import CheckpointError
+
+__all__ = ["Pass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
+
+_END = object()
+# How often others may draw from the stream of a pass before that is too much to note.
+_MAX_JUMPS: Final = 64
+
+
+def follow(loader: DataLoader[Any], reading: Reading) -> None:
+    """Let ``loader`` draw as ``reading`` says, from the next pass on."""
+    if not isinstance(loader, _FollowingLoader):
+        loader.__class__ = _following(type(loader))
+    loader.smp_reading = reading
+
+
+def pass_of(loader: Any) -> "Pass | None":
+    """The latest pass over ``loader``, if it follows a reading and the pass is still in use."""
+    if not isinstance(loader, _FollowingLoader) or loader.smp_pass is None:
+        return None
+    return loader.smp_pass()
+
+
+def _following(stock: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    # Accelerate says that its loaders are of the class of what they are around, and pickles them by that name.
+    disguise = {"smp_stock": stock, "__class__": property(lambda _: stock)}
+    return type(stock.__name__, (_FollowingLoader, stock), {**names, **disguise})
+
+
+def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
+    following = _following(stock)
+    return following.__new__(following)
+
+
+class _FollowingLoader(DataLoader[Any]):
+    smp_reading: Reading
+    smp_stock: type[DataLoader[Any]]
+    smp_pass: "weakref.ref[Pass] | None" = None  # who iterates keeps it, and workers with it
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kept = {name: value for name, value in vars(self).items() if name != "smp_pass"}
+        return _empty, (self.smp_stock,), kept  # no module has the class
+
+    def __iter__(self) -> Any:
+        found = Pass(self, self.smp_iterate)
+        self.smp_pass = weakref.ref(found)
+        return found
+
+    def smp_iterate(self) -> Iterator[Any]:
+        """A pass of the usual kind, whose batches come with their numbers of samples."""
+        collate, puts_together = self.collate_fn, self.batch_size is not None or self.batch_sampler is not None
+        if not puts_together:
+            return super().__iter__()
+        self.collate_fn = _Counting(collate)
+        try:
+            return super().__iter__()
+        finally:
+            self.collate_fn = collate
+
+
+class _Counted(NamedTuple):
+    batch: Any
+    read: Read
+
+
+@final
+class _Counting:
+    """Puts samples together, and says how many there were; it goes to workers.
+
+    Args:
+        collate: puts them together.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate(samples)
+        if not isinstance(samples, (list, tuple)):
+            return batch
+        return _Counted(batch, Read(len(samples), frozenset(_taken_over(batch, samples, ()))))
+
+
+def _taken_over(tree: Any, samples: Sequence[Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """Paths of lists of one tensor of each sample, where sizes alone would not say so: they are as many as the samples.
+
+    Views of all samples are tensors that were made when they were put together.
+    """
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from _taken_over(item, samples, (*path, key))
+    elif isinstance(tree, list) or type(tree) is tuple:
+        number = len(samples)
+        if len(tree) == number and all(isinstance(item, Tensor) and item.shape[:1] == (number,) for item in tree):
+            pairs = zip(tree, samples, strict=True)
+            if all(any(leaf is item for leaf in tree_leaves(sample)) for item, sample in pairs):
+                yield path
+        elif not all(isinstance(item, (str, int, float)) for item in tree):
+            for place, item in enumerate(tree):
+                yield from _taken_over(item, samples, (*path, place))
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@final
+class Pass:
+    """What is iterated: batches of one pass over a loader.
+
+    Args:
+        loader: whose.
+        iterate: begins a pass of its own.
+    """
+
+    def __init__(self, loader: _FollowingLoader, iterate: Callable[[], Iterator[Any]]) -> None:
+        self._loader = loader
+        self._iterate = iterate
+        self._reading = loader.smp_reading
+        self._generators = generators_of(loader)
+        self._is_new = True
+        self._place: Mapping[str, Any] | None = None  # to go on from with the next batch
+        self._ready: deque[Any] = deque()
+        self._latest: tuple[Read | None, ...] = ()  # of the last two batches
+        self._begin()
+
+    def _begin(self) -> None:
+        self._reading.begin(*self._generators)
+        self._began = self._before = self._reading.state(), self._generator_states()  # [1]
+        self._state_before: dict[str, Any] | None = None
+        self._num_given = 0
+        self._jumps: list[tuple[int, RngState]] = []
+        self._has_all_jumps = True
+        self._is_over = False
+        with self._reading.draws():
+            self._inner = self._iterate()
+        self._left: RngState | None = self._reading.state()
+
+    def __iter__(self) -> "Pass":
+        return self
+
+    def __next__(self) -> Any:
+        if self._place is not None:
+            place, self._place = self._place, None
+            if place:
+                self._go_on(place)
+            else:
+                self._begin()
+        if self._ready:
+            return self._given(self._ready.popleft())
+        if self._is_new:
+            # Lightning does not ask for more batches than there are, so ranks that have fewer would stop asking.
+            self._is_new = False
+            self._reading.compare("an unknown number" if self._length() is None else self._length())
+        self._note()
+        with self._reading.draws():
+            found = next(self._inner, _END)
+        self._left = self._reading.state()
+        self._reading.compare("none left" if found is _END else "one more")
+        if found is _END:
+            self._reading.arrived(found, None)
+            self._is_over = True
+            raise StopIteration
+        self._num_given += 1
+        return self._given(found)
+
+    def _given(self, found: Any) -> Any:
+        """A batch, of which is noted how many samples it has."""
+        batch, read = found if isinstance(found, _Counted) else (found, None)
+        self._latest = (*self._latest[-1:], read)
+        self._reading.arrived(batch, read)
+        return batch
+
+    @property
+    def read_before(self) -> Read | None:
+        """What is known of the batch before the last one, for who reads one batch ahead; at the end, of the last."""
+        return self._latest[-1 if self._is_over else 0] if self._latest else None
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:  # an iterable dataset does not know
+            return None
+
+    def _generator_states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    # To go on with it
+
+    def _note(self) -> None:
+        """Where everything is before the next batch, and whether others have drawn from the stream."""
+        self._before = self._reading.state(), self._generator_states()
+        if self._before[0] != self._left:
+            if len(self._jumps) < _MAX_JUMPS:
+                self._jumps.append((self._num_given, self._before[0]))
+            else:
+                self._has_all_jumps = False
+        if isinstance(self._loader, _Stateful) and self._length() is None:
+            self._state_before = self._loader.state_dict()
+
+    def place(self, num_unused: int = 0) -> dict[str, Any]:
+        """Where this pass is, for a file.
+
+        Args:
+            num_unused: batches that were asked for, but not used.
+        """
+        if self._place is not None:
+            return dict(self._place)  # nobody has asked for a batch since
+        num_unused = 0 if self._is_over else num_unused
+        found: dict[str, Any] = {
+            "began": packed(self._began[0]),
+            "generators_began": self._began[1],
+            "generators": self._generator_states(),
+            "num_given": self._num_given,
+            "batch_size": batch_size_of(self._loader),
+            "num_unused": num_unused,
+            "others_drew": self._reading.state() != self._left,
+            "jumps": [[number, packed(state)] for number, state in self._jumps],
+            "has_all_jumps": self._has_all_jumps,
+        }
+        if num_unused:
+            found |= {"before": packed(self._before[0]), "generators_before": self._before[1]}
+        if isinstance(self._loader, _Stateful):
+            found["loader"] = self._state_before if num_unused else self._loader.state_dict()
+        return found
+
+    def begin_again(self) -> None:
+        """Begin when the next batch is asked for, with the generators of then."""
+        self.go_on({})
+
+    def go_on(self, place: Mapping[str, Any]) -> None:
+        """Go on from ``place`` when the next batch is asked for; the generators of the process are set by then."""
+        self._place = place
+        if self._loader.num_workers:
+            self._inner, self._loader._iterator = _Sized(self._loader), None  # ends workers
+        self._ready.clear()
+
+    def _go_on(self, place: Mapping[str, Any]) -> None:
+        self._reading.go_on()
+        self._began = unpacked(place["began"]), place["generators_began"]
+        self._num_given = place["num_given"]
+        self._jumps = [(number, unpacked(state)) for number, state in place["jumps"]]
+        self._has_all_jumps = place["has_all_jumps"]
+        self._is_over = False
+        num_used = place["num_given"] - place["num_unused"]
+        there = unpacked(place["before"]) if place["num_unused"] else self._reading.state()
+        with self._reading.elsewhere(self._began[0]):
+            if "loader" in place and isinstance(self._loader, _Stateful):
+                self._loader.load_state_dict(place["loader"])  # [2]
+                self._restart()
+            elif not self._pass_over(num_used, place, there):  # [3]
+                self._read(num_used)  # [4]
+        if place["num_unused"]:
+            with self._reading.elsewhere(unpacked(place["before"])):  # [5]
+                self._set_generators(place["generators_before"])
+                self._ready.extend(self._existing(lambda: next(self._inner)) for _ in range(place["num_unused"]))
+        if not place.get("is_of_others"):
+            self._set_generators(place["generators"])
+        self._left = None if place["others_drew"] else self._reading.state()
+
+    def _set_generators(self, states: list[Tensor]) -> None:
+        if len(states) == len(self._generators):  # else the loader is another one now
+            set_generators(self._generators, states)
+
+    def _restart(self) -> None:
+        set_global_state(self._began[0])
+        self._set_generators(self._began[1])
+        self._inner = self._iterate()
+
+    def _pass_over(self, number: int, place: Mapping[str, Any], state: RngState) -> bool:
+        """Pass over the indices of the first batches; ``False``: that does not lead to the same numbers."""
+        if self._loader.num_workers or isinstance(self._loader.dataset, IterableDataset):
+            return False
+        self._restart()
+        jumps = dict(self._jumps)
+        here = _flat(global_state(), self._generator_states())
+        has_drawn = [False] * len(here)
+        for done in range(number):
+            if done in jumps:
+                set_global_state(jumps[done])
+                here = _flat(jumps[done], self._generator_states())
+            self._existing(self._inner._next_index)  # type: ignore[attr-defined]
+            before, here = here, _flat(global_state(), self._generator_states())
+            if done:
+                has_drawn = [each or one != other for each, one, other in zip(has_drawn, before, here, strict=True)]
+        if place.get("is_of_others"):  # there are no such numbers
+            return True
+        there = _flat(state, place["generators_before" if place["num_unused"] else "generators"])
+        if len(there) != len(here):
+            return True
+        return all(one == other or not drawn for drawn, one, other in zip(has_drawn, here, there, strict=True))
+
+    def _read(self, number: int) -> None:
+        """Read the first batches, and drop them."""
+        self._restart()
+        began = global_state()
+        jumps = dict(self._jumps)
+        for done in range(number):
+            if done in jumps:
+                began = jumps[done] if global_state() == began else began
+                set_global_state(jumps[done])
+            self._existing(lambda: next(self._inner))
+        if not self._has_all_jumps and global_state() != began:
+            warnings.warn(
+                "Others have drawn random numbers between batches (`on_after_batch_transfer`, say), which cannot be "
+                "repeated for an iterable dataset: after this batch it may not draw what it would have drawn. Use a "
+                "StatefulDataLoader of torchdata, or a generator of its own in the dataset.",
+                stacklevel=2,
+            )
+
+    def _existing(self, get: Callable[[], Any]) -> Any:
+        try:
+            return get()
+        except StopIteration:
+            raise CheckpointError(
+                f"The checkpoint was written after {self._num_given} batches of an epoch, but the data loader has "
+                "fewer now. Use the same data and batch size, or a checkpoint from the end of an epoch."
+            ) from None
+
+
+class _Sized:
+    """In the place of a pass of which nothing but the length is asked for."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> "_Sized":
+        return self
+
+    def __next__(self) -> Any:
+        raise AssertionError("a pass that was left has been asked for a batch")
+
+    def __len__(self) -> int:
+        return len(self._loader._index_sampler)
+
+
+def _flat(state: RngState, generators: Iterable[Tensor]) -> list[Any]:
+    return [*state, *(each.numpy().tobytes() for each in generators)]
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Samples of a batch of ``loader``; ``None``: nobody knows."""
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def set_generators(generators: Iterable[torch.Generator], states: Iterable[Tensor]) -> None:
+    """Let each go on from its state."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def generators_of(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Those that the loader, its samplers and its dataset bring along."""
+    holders: list[Any] = [loader, loader.dataset, loader.sampler]
+    batches = loader.batch_sampler
+    while batches is not None:  # samplers of a part of the batches are around one of all
+        holders += [batches, getattr(batches, "sampler", None)]
+        batches = getattr(batches, "batch_sampler", None)
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

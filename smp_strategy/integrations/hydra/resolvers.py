@@ -1,0 +1,127 @@
+"""Small functions for configuration files: ``${smp_now:%H-%M}``, ``${smp_rank0:.hydra}``, ...
+
+Hydra names the run directory by the clock. Under ``torchrun`` or ``srun`` every rank composes its own configuration,
+so every rank would read its own clock and open its own directory. Here the ranks agree on one moment before they
+format it: under ``torchrun`` through the store that the launcher already serves, under SLURM by the job's start time.
+The store is also the memory: whoever asks later, in the same run, gets the same moment.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from smp_strategy.config.recipe import named_replicas
+from smp_strategy.errors import ConfigError
+
+__all__ = ["agreed_start_time", "divide", "global_rank", "num_ranks", "register_resolvers", "with_rank"]
+
+STORE_KEY = "smp_strategy/start_time"
+STORE_TIMEOUT = timedelta(seconds=60)
+
+
+def register_resolvers() -> None:
+    """Register the five resolvers with OmegaConf; calling it again does no harm.
+
+    ``smp_now``         the start of the run in ``strftime`` format, the same on every rank
+    ``smp_rank0``       its argument on global rank 0, ``null`` elsewhere
+    ``smp_ranksuffix``  its argument, with ``_rank1`` and so on behind it on the other ranks
+    ``smp_divide``      a whole number divided by another; it is an error if a remainder is left
+    ``smp_num_ranks``   how many ranks a node of the group ``smp`` needs at least; ``null`` where it does not say
+    """
+    environ = os.environ
+    OmegaConf.register_new_resolver(
+        "smp_now",
+        lambda pattern: datetime.fromtimestamp(agreed_start_time(environ)).strftime(pattern),
+        use_cache=True,
+        replace=True,
+    )
+    OmegaConf.register_new_resolver(
+        "smp_rank0", lambda value: value if global_rank(environ) == 0 else None, replace=True
+    )
+    OmegaConf.register_new_resolver("smp_ranksuffix", lambda name: with_rank(name, global_rank(environ)), replace=True)
+    OmegaConf.register_new_resolver("smp_divide", divide, replace=True)
+    OmegaConf.register_new_resolver("smp_num_ranks", lambda node: num_ranks(node, _chosen_layout()), replace=True)
+
+
+def with_rank(name: str, rank: int) -> str:
+    """``name`` for rank 0 and ``name_rank1`` for rank 1; our launcher may have put it there already."""
+    suffix = f"_rank{rank}" if rank else ""
+    return name if name.endswith(suffix) else name + suffix
+
+
+def global_rank(environ: Mapping[str, str]) -> int:
+    """The rank that the launcher gave this process; 0 where there is no launcher."""
+    for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if variable in environ:
+            return int(environ[variable])
+    return 0
+
+
+def agreed_start_time(environ: Mapping[str, str]) -> float:
+    """Seconds since the epoch, the same on every rank of a run.
+
+    Raises:
+        ConfigError: ``SMP_START_TIME`` is set, but is not a number.
+    """
+    given = environ.get("SMP_START_TIME")
+    if given is not None:
+        try:
+            return float(given)
+        except ValueError:
+            raise ConfigError(f"SMP_START_TIME must be seconds since the epoch, but is {given!r}.") from None
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _from_agent_store(environ)
+    return float(environ.get("SLURM_JOB_START_TIME", time.time()))
+
+
+def _from_agent_store(environ: Mapping[str, str]) -> float:
+    from torch.distributed import TCPStore  # only here: composing a configuration does not import torch elsewhere
+
+    store = TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=STORE_TIMEOUT,
+    )
+    # A restarted run writes into a directory of its own.
+    key = f"{STORE_KEY}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return float(store.compare_set(key, "", str(time.time())))
+
+
+def divide(whole: int, parts: int) -> int:
+    """``whole / parts`` as a whole number.
+
+    Raises:
+        ConfigError: a remainder would be left.
+    """
+    if parts < 1 or whole % parts:
+        raise ConfigError(f"{whole} does not divide into {parts} equal parts. Choose numbers that do.")
+    return whole // parts
+
+
+def num_ranks(layout: Mapping[str, Any], name: str) -> int | None:
+    """How many ranks ``layout`` needs at least: stages x ranks that split layers x ranks of a shard group x replicas.
+
+    Args:
+        layout: a node of the group ``smp``.
+        name: what it was chosen by; ``mics2x4`` speaks of four replicas. To deal out state takes two.
+
+    Returns:
+        ``None`` where as many stages as there are ranks are wanted.
+    """
+    stages = layout.get("pipeline_parallel_degree")
+    shards, deals_out = layout.get("sharded_data_parallel_degree", 1), layout.get("shard_optimizer_state")
+    parts = layout.get("tensor_parallel_degree", 1)
+    if stages is None and shards == parts == 1 and not deals_out:
+        return None
+    return (stages or 1) * parts * shards * max(named_replicas(name), 2 if deals_out else 1)
+
+
+def _chosen_layout() -> str:
+    chosen = HydraConfig.get().runtime.choices.get("smp") if HydraConfig.initialized() else None
+    return chosen or ""

@@ -1,0 +1,164 @@
+"""What of a Lightning checkpoint goes to which part of a directory, and how it becomes one dict again.
+
+Lightning, its callbacks and the user put together one dict. Tensors that are spread over ranks (:class:`Held`) are
+stored by the ranks that have them, under the names that Lightning's own directories use; everything else is
+``meta.pt``, which global rank 0 writes as it is::
+
+    state_dict              state_dict.<name>
+    optimizer_states[0]     optimizer_0.state.<name>.<key>, optimizer_0.param_groups
+    current_model_state     current_model_state.<name>      a dict of spread tensors: from a callback that averages
+    anything else           meta.pt; in the place of a spread tensor deep inside of it stands {MARK: <number>},
+                            and the tensor is spread.<number>
+
+What is loaded is such a dict again, in which tensors are read when they are used (:class:`UnreadTensor`), so that hooks
+of the user may drop, rename and change them.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.lazy_tensor import Readable, UnreadTensor
+
+__all__ = ["Directory", "divided", "listed", "put_together", "snapshot"]
+
+_MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
+_MARK: Final = "smp_strategy/spread"
+
+
+class Directory(Readable, Protocol):
+    """An opened checkpoint of many files."""
+
+    @property
+    def paths(self) -> Mapping[str, tuple[Any, ...]]:
+        """The way to each entry in dicts of dicts, or its name alone."""
+
+
+def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state for the ranks to store together, and the rest for one to write; ``checkpoint`` stays as it is."""
+    rest = dict(checkpoint)
+    state: dict[str, Any] = {_MODULE: _with_aliases(_all_held(rest.pop(_MODULE)))}
+    for number, optimizer in enumerate(rest.pop(_OPTIMIZERS, ())):
+        state[f"optimizer_{number}"] = _all_held(optimizer)
+    for key, value in list(rest.items()):
+        if _is_spread_dict(value):
+            state[key] = _with_aliases(_all_held(rest.pop(key)))
+    found: dict[str, Held] = {}
+
+    def mark(leaf: Any) -> Any:
+        if not isinstance(leaf, Held):
+            return leaf
+        found[str(len(found))] = leaf
+        return {_MARK: str(len(found) - 1)}
+
+    rest = pytree.tree_map(mark, rest, is_leaf=_is_held)
+    return {**state, _SPREAD: found} if found else state, rest
+
+
+def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint that was :func:`divided`, with tensors that are read when they are used.
+
+    Args:
+        stored: by the ranks.
+        rest: everything else.
+    """
+    parts: dict[Any, Any] = {}
+    values: dict[str, Any] = {name: UnreadTensor.of(stored, name) for name in stored.tensors}
+    values.update(stored.read_objects(stored.objects))
+    for name, value in values.items():
+        *way, last = _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name]
+        inside = parts
+        for key in way:
+            inside = inside.setdefault(key, {})
+        inside[last] = value
+    spread = parts.pop(_SPREAD, {})
+    whole: dict[str, Any] = pytree.tree_map(
+        lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
+    )
+    return listed({**whole, **parts})
+
+
+def listed(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """``checkpoint`` with its optimizers in a list; a directory that was made one file has them one by one."""
+    numbers = sorted(int(key.rpartition("_")[2]) for key in checkpoint if _is_optimizer(key))
+    if numbers and _OPTIMIZERS not in checkpoint:
+        states = [checkpoint.pop(f"optimizer_{number}") for number in numbers]
+        checkpoint[_OPTIMIZERS] = [{"state": {}, **state} for state in states]
+    return checkpoint
+
+
+def snapshot(tree: Any, is_fresh: Callable[[Tensor], bool] = lambda tensor: False) -> Any:
+    """A copy in host memory, which stays as it is while training goes on.
+
+    Args:
+        tree: what is to be saved. Tensors that are the same memory, as tied weights are, stay that.
+        is_fresh: whether a tensor is such a copy already.
+    """
+    memo: dict[int, Any] = {}
+    copies: dict[Any, Tensor] = {}
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            key = (leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+            if key not in copies:
+                copies[key] = leaf if is_fresh(leaf) else leaf.detach().to("cpu", copy=True)
+            memo[id(leaf)] = copies[key]
+    return copy.deepcopy(tree, memo)
+
+
+def _is_held(node: Any) -> bool:
+    return isinstance(node, Held)
+
+
+def _is_mark(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {_MARK}
+
+
+def _is_optimizer(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("optimizer_") and key.removeprefix("optimizer_").isdecimal()
+
+
+def _is_spread_dict(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        return False
+    leaves = value.values()
+    return any(map(_is_held, leaves)) and all(isinstance(leaf, Held | Tensor) for leaf in leaves)
+
+
+def _all_held(tree: Any) -> Any:
+    """What this rank has to store. An ordinary tensor is the same on all ranks, so that each has all of it."""
+    if isinstance(tree, Mapping):
+        held = {key: _all_held(value) for key, value in tree.items()}
+        return {key: value for key, value in held.items() if not isinstance(value, Held) or value.blocks}
+    return Held.whole(tree.detach()) if isinstance(tree, Tensor) else tree
+
+
+def _with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Names that hooks have seen each by itself, of one tensor, as a name and its aliases."""
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        if isinstance(value, Held):
+            names.setdefault(id(value), []).append(name)
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        first, *others = names.get(id(value), [name])
+        if first == name:
+            is_told = not isinstance(value, Held) or value.aliases == tuple(others)
+            found[name] = (
+                value
+                if is_told
+                else Held(shape=value.shape, dtype=value.dtype, blocks=value.blocks, aliases=tuple(others))
+            )
+    return found
+
+
+def _way_of(name: str) -> tuple[str, ...]:
+    """To what a writer has called ``name`` without telling where it was."""
+    part, _, inside = name.partition(".")
+    if _is_optimizer(part) and inside.startswith("state."):
+        parameter, _, key = inside.removeprefix("state.").rpartition(".")
+        return part, "state", parameter, key
+    return (part, inside) if inside else (name,)

@@ -1,0 +1,157 @@
+"""Processes that one process has started, and that make no sense without each other.
+
+A rank that fails usually breaks a connection, and the error that this raises elsewhere ends the others. Two things only
+whoever has started a process can know: that a signal has killed it, and which. So a thread of rank 0 looks after the
+ranks that it has started and says so in their place. A thread of each of these looks whether rank 0 is still there:
+one that is killed cannot say anything. Either ends its process if that waits for something else.
+"""
+
+import atexit
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Final, final
+
+import torch.distributed as dist
+
+from smp_strategy.distributed.failure import publish
+
+__all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher", "how_it_ended"]
+
+GRACE_SECONDS: Final = 5.0
+# What a process exits with that SIGTERM has ended, by the convention of shells and schedulers.
+STOPPED: Final = 128 + signal.SIGTERM
+_POLL_SECONDS: Final = 0.25
+# Process id of rank 0, and the file in which it says that it ends as it should.
+_VARIABLE: Final = "SMP_LAUNCHER"
+
+
+@final
+class Children:
+    """The ranks that this process has started.
+
+    Args:
+        processes: those that are started are put here.
+    """
+
+    def __init__(self, processes: list["subprocess.Popen[bytes]"]) -> None:
+        self._processes = processes
+        self._expected_to_end = threading.Event()
+        self._ranks: list[int] = []
+        self._farewell: int | None = None
+
+    def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> None:
+        """Start one more, which will be ``rank``."""
+        if self._farewell is None:
+            # Nobody reads what is written: whoever looks sees that it is there.
+            self._farewell, writing = os.pipe()
+            atexit.register(os.write, writing, b"\0")
+            is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            if is_free and threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, self._end_all)
+        variables = {**environment, _VARIABLE: f"{os.getpid()}:{self._farewell}"}
+        self._ranks.append(rank)
+        self._processes.append(subprocess.Popen(command, env=variables, cwd=folder, pass_fds=[self._farewell]))
+
+    def watch(self) -> None:
+        """Look after them, in a thread that does not keep this process alive."""
+        threading.Thread(target=self._watch, daemon=True, name="smp-child-watcher").start()
+
+    def end(self, patience: float = GRACE_SECONDS) -> None:
+        """Wait ``patience`` seconds for all of them together, then kill those that still run."""
+        self._expected_to_end.set()
+        deadline = time.monotonic() + patience
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(deadline - time.monotonic(), 0))
+        for process in self._processes:
+            if process.poll() is None:
+                # SIGTERM is not enough for a process that waits inside a collective.
+                process.kill()
+                process.wait()
+
+    def _end_all(self, number: int, frame: object) -> None:
+        """Handle SIGTERM as long as Lightning does not: it ends this process, and so the others as well."""
+        # Lightning's handler calls this one, too.
+        if signal.getsignal(number) != self._end_all:
+            return
+        for process in self._processes:
+            process.send_signal(number)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_POLL_SECONDS)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _watch(self) -> None:
+        while not any(_has_failed(process) for process in self._processes):
+            if all(process.returncode is not None for process in self._processes):
+                return
+            if self._expected_to_end.wait(_POLL_SECONDS):
+                return
+        failed = (each for each in zip(self._ranks, self._processes, strict=True) if _has_failed(each[1]))
+        rank, process = next(failed)
+        story = how_it_ended(process.pid, process.returncode)
+        if dist.is_initialized():
+            # A connection of its own: the other one may be in use for long.
+            with suppress(RuntimeError):
+                publish(dist.distributed_c10d._get_default_store().clone(), rank, story)  # type: ignore[attr-defined]
+        if self._expected_to_end.wait(GRACE_SECONDS):
+            return
+        self.end(patience=0)
+        code = process.returncode if process.returncode > 0 else 128 - process.returncode
+        _leave(f"rank {rank} failed first: {story} This process still waited for it; all ranks are ended.", code)
+
+
+def _has_failed(process: "subprocess.Popen[bytes]") -> bool:
+    return process.poll() not in (None, 0, STOPPED)
+
+
+def how_it_ended(pid: int, code: int) -> str:
+    """A sentence.
+
+    Args:
+        pid: the process.
+        code: as ``subprocess`` has it: negative where a signal was it.
+    """
+    if code >= 0:
+        return f"its process ({pid}) ended with exit code {code}."
+    number = -code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    guess = ", as the system does when memory runs out (see `dmesg`)" if number == signal.SIGKILL else ""
+    return f"its process ({pid}) was killed by {name} (signal {number}){guess}."
+
+
+def end_with_launcher() -> None:
+    """If Lightning's launcher has started this process, end when that has been killed, at the latest after a while."""
+    # Not for processes that this one starts.
+    given = os.environ.pop(_VARIABLE, None)
+    if given is not None:
+        pid, farewell = map(int, given.split(":"))
+        threading.Thread(target=_watch_launcher, args=(pid, farewell), daemon=True, name="smp-parent-watcher").start()
+
+
+def _watch_launcher(pid: int, farewell: int) -> None:
+    while os.getppid() == pid:
+        time.sleep(_POLL_SECONDS)
+    poll = select.poll()
+    poll.register(farewell, select.POLLIN)
+    if any(event & select.POLLIN for _, event in poll.poll(0)):
+        return
+    time.sleep(GRACE_SECONDS)
+    rank = os.environ.get("LOCAL_RANK")
+    _leave(f"[rank{rank}]: process {pid}, which has started this one, is gone; this one ends.", 1)
+
+
+def _leave(words: str, code: int) -> None:
+    """End this process at once, whatever its other threads wait for."""
+    sys.stdout.flush()
+    sys.stderr.write(words + "\n")
+    sys.stderr.flush()
+    os._exit(code)

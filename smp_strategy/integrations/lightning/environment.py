@@ -1,0 +1,113 @@
+"""Who started the processes, and how many are there on this machine?
+
+Lightning detects its own launcher, torchrun and SLURM. Two things are missing. Under torchrun on CPUs ``devices`` is 1
+unless the user repeats the number of processes in the script, and Lightning then fails with an IndexError; the
+launcher knows the number, so it is taken from there. And submitit's local executor (``hydra/launcher=submitit_local``)
+starts one process per rank, which Lightning does not recognise. Several processes may also share the one accelerator of
+a machine, which Lightning does not expect of anybody.
+"""
+
+import os
+import zlib
+from collections.abc import Sequence
+from types import new_class
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.integrations.lightning.tree import Tree
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment as Host
+else:
+    Host = object  # submitit_environment() adds the base class of the tree in use
+
+__all__ = ["backend_for", "devices_of_launcher", "submitit_environment"]
+
+
+def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
+    """The devices of this machine when torchrun (or its like) has started the processes.
+
+    Args:
+        devices: those that Lightning was told of.
+
+    Raises:
+        ConfigError: the user has asked for a number of devices that is not the number of processes.
+    """
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", len(devices)))
+    if started == len(devices):
+        return devices
+    # "auto" and 1 are the same thing on CPUs, and where there is one accelerator.
+    if len(devices) == 1 and (devices[0].type == "cpu" or torch.accelerator.device_count() == 1):
+        return devices * started
+    raise ConfigError(
+        f"`Trainer(devices={len(devices)})` must be the number of processes that the launcher started on this machine "
+        f"(LOCAL_WORLD_SIZE), but that is {started}. Pass `devices={started}` or start {len(devices)} processes."
+    )
+
+
+def backend_for(devices: Sequence[torch.device]) -> str:
+    """What the process groups of ranks on ``devices``, those of this machine, are made of.
+
+    Messages of the host are gloo's. NCCL carries those of accelerators, but not between ranks that share one.
+    """
+    kind = devices[0].type if devices else "cpu"
+    if kind == "cpu" or len(set(devices)) < len(devices):
+        return "gloo"
+    return f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map.get(kind, 'gloo')}"
+
+
+def submitit_environment(tree: Tree) -> Any | None:
+    """The cluster environment of submitit's local executor, or ``None`` where that did not start this process."""
+    if "SUBMITIT_LOCAL_GLOBALID" not in os.environ:
+        return None
+    base = tree.fabric("plugins").ClusterEnvironment
+    return new_class("SubmititEnvironment", (SubmititHooks, base))()
+
+
+class SubmititHooks(Host):
+    """Ranks of submitit's local executor: all on one machine, numbered by ``SUBMITIT_LOCAL_*``."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Submitit has started all ranks."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """The local executor has one machine."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """A port that all ranks of a job derive alike."""
+        return 15_000 + zlib.crc32(os.environ["SUBMITIT_LOCAL_JOB_ID"].encode()) % 20_000
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether submitit's local executor started this process."""
+        return "SUBMITIT_LOCAL_GLOBALID" in os.environ
+
+    def world_size(self) -> int:
+        """Tasks of the job."""
+        return int(os.environ["SUBMITIT_LOCAL_NTASKS"])
+
+    def set_world_size(self, size: int) -> None:
+        """Submitit has set it."""
+
+    def global_rank(self) -> int:
+        """This task."""
+        return int(os.environ["SUBMITIT_LOCAL_GLOBALID"])
+
+    def set_global_rank(self, rank: int) -> None:
+        """Submitit has set it."""
+
+    def local_rank(self) -> int:
+        """This task on its machine."""
+        return int(os.environ["SUBMITIT_LOCAL_LOCALID"])
+
+    def node_rank(self) -> int:
+        """The machine."""
+        return int(os.environ.get("SUBMITIT_LOCAL_NODEID", 0))

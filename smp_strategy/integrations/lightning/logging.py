@@ -1,0 +1,219 @@
+"""One logged value per batch, although the user's step runs once per microbatch.
+
+``self.log`` in a step would write as many values as there are microbatches, and on most pipeline ranks the value is
+not even there yet. So, while a step runs, ``self.log`` only takes notes: the value travels through the step's return
+value, and the engine turns it into a real tensor on every rank. Afterwards the notes of all microbatches are merged
+and logged once, on every rank alike, so that checkpoint and early-stopping decisions agree::
+
+    microbatch 0   log("loss", 2.0)   log("acc", 0.5)  --.
+    microbatch 1   log("loss", 4.0)   log("acc", 1.0)  --+->  log("loss", 3.0)   log("acc", 0.75)
+
+The microbatches of a step take turns in threads of their own; each thread has its own notes. Calls of loggers and
+``self.print`` are noted in the same way. For metric objects see
+:mod:`smp_strategy.integrations.lightning.metric_values`.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from numbers import Number
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
+
+from smp_strategy.integrations.lightning.logging_loggers import merge_arguments, noting
+from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
+from smp_strategy.pipeline.join_results import StepArgument
+
+__all__ = ["DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedCall:
+    """One call of ``self.log`` without its value, which travels beside it as a tensor."""
+
+    name: str
+    """The key."""
+    flags: tuple[Any, ...] = ()
+    """Arguments after the value that were not named (``prog_bar`` as a rule)."""
+    options: dict[str, Any]
+    """Named arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectCall:
+    """One call of a logger, or of ``self.print``; its arguments travel beside it."""
+
+    name: str
+    """What tells it from other calls of the same step."""
+    function: Callable[..., Any]
+    """What is called; another one on each rank."""
+
+
+Notes = tuple[list[LoggedCall | DirectCall], list[Any]]
+Call = TypeVar("Call", LoggedCall, DirectCall)
+
+
+class LogRecorder:
+    """Stands in for ``module.log``, ``module.print`` and the loggers during a step.
+
+    Args:
+        module: the LightningModule.
+        tells_size: whether values are logged with the number of samples in the step, because Lightning sees another
+            one: that in the batch of this rank.
+        share: lets all stages log the value of a metric that is on one of them.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, tells_size: bool = False, share: ShareValue = lambda metric, value: value
+    ) -> None:
+        self._module = module
+        self._tells_size = tells_size
+        self._share = share
+        self._log: Callable[..., None] = module.log  # type: ignore[assignment]
+        self._print: Callable[..., None] = getattr(module, "print", print)
+        self._notes = threading.local()
+
+    def __deepcopy__(self, memo: Any) -> "LogRecorder":
+        return self  # a hook that copies the module takes this along in the copy's `log`
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While this is open, ``module.log``, ``module.log_dict`` (which calls it) and the others take notes."""
+        # On the instance, past nn.Module.__setattr__, so that a `log` that the user overrides is only called at replay.
+        own = vars(self._module)
+        before = {name: own[name] for name in own.keys() & {"log", "print"}}  # those of a hook around this step
+        object.__setattr__(self._module, "log", self._note)
+        object.__setattr__(self._module, "print", self._noting(self._print, "print"))
+        try:
+            with noting(getattr(self._module, "loggers", ()), self._noting):
+                yield
+        finally:
+            for name in ("log", "print"):
+                object.__delattr__(self._module, name)
+            own.update(before)
+
+    @contextmanager
+    def notes(self) -> Iterator[Notes]:
+        """The calls and their values that this thread makes while this is open."""
+        self._notes.current = ([], [])
+        try:
+            yield self._notes.current
+        finally:
+            del self._notes.current
+
+    def replay(self, notes: Sequence[Notes], sizes: Sequence[int]) -> None:
+        """Log what the microbatches noted, once; the values must be real by now."""
+        for call, value in merge_calls(notes, sizes):
+            size = {"batch_size": sum(sizes)} if self._tells_size else {}
+            if isinstance(value, NotedMetric):
+                value = value.settle(self._share)
+            self._log(call.name, value, *call.flags, **{**size, **call.options})
+        for function, args, kwargs in direct_calls(notes, sizes):
+            function(*args, **kwargs)
+
+    def _noting(self, function: Callable[..., Any], name: str) -> Callable[..., None]:
+        def note(*args: Any, **kwargs: Any) -> None:
+            current = getattr(self._notes, "current", None)
+            if current is None:
+                function(*args, **kwargs)
+                return
+            told = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, str)]
+            current[0].append(DirectCall(name=" ".join([name, *told]), function=function))
+            current[1].append(pytree.tree_map(_as_it_is_now, (args, kwargs)))
+
+        return note
+
+    def _note(self, name: str, value: Any, *flags: Any, **options: Any) -> None:
+        current = getattr(self._notes, "current", None)
+        if current is None:  # a thread of the user's own
+            self._log(name, value, *flags, **options)
+            return
+        calls, values = current
+        calls.append(LoggedCall(name=name, flags=flags, options=options))
+        values.append(_as_it_is_now(value))
+
+
+def _as_it_is_now(value: Any) -> Any:
+    """The step may go on to change a tensor in place, or to use a metric; what counts is the value at this moment."""
+    if isinstance(value, Metric):
+        return NotedMetric.now(value)
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def merge_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[LoggedCall, Any]]:
+    """Yield one call per logged key and occurrence, in the order of first appearance.
+
+    Args:
+        notes: calls and values of each microbatch.
+        sizes: samples of each microbatch.
+    """
+    for members in _grouped(LoggedCall, notes, sizes):
+        call = members[0][0]
+        weights, batch_size = _weights(members, total=sum(sizes))
+        options = {**call.options, "batch_size": batch_size} if batch_size is not None else call.options
+        value = _merge_values([value for _, value, _ in members], weights, call.options.get("reduce_fx", "mean"))
+        yield replace(call, options=options), value
+
+
+def _grouped(kind: type[Call], notes: Sequence[Notes], sizes: Sequence[int]) -> Iterable[list[tuple[Call, Any, int]]]:
+    """Calls of one kind that belong together, with value and size of their microbatch, in the order of appearance."""
+    # The k-th call with a key in one microbatch belongs to the k-th one in the others.
+    groups: dict[tuple[str, int], list[tuple[Call, Any, int]]] = {}
+    for (calls, values), size in zip(notes, sizes, strict=True):
+        seen: dict[str, int] = {}
+        for call, value in zip(calls, values, strict=True):
+            if isinstance(call, kind):
+                occurrence = seen[call.name] = seen.get(call.name, -1) + 1
+                groups.setdefault((call.name, occurrence), []).append((call, value, size))
+    return groups.values()
+
+
+def direct_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
+    """Yield the calls of loggers with their arguments: one for all microbatches where these go together.
+
+    Args:
+        notes: calls and values of each microbatch.
+        sizes: samples of each microbatch.
+    """
+    for members in _grouped(DirectCall, notes, sizes):
+        merged = merge_arguments([value for _, value, _ in members], [size for _, _, size in members])
+        for call, value, _ in members if merged is None else [(members[0][0], merged, 0)]:
+            yield call.function, *value
+
+
+def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> tuple[list[int], int | None]:
+    """The weight of each microbatch, and the batch size to log the merged value with (``None``: not given)."""
+    by_samples = [size for _, _, size in members]
+    given = [call.options.get("batch_size") for call, _, _ in members]
+    if None in given:
+        return by_samples, None
+    # Whoever passes a constant means the whole batch; whoever computes it in the step counted this microbatch.
+    if all(batch_size == total for batch_size in given):
+        return by_samples, total
+    return given, sum(given)  # type: ignore[return-value, arg-type]
+
+
+def _merge_values(values: list[Any], weights: Sequence[int], reduce_fx: Any) -> Any:
+    if all(isinstance(value, NotedMetric) for value in values):
+        return NotedMetric.merged(values)
+    if len(values) == 1 or not isinstance(values[0], Tensor | Number):
+        return values[0]
+    if all(isinstance(value, StepArgument) for value in values):
+        return values[0]  # the index of the batch
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    if name != "sum" and not isinstance(values[0], Tensor) and all(value == values[0] for value in values):
+        return values[0]  # a learning rate: no rounding
+    stacked = torch.stack([torch.as_tensor(value).reshape(()) for value in values])
+    if name in ("sum", "min", "max"):
+        return getattr(stacked, name)()
+    if name not in ("mean", "avg"):
+        return reduce_fx(stacked)
+    if not stacked.is_floating_point():
+        stacked = stacked.to(torch.get_default_dtype())
+    weight = torch.tensor(weights, dtype=stacked.dtype, device=stacked.device)
+    return (stacked * weight).sum() / weight.sum()

@@ -1,0 +1,273 @@
+"""A run goes on as if it had not been interrupted: with the same batches and the same random numbers.
+
+Lightning's checkpoints have weights, optimizers, schedulers, callbacks and counters. What they lack stands beside the
+engine's own state, in a dict that plain Lightning passes over:
+
+1. where the random generators of the ranks are, and those of the data path ([Note: data stream]);
+2. how far each training data loader has come in its pass (:mod:`smp_strategy.integrations.data.resumable_loader`), and
+  what Lightning, which asks
+   a loader of unknown length for one batch in advance, has not used yet;
+3. the metrics that callbacks and schedulers go by.
+
+[Note: going on] It is read with the optimizers' state, when Lightning's counters have been read, and these are put in
+order (:mod:`smp_strategy.integrations.lightning.resume_progress`). It is applied when training starts: by then user
+code may have drawn what it likes in `setup`, and loaders may have been iterated. Nothing is drawn any more until the
+loop does what it would have done next. A pass that had been begun goes on from its place; and where the last one was
+complete, the next begins with the restored generators, however many Lightning has begun before.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
+from smp_strategy.integrations.data.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
+from smp_strategy.integrations.lightning.data import DataStream
+from smp_strategy.integrations.lightning.other_shares import dealt_out_again, go_on_after
+from smp_strategy.integrations.lightning.resume_progress import do_due, is_epoch_read, progress_of, put_in_order
+from smp_strategy.integrations.lightning.sums import go_on_adding, sums_of
+from smp_strategy.integrations.lightning.tree import Tree
+
+__all__ = ["KEY", "Resumption"]
+
+# Where all this stands in the engine's part of a checkpoint.
+KEY: Final = "resume"
+
+
+class Resumption:
+    """Collects what a run needs to go on, and applies it.
+
+    Args:
+        mesh: this rank's place.
+        stream: the random numbers of the data path.
+        device: where this rank computes.
+        tree: the Lightning tree in use.
+    """
+
+    def __init__(self, mesh: ProcessMesh, stream: DataStream, device: torch.device, tree: Tree) -> None:
+        self._rank = mesh.rank
+        self._stream = stream
+        self._data_ranks = [list(ranks) for ranks in stream.data_ranks]
+        self._data_rank = next(number for number, ranks in enumerate(self._data_ranks) if mesh.rank in ranks)
+        self._device = device
+        self._tree = tree
+        self._pending: Mapping[str, Any] | None = None
+        self._pending_evaluation: list[list[torch.Tensor]] = []
+        self._at_end: dict[str, Any] | None = None
+        self._progress_at_end: dict[str, bool] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether training has ended."""
+        return self._at_end is not None
+
+    # To a checkpoint
+
+    def collected(self, trainer: Any) -> dict[str, Any]:
+        """What a run needs to go on, on global rank 0; elsewhere nothing. Collective."""
+        is_first = self._rank == self._data_ranks[self._data_rank][0]
+        mine = of_rank(self._device), self._of_data_rank(trainer) if is_first else None
+        of_run = self._of_run(trainer)  # metrics may be reduced over ranks
+        found = collectives.collect(mine, 0, "what a run needs to go on")
+        if self._rank != 0:
+            return {}
+        if self._pending is not None:  # there was nothing left to train
+            return dict(self._pending[KEY])
+        states, passes = [state for state, _ in found], [of_pass or {} for _, of_pass in found]
+        return {
+            "data_ranks": self._data_ranks,
+            "by_data_rank": [{"generators": states[ranks[0]], **passes[ranks[0]]} for ranks in self._data_ranks],
+            "generators_of_others": exceptions_to_first(states, self._data_ranks),
+            **of_run,
+        }
+
+    def _of_data_rank(self, trainer: Any) -> dict[str, Any]:
+        return {
+            "stream": packed(self._stream.state()),
+            "sums": {} if is_epoch_read(trainer.fit_loop) else sums_of(trainer.fit_loop.epoch_loop._results),
+            **(self._at_end or self._places(trainer)),
+        }
+
+    def _places(self, trainer: Any) -> dict[str, Any]:
+        """Where passes over the training loaders are, and generators of all loaders."""
+        fit = trainer.fit_loop
+        loaders, evaluated = _loaders(fit), _loaders(fit.epoch_loop.val_loop)
+        found: dict[str, Any] = {
+            "loaders": None,
+            "generators_of_loaders": _generator_states(loaders),
+            "generators_of_evaluation": _generator_states(evaluated),
+        }
+        fetcher = fit._data_fetcher
+        if fetcher is not None and fetcher.iterator is not None and not is_epoch_read(fit):
+            num_unused = max(fetcher.fetched - fit.epoch_loop.batch_progress.current.processed, 0)
+            found["loaders"] = [_place(loader, num_unused) for loader in loaders]
+            found["are_consumed"] = list(getattr(fit._combined_loader._iterator, "_consumed", []))
+        return found
+
+    def _of_run(self, trainer: Any) -> dict[str, Any]:
+        fit = trainer.fit_loop
+        metrics = dict(trainer.callback_metrics)
+        if is_epoch_read(fit):  # those of the epoch, which are told at its end
+            metrics |= fit.epoch_loop._results.metrics(on_step=False)["callback"]
+        return {
+            "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
+            "progress": self._progress_at_end or progress_of(fit),
+            "last_reload_epoch": fit._last_train_dl_reload_epoch if trainer.reload_dataloaders_every_n_epochs else None,
+        }
+
+    def training_ends(self, trainer: Any) -> None:
+        """Lightning lets go of the loaders' passes; a checkpoint may be asked for later."""
+        self._at_end = self._places(trainer)
+        self._progress_at_end = progress_of(trainer.fit_loop)
+
+    # From a checkpoint
+
+    def read(self, state: Mapping[str, Any], trainer: Any) -> None:
+        """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters."""
+        self._pending = state
+        put_in_order(trainer.fit_loop, state[KEY]["progress"])
+        places = self._mine(state[KEY])["loaders"]
+        if places is not None:  # Lightning has those of global rank 0
+            states = [place["loader"] for place in places if place is not None and "loader" in place]
+            trainer.fit_loop._combined_loader_states_to_load = states
+        # Lightning says so of loaders that have no state of their own.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+
+    def training_starts(self, trainer: Any, forget_gradients: Callable[[], None]) -> Mapping[str, Any] | None:
+        """Go on from what was read, which is given back; ``None``: nothing was. See [Note: going on].
+
+        Args:
+            trainer: Lightning's.
+            forget_gradients: lets those that were read not be used.
+        """
+        self._at_end = self._progress_at_end = None
+        own, self._pending = self._pending, None
+        if own is None:
+            return None
+        state = own[KEY]
+        mine, fit = self._mine(state), trainer.fit_loop
+        loaders = _loaders(fit)
+        for loader, states in zip(loaders, mine["generators_of_loaders"], strict=False):
+            _set_generators(loader, states)
+        self._pending_evaluation = list(mine["generators_of_evaluation"])
+        for loader in _loaders(fit.epoch_loop.val_loop):
+            self.set_evaluation(loader)
+        if trainer.current_epoch > 0 and any(getattr(loader, "persistent_workers", False) for loader in loaders):
+            self._warn(
+                "Persistent workers keep their random generators from epoch to epoch, and have new ones now: a dataset "
+                "that draws random numbers in them draws others than it would have. Use `persistent_workers=False`, "
+                "or draw from a generator that is seeded by epoch and sample."
+            )
+        self._set_passes(fit, loaders, mine, len(state["by_data_rank"]))
+        is_same = state["data_ranks"] == self._data_ranks
+        exception = state["generators_of_others"].get(self._rank) if is_same else None
+        set_of_rank(mine["generators"] if exception is None else exception, self._device)
+        self._stream.set_state(unpacked(mine["stream"]))
+        trainer._logger_connector._callback_metrics.update(state["metrics"])
+        if is_same:
+            go_on_adding(fit.epoch_loop._results, mine["sums"])
+        if mine["loaders"] is not None:
+            if state["last_reload_epoch"] is not None:
+                fit._last_train_dl_reload_epoch = state["last_reload_epoch"]
+            self._fetch_ahead(fit._data_fetcher)
+        is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
+        keeps = is_overridden("on_validation_model_zero_grad", trainer.lightning_module)
+        do_due(fit, state["progress"], (lambda: None) if keeps else forget_gradients)
+        return own
+
+    def set_evaluation(self, loader: Any) -> None:
+        """Let the generators of the next loader of validation go on; loaders are made when they are first used."""
+        if self._pending_evaluation:
+            _set_generators(loader, self._pending_evaluation.pop(0))
+
+    def _mine(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the rank has kept that read what this one reads, if as many shared the samples."""
+        found: Mapping[str, Any] = state["by_data_rank"][self._data_rank % len(state["by_data_rank"])]
+        return found
+
+    def _set_passes(self, fit: Any, loaders: Sequence[Any], mine: Mapping[str, Any], num_before: int) -> None:
+        places = mine["loaders"]
+        if places is not None:
+            places = self._places_for(fit, loaders, places, num_before)
+        for number, loader in enumerate(loaders):
+            found, place = pass_of(loader), None if places is None else places[number]
+            if found is not None and place is not None:
+                found.go_on(place)
+            elif found is not None:
+                found.begin_again()
+        if places is None:
+            fit._resuming_from_checkpoint = False  # else the loop would use the pass that it has begun before
+        elif mine["are_consumed"]:
+            fit._combined_loader._iterator._consumed = list(mine["are_consumed"])
+
+    def _places_for(
+        self, fit: Any, loaders: Sequence[Any], places: Sequence[Any], num_before: int
+    ) -> Sequence[Any] | None:
+        if len(places) != len(loaders):
+            self._warn(
+                f"The checkpoint was written in the middle of an epoch over {len(places)} training data loaders, but "
+                f"there are {len(loaders)} now: they begin anew. Use as many as before to go on with the same data."
+            )
+            return None
+        num_now = len(self._data_ranks)
+        if num_now == num_before:
+            return places
+        found, told = dealt_out_again(places, [batch_size_of(loader) for loader in loaders], num_before, num_now)
+        lengths = [place["num_given"] for place in found if place is not None]
+        if lengths:
+            go_on_after(fit.epoch_loop.batch_progress, max(lengths))
+        self._warn(
+            f"The checkpoint was written in the middle of an epoch whose samples {num_before} ranks shared; now "
+            f"{num_now} share them. The run goes on after {max(lengths, default=0)} batches of each"
+            f"{'' if told is None else f' ({told})'}. A sampler that deals out one order of all samples "
+            "(`DistributedSampler`) gives those that were not read yet; another one may give others. Resume with as "
+            "many replicas, or from the end of an epoch, for exactly the same data."
+        )
+        return found
+
+    def _warn(self, text: str) -> None:
+        self._tree.pytorch("utilities.rank_zero").rank_zero_warn(text)
+
+    def _fetch_ahead(self, fetcher: Any) -> None:
+        """Read again what the loop has read in advance."""
+        fetcher.reset()
+        if fetcher.length is None:
+            step = self._tree.pytorch("loops.fetchers")._DataFetcher.__next__
+            for _ in range(fetcher.prefetch_batches):
+                try:
+                    fetcher.batches.append(step(fetcher))
+                except StopIteration:
+                    break
+
+
+def _loaders(loop: Any) -> list[Any]:
+    return [] if loop._combined_loader is None else list(loop._combined_loader.flattened)
+
+
+def _place(loader: Any, num_unused: int) -> dict[str, Any] | None:
+    found = pass_of(loader)
+    if found is not None:
+        return found.place(num_unused)
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return {"loader": loader.state_dict()}
+    return None
+
+
+def _generator_states(loaders: Sequence[Any]) -> list[list[torch.Tensor]]:
+    return [
+        [generator.get_state() for generator in generators_of(loader)]
+        if isinstance(loader, torch.utils.data.DataLoader)
+        else []
+        for loader in loaders
+    ]
+
+
+def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
+    if isinstance(loader, torch.utils.data.DataLoader):
+        generators = generators_of(loader)
+        if len(generators) == len(states):
+            set_generators(generators, states)

@@ -1,0 +1,119 @@
+"""SIGTERM ends training on all ranks between the same two steps, and no step waits for that.
+
+Lightning lets rank 0 tell all others at the beginning of each batch whether to stop, and they wait for it. Here rank 0
+is the last stage: all others would begin no step before that has ended its part of the one before, and steps of a
+pipeline could not overlap. Besides, a rank that gets the signal stops by itself.
+
+So ranks compare in the background whether one of them has got the signal, and look at the answer one step later, when
+it is there: all stop before the same step, whichever rank has got the signal. When training ends they wait for the
+answer, as nobody would look at it later. Evaluation stops as well, unless replicas share it, which may have different
+numbers of batches: then it goes on to its end, and so does prediction, as in one process.
+
+Lightning then ends the script with exit code 0. That is fine for somebody at a terminal. A scheduler takes it for a
+run that is done, and does not start it again: where there is no terminal, or SLURM has started the script, the exit
+code is 143, as that of any process that SIGTERM ends.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO, final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.integrations.lightning.child_processes import STOPPED
+from smp_strategy.integrations.lightning.tree import Tree
+
+__all__ = ["StopSignal", "end_as_stopped", "is_at_terminal"]
+
+
+@final
+class StopSignal:
+    """See the module docstring.
+
+    Args:
+        trainer: Lightning's Trainer.
+        stop: makes the exception that ends the run.
+    """
+
+    def __init__(self, trainer: Any, stop: Callable[[], BaseException]) -> None:
+        self._trainer = trainer
+        self._stop = stop
+        self._has_come = False
+        self._pending: tuple[collectives.UnderWay, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, trainer: Any, tree: Tree) -> "StopSignal | None":
+        """That of a run. ``None``: there is one rank, or this Lightning 2.6 lets no ranks compare: each stops alone."""
+        if dist.get_world_size() == 1 or not hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+            return None
+        return cls(trainer, tree.pytorch("utilities.exceptions").SIGTERMException)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While this is open, it is in the place of what Lightning does."""
+        connector, loop = self._trainer._signal_connector, self._trainer.fit_loop.epoch_loop
+        connector._sigterm_notifier_fn = self._note
+        loop._broadcast_sigterm_tensor = self.check
+        try:
+            yield
+        finally:
+            del connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor
+
+    def _note(self, signum: Any, frame: Any) -> None:
+        """Handle the signal."""
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and not self._has_come:
+            launcher.kill(signum)  # the ranks that this one has started
+        self._has_come = True
+
+    def check(self) -> None:
+        """Before each step, on all ranks: end training if a rank had the signal before the last one."""
+        self._look()
+        self._ask()
+
+    def end(self) -> None:
+        """When training has ended, on all ranks: nobody goes on after it if a rank has the signal by now."""
+        self.check()
+        self._look()
+
+    def _ask(self) -> None:
+        flag = torch.tensor(self._has_come, dtype=torch.uint8, device="cpu")
+        asked = collectives.reduce_numbers(flag, dist.ReduceOp.MAX, group=None, doing="the next training step")
+        self._pending = asked, flag
+
+    def _look(self) -> None:
+        if self._pending is None:
+            return
+        asked, flag = self._pending
+        asked.wait()
+        self._pending = None
+        if flag.item():
+            self._trainer._signal_connector.received_sigterm = True
+            raise self._stop()
+
+
+def end_as_stopped(exception: BaseException, tree: Tree) -> None:
+    """Let the process end with the exit code of a signal if that is what has ended training."""
+    if not isinstance(exception, tree.pytorch("utilities.exceptions").SIGTERMException) or exception.code is not None:
+        return
+    if not is_at_terminal(os.environ, (sys.stdin, sys.stdout, sys.stderr)):
+        exception.code = STOPPED
+    tree.pytorch("utilities.rank_zero").rank_zero_info(
+        f"SIGTERM has ended this run; the exit code is {exception.code or 0}."
+    )
+
+
+def is_at_terminal(environ: Mapping[str, str], streams: Sequence[TextIO | None]) -> bool:
+    """Whether somebody has started this process by hand, as far as can be told.
+
+    Args:
+        environ: the environment variables.
+        streams: standard input, output and error; ``None`` where there is none.
+    """
+    return "SLURM_JOB_ID" not in environ and any(
+        stream is not None and not stream.closed and stream.isatty() for stream in streams
+    )

@@ -1,0 +1,147 @@
+"""Turn one Lightning step on a batch into one step per microbatch, and their results into one result.
+
+The engine cuts the batch and calls a function with each microbatch; which function that is, what travels through its
+return value, and how the user's outputs are put together again, stands here. No parallel logic: inside the function
+tensors may be placed on other ranks, so nothing here reads a value.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from smp_strategy.engine.step_results import loss_that_commits
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.integrations.lightning.logging import LogRecorder
+from smp_strategy.integrations.lightning.metric_values import NotedForwards, settle
+from smp_strategy.integrations.lightning.metrics import share_value
+from smp_strategy.pipeline.join_results import given, merge, refuse_not_joined
+
+if TYPE_CHECKING:
+    from smp_strategy.engine.engine import Engine
+
+__all__ = ["Context", "accumulation_window", "run_eval_step", "run_manual_step", "run_training_step"]
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def run_training_step(
+    engine: "Engine",
+    module: Any,
+    args: Sequence[Any],
+    *,
+    context: Context,
+    reduce: Callable[[], bool],
+    continues: bool = False,
+    factor: float = 1.0,
+) -> Any:
+    """Run ``module.training_step`` over the microbatches of ``args[0]``, forward and backward.
+
+    Args:
+        context: entered around the forward of each microbatch (the precision plugin's autocast).
+        reduce: asked before and when the gradients are handed over: does this batch end the accumulation window?
+        continues: whether gradients are added to those of earlier batches.
+        factor: what the loss will be multiplied by before its backward: one over the batches that are accumulated, and
+            the scale of float16.
+
+    Returns:
+        What the step returned, merged; the loss hands its gradients over in ``backward()``.
+    """
+    recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
+    step = _microbatch_step(module.training_step, recorder, args[1:], context)
+    with recorder.installed(), _process_wide(context):
+        result = engine.train_step(
+            step, args[0], loss_of=_loss_of, factor=factor, continues=continues, reduces=reduce()
+        )
+    outputs = _replay(recorder, result.outputs, result.sizes)
+    # Where all microbatches are skipped, other replicas may not skip theirs: there is a loss, without a gradient.
+    mean = torch.zeros(()) if result.loss is None else result.loss
+    loss = loss_that_commits(mean, lambda grad: result.commit(grad, reduce=reduce()))
+    present = [(output, size) for output, size in zip(outputs, result.sizes, strict=True) if output is not None]
+    if not present or not isinstance(present[0][0], Mapping):
+        return loss
+    extras = [{name: value for name, value in output.items() if name != "loss"} for output, _ in present]
+    return {"loss": loss, **merge(extras, [size for _, size in present])}
+
+
+def accumulation_window(trainer: Any) -> tuple[int, int]:
+    """Number of the current batch in its accumulation window, as Lightning counts, and batches in a window."""
+    length = trainer.accumulate_grad_batches
+    return trainer.fit_loop.epoch_loop.batch_idx % length, length
+
+
+def run_manual_step(engine: "Engine", module: Any, args: Sequence[Any], *, context: Context) -> Any:
+    """Run ``module.training_step`` under manual optimization; returns the merged outputs."""
+    recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
+    step = _microbatch_step(module.training_step, recorder, args[1:], context)
+    with recorder.installed(), _process_wide(context):
+        result = engine.manual_step(step, args[0])
+    return merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+
+
+def run_eval_step(
+    engine: "Engine", module: Any, name: str, args: Sequence[Any], *, context: Context, is_joint: bool
+) -> Any:
+    """Run ``module.<name>`` over the microbatches of ``args[0]``, forward only; returns the merged outputs.
+
+    Args:
+        context: entered around the forward of each microbatch.
+        is_joint: all ranks of a replica have read this batch.
+    """
+    recorder = _recorder(engine, module, is_joint=is_joint)
+    step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
+    with recorder.installed(), _process_wide(context):
+        result = engine.eval_step(step, args[0], kind=name, is_joint=is_joint)
+    merged = merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
+    return refuse_not_joined(merged) if name == "predict_step" else merged  # predictions are there to be used
+
+
+def _recorder(engine: "Engine", module: Any, *, is_joint: bool) -> LogRecorder:
+    return LogRecorder(module, tells_size=not is_joint, share=partial(share_value, engine))
+
+
+def _microbatch_step(
+    step: Callable[..., Any], recorder: LogRecorder, rest: Sequence[Any], context: Context
+) -> Callable[[Any], Any]:
+    rest = [given(value) for value in rest]
+
+    def run(microbatch: Any) -> Any:
+        forwards = NotedForwards()
+        with recorder.notes() as notes, forwards.open(), context():
+            output = step(microbatch, *rest)
+        return output, notes, forwards
+
+    return run
+
+
+def _process_wide(context: Context) -> AbstractContextManager[Any]:
+    """Enter ``context`` around all microbatches too, where it changes something that threads share.
+
+    The "true" precisions set the default dtype, which belongs to the process: the microbatches' threads would undo
+    each other's setting as they take turns. Inside an outer setting they all see, and restore, the same. Autocast is
+    the opposite: it belongs to the thread, and around everything it would reach the backward passes.
+    """
+    plugin = getattr(context, "__self__", None)
+    return context() if str(getattr(plugin, "precision", "")).endswith("-true") else nullcontext()
+
+
+def _loss_of(returned: tuple[Any, Any, Any]) -> Tensor | None:
+    output = returned[0]
+    if output is None:
+        return None
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, Tensor):
+        return loss
+    raise UnsupportedError(
+        "`training_step` must return the loss as a tensor, a dict with the loss under the key 'loss', or None to skip, "
+        f"but returned {type(output).__name__}{f' with keys {sorted(output)}' if isinstance(output, Mapping) else ''}."
+    )
+
+
+def _replay(recorder: LogRecorder, returned: Sequence[tuple[Any, Any, Any]], sizes: Sequence[int]) -> list[Any]:
+    recorder.replay([notes for _, notes, _ in returned], sizes)
+    settle([forwards for _, _, forwards in returned])
+    return [output for output, _, _ in returned]

@@ -1,0 +1,162 @@
+"""Hooks see the weights and gradients of all stages, and what they log is logged on every rank.
+
+A rank has its own stage's share. The hooks of the module and of callbacks are where users average weights, clip them,
+log norms, rescale gradients, or put averages into checkpoints. Those that are overridden run with the whole model in
+sight (:mod:`smp_strategy.engine.hooks.cross_stage`). Others cost nothing, nor do those of Lightning's own callbacks, of
+which few touch weights.
+
+Copies of the module that callbacks make before it is spread over the ranks (averages of weights, as a rule) are found
+in the callbacks' attributes and spread with it.
+
+Inside an accumulation window the gradients of replicas and of weights tied across stages are not summed yet, as with
+any data-parallel strategy: ``on_after_backward`` sees what has arrived so far.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from smp_strategy.engine.engine import Engine
+from smp_strategy.integrations.lightning.logging import LogRecorder
+from smp_strategy.integrations.lightning.metrics import share_value
+from smp_strategy.integrations.lightning.tree import Tree
+
+__all__ = ["UserHooks", "copies_of"]
+
+_LOOPS = ("train", "validation", "test", "predict")
+_MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+_BACKWARD = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+_LOGGING = (
+    *(f"on_{loop}_{moment}" for loop in _LOOPS for moment in _MOMENTS),
+    *("on_sanity_check_start", "on_sanity_check_end", *_BACKWARD, "configure_gradient_clipping"),
+)
+# The step happens inside, and logs by itself.
+_ENCLOSING = ("optimizer_step", "optimizer_zero_grad")
+# What they give away goes into the checkpoint.
+_SAVING = ("on_save_checkpoint", "state_dict")
+# They run between the last backward and the `zero_grad` of the next batch.
+_WITH_GRADIENTS = {
+    *(*_BACKWARD, *_ENCLOSING, "configure_gradient_clipping"),
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
+}
+_WITH_OLD_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad"}
+# Of Lightning's own callbacks, those that work on weights.
+_ON_WEIGHTS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning", "BaseFinetuning"}
+
+
+class UserHooks:
+    """Stands in for the overridden hooks of one run.
+
+    Args:
+        engine: partitions the module.
+        module: the LightningModule.
+        tree: the Lightning tree in use.
+    """
+
+    def __init__(self, engine: Engine, module: Any, tree: Tree) -> None:
+        self._engine = engine
+        self._module = module
+        self._tree = tree
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    @property
+    def see_gradients(self) -> bool:
+        """Whether one that is installed runs while there are gradients."""
+        return any(name in _WITH_GRADIENTS for _, name, _ in self._replaced) or self._is_users(
+            "backward", self._module, self._tree.pytorch("core.module").LightningModule
+        )
+
+    @property
+    def see_old_gradients(self) -> bool:
+        """Whether one that is installed runs between a step and the end of the gradients of the one before."""
+        return any(name in _WITH_OLD_GRADIENTS for _, name, _ in self._replaced)
+
+    def install(self, callbacks: Iterable[Any]) -> None:
+        """Replace the hooks of the module and of ``callbacks``, on the instances."""
+        lightning_module = self._tree.pytorch("core.module").LightningModule
+        callback_class = self._tree.pytorch("callbacks.callback").Callback
+        self._install(self._module, lightning_module, ("on_save_checkpoint",))
+        for callback in callbacks:
+            self._install(callback, callback_class, _SAVING)
+
+    def _install(self, owner: Any, kind: type, saving: Iterable[str]) -> None:
+        stand_ins = [(_LOGGING, self._logging), (_ENCLOSING, self._enclosing), (saving, self._saving)]
+        for names, stand_in in stand_ins:
+            for name in names:
+                if self._is_users(name, owner, kind):
+                    self._replaced.append((owner, name, vars(owner).get(name)))
+                    object.__setattr__(owner, name, stand_in(getattr(owner, name)))
+
+    def remove(self) -> None:
+        """Give the hooks back."""
+        for owner, name, before in self._replaced:
+            object.__delattr__(owner, name)
+            if before is not None:
+                object.__setattr__(owner, name, before)
+        self._replaced.clear()
+
+    def _is_users(self, name: str, owner: Any, kind: type) -> bool:
+        is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
+        if not hasattr(kind, name) or not is_overridden(name, owner, parent=kind):
+            return False
+        if _ON_WEIGHTS.intersection(base.__name__ for base in type(owner).__mro__):
+            return True
+        return not str(getattr(getattr(owner, name), "__module__", "")).startswith(f"{self._tree.root}.")
+
+    def _logging(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        recorder = LogRecorder(self._module, share=partial(share_value, self._engine))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            def noted() -> Any:
+                with recorder.notes() as notes:
+                    return hook(*args, **kwargs), notes
+
+            with recorder.installed():
+                result, notes = self._engine.run_hook(noted)
+            recorder.replay([notes], [1])
+            return result
+
+        return run
+
+    def _enclosing(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._engine.run_hook(lambda: hook(*args, **kwargs))
+
+    def _saving(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            def collected() -> Any:
+                result = hook(*args, **kwargs)
+                for mapping in (result, *args):
+                    if isinstance(mapping, dict):
+                        _settle_in(mapping, self._engine)
+                return result
+
+            return self._engine.run_hook(collected)
+
+        return run
+
+
+def _settle_in(mapping: dict[str, Any], engine: Engine) -> None:
+    """Let spread tensors be on the rank that writes them, or be told apart from others where all ranks write."""
+    views = engine.views
+    settled = views.held if engine.config.state_dict_type == "sharded" else views.collected
+    for key, value in mapping.items():
+        if any(isinstance(leaf, Tensor) and type(leaf) is not Tensor for leaf in pytree.tree_leaves(value)):
+            mapping[key] = settled(value)
+
+
+def copies_of(module: nn.Module, owners: Iterable[Any]) -> Iterator[nn.Module]:
+    """Modules in the attributes of ``owners`` with the type of ``module`` and its parameters by name and shape."""
+    for owner in owners:
+        for value in vars(owner).values():
+            if value is module or not isinstance(value, nn.Module):
+                continue
+            for part in value.modules():
+                if part is not module and type(part) is type(module) and _shapes(part) == _shapes(module):
+                    yield part
+
+
+def _shapes(module: nn.Module) -> dict[str, Any]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}

@@ -1,0 +1,281 @@
+"""Saving and loading by two calls, with the names, the files and the meaning that SageMaker's library gives them.
+
+For loops of one's own, and hooks of frameworks. In a folder that belongs to them there are::
+
+    newest                  text: the tag of the checkpoint that was written last
+    {tag}_partial/          weights, optimizers and the user's content, written by all ranks: the sharded form
+    {tag}                   weights as one file, a state dict with plain names
+    user_content_{tag}      the user's content to that
+
+``newest`` is written when the checkpoint is complete, and older ones are deleted after that. A partial checkpoint does
+not freeze the partition, as SageMaker's does: any layout reads it.
+
+Which model? SageMaker's library has one in a process. Here it is given, or it is the only one that an engine of this
+process runs (:mod:`smp_strategy.engine.active_engines`).
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+
+from smp_strategy.checkpoint.sources import WholeState
+from smp_strategy.checkpoint.storage import atomic_commit as commit
+from smp_strategy.checkpoint.storage.full_file import read_full, write_full
+from smp_strategy.checkpoint.storage.plain_content import check_content
+from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
+from smp_strategy.checkpoint.storage.writer import ShardedWriter
+from smp_strategy.distributed.rendezvous import alike, meet
+from smp_strategy.engine.active_engines import attached
+from smp_strategy.engine.engine import Engine
+from smp_strategy.errors import CheckpointError, ConfigError
+
+__all__ = ["resume_from_checkpoint", "save_checkpoint"]
+
+# Where the engine's own state stands in a partial checkpoint, and the user's.
+_ENGINE: Final = "smp_strategy"
+_CONTENT: Final = "user_content"
+
+_WRITERS: Final[WeakKeyDictionary[Engine, ShardedWriter]] = WeakKeyDictionary()
+
+StateDict = dict[str, Any]
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    tag: str,
+    partial: bool = True,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    user_content: Any = None,
+    translate_if_full: bool = True,
+    num_kept_partial_checkpoints: int | None = None,
+) -> None:
+    """Write a checkpoint of a model. Collective: all ranks have to make this call.
+
+    When it returns the checkpoint is complete and ``newest`` names it, whatever the option ``async_save`` says.
+
+    Example::
+
+        smp_strategy.save_checkpoint("checkpoints", tag=f"step_{step}", model=model, optimizer=optimizer,
+                                     user_content={"step": step}, num_kept_partial_checkpoints=3)
+
+    Args:
+        path: the folder.
+        tag: the name of the checkpoint in it; one of the same name is replaced.
+        partial: whether each rank writes what it has, with optimizers; otherwise rank 0 writes all weights as one file.
+        model: ``None``: the only one that an engine of this process runs, with all optimizers that train it.
+        optimizer: one or several; ``None`` beside a model: weights only.
+        user_content: what the run has to remember beside that, of which rank 0's is written: dicts, lists, tuples and
+            sets of tensors, numbers, strings, bytes and ``None``.
+        translate_if_full: for scripts of SageMaker's library. Here names are those of the model in any case, so there
+            is nothing to translate.
+        num_kept_partial_checkpoints: how many partial checkpoints stay, the newest ones; ``None``: all.
+
+    Raises:
+        ConfigError: the tag is no name of a file, the content cannot be read again, or no model or several could be
+            meant.
+        ApartError: not all ranks have made the call.
+    """
+    del translate_if_full
+    engine = _engine_of(model)
+    optimizers = list(engine.optimizers) if model is None and optimizer is None else _given(engine, optimizer)
+    doing = f"saving {tag!r} to {path}"
+    meet("smp_strategy.save_checkpoint")
+    with alike(doing):
+        folder = TaggedFolder(Path(path), tag)
+        folder.check_limit(num_kept_partial_checkpoints)
+        if engine.mesh.rank == 0:
+            check_content(user_content, _CONTENT)
+    if partial:
+        _save_partial(engine, optimizers, folder, user_content)
+    else:
+        state = engine.full_state_dict()
+        with alike(doing):
+            if engine.mesh.rank == 0:
+                _save_full(state, folder, user_content)
+    with alike(doing):
+        if engine.mesh.rank == 0:
+            folder.announce()
+            if num_kept_partial_checkpoints is not None:
+                folder.delete_oldest(num_kept_partial_checkpoints)
+
+
+def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load into
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    partial: bool = True,
+    strict: bool = True,
+    load_optimizer: bool = True,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Callable[[StateDict], StateDict] | None = None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> Any:
+    """Load what :func:`save_checkpoint` has written, under this or another layout. Collective.
+
+    At any time: before the first step, when the model is whole on every rank, optimizers get their state as soon as it
+    is spread; later, each rank reads its share only.
+
+    Args:
+        path: the folder.
+        tag: of the checkpoint; ``None``: the newest one.
+        partial: whether to load a partial checkpoint; otherwise one file with all weights, and no optimizer. That may
+            have been written by others, by plain PyTorch for instance.
+        strict: whether the names of weights must fit.
+        load_optimizer: whether to load optimizers, too.
+        load_sharded_optimizer_state: ``False``: of optimizers the options of their groups only (learning rates and so
+            on). Moments begin anew; weights in full precision are the model's, which are loaded in any case.
+        translate_function: changes the state dict in a file with all weights before it is loaded.
+        model: ``None``: the only one that an engine of this process runs.
+        optimizer: one or several, as when saving; ``None``: all that train the model.
+
+    Returns:
+        The user's content, tensors on the host; ``None`` if there is none.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or of another model or optimizer.
+        ConfigError: the tag is no name of a file, arguments contradict each other, or no model or several could be
+            meant.
+        RuntimeError: weights do not fit the model.
+    """
+    engine = _engine_of(model)
+    optimizers = list(engine.optimizers) if optimizer is None else _given(engine, optimizer)
+    if partial and translate_function is not None:
+        raise ConfigError(
+            "`translate_function` changes the state dict of a file with all weights, but `partial=True` loads one that "
+            "was written by all ranks under the model's own names. Give `partial=False`, or leave it out."
+        )
+    meet("smp_strategy.resume_from_checkpoint")
+    with alike(f"loading from {path}"):
+        folder = TaggedFolder.to_read(Path(path), tag, partial=partial)
+        if not partial:
+            return _load_full(engine, folder, translate_function, strict=strict)
+        stored = Stored.open(folder.partial)
+        rest = stored.rest()
+        engine.load_stored(stored, strict=strict)
+        for number, each in enumerate(optimizers if load_optimizer else ()):
+            source = stored if load_sharded_optimizer_state else _WithoutState(stored)
+            engine.load_stored_optimizer(source, number, each)
+        if _ENGINE in rest:
+            engine.load_state(rest[_ENGINE])
+        return rest.get(_CONTENT)
+
+
+def _save_partial(engine: Engine, optimizers: Sequence[Optimizer], folder: TaggedFolder, content: Any) -> None:
+    if engine not in _WRITERS:
+        _WRITERS[engine] = ShardedWriter(lambda mesh=engine.mesh: mesh.saving_group("calls"))  # type: ignore[misc]
+    prepared = _WRITERS[engine].prepare(engine.held_state(optimizers), copy=False)
+    own = engine.state_dict()
+    rest = {_ENGINE: own, _CONTENT: content}
+    note = {"layout": engine.mesh.shape.degrees, "global_step": own["num_steps"], "tag": folder.tag}
+    prepared.write(folder.partial, rest=rest, note=note)
+
+
+def _save_full(state: StateDict, folder: TaggedFolder, content: Any) -> None:
+    """The content first: a file with all weights is complete by itself."""
+    if content is None:
+        commit.remove(folder.content)
+    else:
+        write_full(folder.content, {_CONTENT: content})
+    write_full(folder.full, state)
+
+
+def _load_full(
+    engine: Engine, folder: TaggedFolder, translate: Callable[[StateDict], StateDict] | None, *, strict: bool
+) -> Any:
+    state: Any = read_full(folder.full)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{folder.full} has no state dict, but an object of type {type(state).__name__}.")
+    if isinstance(state.get("state_dict"), Mapping):  # a checkpoint of Lightning
+        state = state["state_dict"]
+    if translate is not None:
+        state = translate(dict(state))
+    engine.load_stored(WholeState({f"state_dict.{name}": value for name, value in state.items()}), strict=strict)
+    return read_full(folder.content)[_CONTENT] if folder.content.exists() else None
+
+
+class _WithoutState:
+    """A source in which optimizers have no state, but the options of their groups."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        return {name: each for name, each in self._stored.tensors.items() if not _is_state(name)}
+
+    @property
+    def objects(self) -> list[str]:
+        return [name for name in self._stored.objects if not _is_state(name)]
+
+    def fill(self, wanted: Mapping[str, Any]) -> None:
+        self._stored.fill(wanted)
+
+    def read_objects(self, names: Collection[str]) -> dict[str, Any]:
+        return self._stored.read_objects(names)
+
+
+def _is_state(name: str) -> bool:
+    first, second = [*name.split(".", 2), ""][:2]
+    return first.startswith("optimizer_") and second == "state"
+
+
+def _engine_of(model: nn.Module | None) -> Engine:
+    """What runs ``model``, or the only model."""
+    engines: list[Engine] = attached()
+    if model is None:
+        found = [engine for engine in engines if engine.is_attached] or engines
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(sorted(type(engine.module).__name__ for engine in found)) or "none"
+        raise ConfigError(
+            f"It is not clear which model is meant: {len(found)} of this process are spread over the ranks ({names}). "
+            "Give it as `model=...`, after `accelerator.prepare`, or in a hook that Lightning calls once the strategy "
+            "is set up, `on_fit_start` for instance."
+        )
+    for bare in _unwrapped(model):
+        found = [engine for engine in engines if engine.module is bare]
+        if found:
+            return next((engine for engine in found if engine.is_attached), found[-1])
+    raise ConfigError(
+        f"The model that is given, {type(model).__name__}, is none that is spread over the ranks. Give the one that "
+        "`accelerator.prepare` has returned, or the LightningModule itself, in a hook that Lightning calls once the "
+        "strategy is set up (`on_fit_start` for instance), and no part of it."
+    )
+
+
+def _unwrapped(model: nn.Module) -> Iterable[nn.Module]:
+    """``model``, and what is inside of it if it is a wrapper."""
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        inside = vars(inner).get("_modules", {})
+        inner = inside.get("_orig_mod") or (inside.get("module") if len(inside) == 1 else None)
+
+
+def _given(engine: Engine, optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """The optimizers themselves, which may be given in wrappers of frameworks."""
+    if optimizer is None:
+        return []
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    return [_known(engine, each) for each in given]
+
+
+def _known(engine: Engine, optimizer: Any) -> Optimizer:
+    known = {id(each): each for each in engine.optimizers}
+    inner = optimizer
+    while inner is not None and id(inner) not in known:
+        inner = getattr(inner, "optimizer", None)
+    if inner is None:
+        raise ConfigError(
+            f"The optimizer that is given, {type(optimizer).__name__}, is none of those that train the model. Give one "
+            "that was prepared together with it, or that `configure_optimizers` has returned."
+        )
+    return known[id(inner)]

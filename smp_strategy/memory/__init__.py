@@ -1,1 +1,0 @@
-"""What ranks hold: predicted from shapes before anything is spread, and counted where it is."""

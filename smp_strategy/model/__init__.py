@@ -1,0 +1,1 @@
+"""The user's module: units, annotations, ownership of parameters, initial values."""

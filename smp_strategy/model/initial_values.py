@@ -1,0 +1,357 @@
+"""Initial values from what modules bring along, for any part of a model, the same whichever parts there are.
+
+A module that was built on the meta device knows how its tensors are to be initialised, though its constructor has
+returned. In the order in which constructors would have done it, inner modules first:
+
+1. ``reset_parameters()`` (or ``_reset_parameters()``) of every module that has one, as PyTorch's own layers do;
+2. ``_init_weights(module)`` of the nearest enclosing model that has such a method (those of Hugging Face, and many
+   others), for every module. It also fills computed buffers of such models: rotary tables, position numbers.
+
+Which tensors get their values together differs from layout to layout, but their values must not. So each module's own
+tensors are filled by themselves: all initialisers that may reach them, its own and those of the modules around it (a
+container that scales the weights of its blocks), run with a random stream that begins at the run's seed and the
+module's name, and meanwhile all other tensors are on the meta device, where nothing can happen to them. A tied tensor
+belongs to the module that is registered first.
+
+Where layers have been split since, tensors are parts by now. Initialisers still see whole layers: a whole tensor is
+filled for a moment, and its part is kept.
+
+That all tensors will be filled is known before any has memory: in a rehearsal everything is on the meta device, and
+each operation is looked at to learn what it changes.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.meta_tensors import has_unset, unset
+from smp_strategy.model.rng import begin_at, derive_seed, seeded
+from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.undo_attributes import attributes_restored
+
+__all__ = ["Initialisers", "Place", "Rehearsal", "places_of"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a tensor is registered."""
+
+    owner: str
+    """Qualified name of the module."""
+    tensors: dict[str, Any]
+    """The module's parameters or buffers."""
+    key: str
+
+    @property
+    def name(self) -> str:
+        """Qualified name of the tensor."""
+        return f"{self.owner}.{self.key}" if self.owner else self.key
+
+
+def places_of(root: nn.Module) -> dict[Tensor, list[Place]]:
+    """Every parameter and buffer of ``root`` in order of registration, with all the places of tied ones."""
+    found: dict[Tensor, list[Place]] = {}
+    for owner, module in root.named_modules():
+        for tensors in _registered(module):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    found.setdefault(tensor, []).append(Place(owner, tensors, key))
+    return found
+
+
+def _registered(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._buffers
+
+
+@final
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    module: nn.Module
+    reset: Callable[[], Any] | None
+    """Its own initialiser."""
+    model: nn.Module | None
+    """The nearest one around it that initialises modules."""
+
+
+@final
+class Initialisers:
+    """What gives the tensors of a module their values.
+
+    Args:
+        root: the whole module.
+        seed: the same on all ranks.
+        device: where values are made.
+    """
+
+    def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
+        self._modules = list(root.modules())
+        self._entries = {entry.name: entry for entry in _inner_first("", root, None, set())}
+        self._seed = seed
+        self._device = device
+        self._places = places_of(root)
+        # Where a tensor stands when it is filled: of several places the first that is known to be.
+        self._filled_at = {tensor: places[0] for tensor, places in self._places.items()}
+        self._stand_ins = {tensor: _on_meta(tensor) for tensor in self._places}
+        self._filled_by: dict[str, list[Tensor]] = {}
+
+    def rehearse(self) -> "Rehearsal":
+        """Let all initialisers run on the meta device.
+
+        Raises:
+            UnsupportedError: an initialiser fails.
+        """
+        own, by_models = _Changes(), _Changes()
+        filled: dict[Tensor, int] = {}
+        with self._shapes_only(), attributes_restored(self._modules):
+            # One for each place, which shows where a tied tensor is filled.
+            stand_ins = {place: _on_meta(tensor) for tensor, places in self._places.items() for place in places}
+            for place, stand_in in stand_ins.items():
+                place.tensors[place.key] = stand_in
+            with own, _AskedForMeta(own):
+                self._reset(self._entries.values())
+            with by_models, _AskedForMeta(by_models):
+                self._let_models_initialise(self._entries.values())
+            for tensor, places in self._places.items():
+                found = [place for place in places if any(c.include(stand_ins[place], place) for c in (own, by_models))]
+                if found and tensor.is_meta:
+                    self._filled_at[tensor] = found[0]
+                    self._filled_by.setdefault(found[0].owner, []).append(tensor)
+                    filled[tensor] = sum(stand_ins[place]._version for place in places)
+            touched = {place for place, stand_in in stand_ins.items() if by_models.include(stand_in, place)}
+        return Rehearsal(filled, self._passed_over(touched))
+
+    def _passed_over(self, touched: set[Place]) -> list[str]:
+        """Parameters that are not on the meta device, though Hugging Face has taken them for it."""
+        delayed = {
+            self._entries[places[0].owner].model
+            for tensor, places in self._places.items()
+            if tensor.is_meta and places[0] in touched and isinstance(tensor, nn.Parameter)
+        }
+        return [
+            place.name
+            for tensor, (place, *_) in self._places.items()
+            if place in touched and isinstance(tensor, nn.Parameter) and not tensor.is_meta and not tensor._version
+            if not hasattr(tensor, "_is_hf_initialized")
+            if (model := self._entries[place.owner].model) in delayed and hasattr(model, "initialize_weights")
+        ]
+
+    def run(self, tensors: Collection[Tensor], take_part: Callable[[Tensor, Tensor], None]) -> list[Tensor]:
+        """Let initialisers fill ``tensors``, and nothing else of the module; after :meth:`rehearse`.
+
+        Args:
+            tensors: which.
+            take_part: gives one that is a part by now its part of the whole, which is filled in its place.
+
+        Returns:
+            Those that are not filled altogether.
+
+        Raises:
+            UnsupportedError: an initialiser fails.
+        """
+        meant = set(tensors)
+        partial: list[Tensor] = []
+        with self._shapes_only():
+            for owner in dict.fromkeys(self._filled_at[tensor].owner for tensor in tensors):
+                for tensor, whole in self._fill(owner, meant).items():
+                    if has_unset(whole):
+                        partial.append(tensor)
+                    if whole is not tensor:
+                        take_part(tensor, whole)
+        return partial
+
+    def _fill(self, owner: str, meant: set[Tensor]) -> dict[Tensor, Tensor]:
+        """Fill what ``owner`` has of ``meant``, whole; the rest is filled elsewhere, but draws from the same stream."""
+        wholes = {tensor: self._whole(tensor, is_meant=tensor in meant) for tensor in self._filled_by[owner]}
+        own = {whole: self._filled_at[tensor] for tensor, whole in wholes.items()}
+        before = {place: place.tensors[place.key] for place in own.values()}
+        for whole, place in own.items():
+            place.tensors[place.key] = whole
+        begin_at(derive_seed(self._seed, *owner.encode()), self._device)
+        around = [self._entries[name] for name in _with_all_around(owner)]
+        self._reset(around)
+        self._let_models_initialise(around)
+        for tensor, place in own.items():
+            _take_over(tensor, place)
+            place.tensors[place.key] = before[place]
+        return {tensor: whole for tensor, whole in wholes.items() if tensor in meant}
+
+    def _whole(self, tensor: Tensor, *, is_meant: bool) -> Tensor:
+        stand_in = self._stand_ins[tensor]
+        if is_meant:
+            return tensor if tensor.shape == stand_in.shape else unset(stand_in, self._device)
+        return torch.empty_like(stand_in, device=self._device)
+
+    def _reset(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            if entry.reset is not None:
+                _call(entry, entry.reset)
+
+    def _let_models_initialise(self, entries: Iterable[_Entry]) -> None:
+        for entry in entries:
+            if entry.model is not None:
+                _call(entry, getattr(entry.model, _OF_MODELS), entry.module)
+
+    @contextmanager
+    def _shapes_only(self) -> Iterator[None]:
+        """In here the module has no values, but shapes, and what is drawn is not missing elsewhere."""
+        tensors_of = [tensors for module in self._modules for tensors in _registered(module)]
+        before = [(tensors, dict(tensors)) for tensors in tensors_of]
+        for tensors, known in before:
+            tensors.update({key: self._stand_in(tensor) for key, tensor in known.items() if tensor is not None})
+        try:
+            with torch.no_grad(), seeded(0, self._device):
+                yield
+        finally:
+            for tensors, known in before:
+                tensors.update(known)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        return self._stand_ins[tensor] if tensor in self._stand_ins else _on_meta(tensor)
+
+
+@final
+@dataclass(frozen=True)
+class Rehearsal:
+    """What initialisers do."""
+
+    filled: dict[Tensor, int]
+    """The tensors on the meta device that they fill, and how often by their version counters."""
+    passed_over: list[str]
+    """Names of parameters that were made on a real device by a constructor that does not ask where (``torch.Tensor(n)``
+    does not), of a Hugging Face model on the meta device, where such models initialise nothing."""
+
+
+@final
+class _Changes(TorchDispatchMode):
+    """Notes which memory operations change."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._changed: set[int] = set()
+
+    def include(self, tensor: Tensor, place: Place) -> bool:
+        """Whether an operation has changed it, or a view of it, or something else stands in its place now."""
+        return storage_of(tensor) in self._changed or place.tensors.get(place.key) is not tensor
+
+    def note(self, tensor: Tensor) -> None:
+        """It is changed."""
+        self._changed.add(storage_of(tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for number, name in _changed_arguments(func):
+            changed = args[number] if number < len(args) else kwargs.get(name)
+            for leaf in pytree.tree_leaves(changed):
+                if isinstance(leaf, Tensor):
+                    self.note(leaf)
+        return func(*args, **kwargs)
+
+
+@final
+class _AskedForMeta(TorchFunctionMode):
+    """Some of PyTorch's initialisers (``trunc_normal_``, ``orthogonal_`` ...) return at once where they are asked to
+    fill a tensor on the meta device. They ask it first whether it is on that device, which is noted as a change."""
+
+    def __init__(self, changes: _Changes) -> None:
+        super().__init__()
+        self._changes = changes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+            self._changes.note(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _changed_arguments(func: Any) -> Iterator[tuple[int, str]]:
+    """Which arguments ``func`` changes in place, by position and name."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield number, argument.name
+
+
+_OWN = ("reset_parameters", "_reset_parameters")
+_OF_MODELS = "_init_weights"
+_IS_META: Any = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _inner_first(name: str, module: nn.Module, model: nn.Module | None, seen: set[nn.Module]) -> Iterator[_Entry]:
+    """Every module once, by the first of its names."""
+    if module in seen:
+        return
+    seen.add(module)
+    if _num_needed(getattr(module, _OF_MODELS, None)) == 1:
+        model = module
+    # peft chooses the values of adapters when they are made, and then by other rules than those of the model around.
+    adapters = getattr(module, "adapter_layer_names", ())
+    for child_name, child in module.named_children():
+        if child_name not in adapters:
+            yield from _inner_first(f"{name}.{child_name}" if name else child_name, child, model, seen)
+    yield _Entry(name, module, _own_initialiser(module), model)
+
+
+def _own_initialiser(module: nn.Module) -> Callable[[], Any] | None:
+    for name in _OWN:
+        method = getattr(module, name, None)
+        if _num_needed(method) == 0:
+            return method
+    return None
+
+
+def _num_needed(method: Any) -> int | None:
+    """How many arguments it must be given; ``None`` if it is no function."""
+    if not callable(method):
+        return None
+    parameters = inspect.signature(method).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return sum(each.default is inspect.Parameter.empty and each.kind not in variadic for each in parameters)
+
+
+def _call(entry: _Entry, method: Callable[..., Any], *args: Any) -> None:
+    try:
+        method(*args)
+    except Exception as error:
+        raise UnsupportedError(
+            f"`{method.__qualname__}` cannot initialise `{entry.name or type(entry.module).__name__}` "
+            f"({type(error).__name__}: {error}). With `delayed_parameter_initialization` it must change tensors in "
+            "place and must not look at values, since it runs with some or all of them on the meta device. Or build "
+            'this part on a real device: `with torch.device("cpu"): ...`.'
+        ) from error
+
+
+def _take_over(tensor: Tensor, place: Place) -> None:
+    """Where an initialiser has registered a new tensor instead of filling ``tensor``, that gets its values."""
+    new = place.tensors.get(place.key)
+    if new is tensor:
+        return
+    if new is None or new.shape != tensor.shape:
+        raise UnsupportedError(
+            f"An initialiser has replaced `{place.name}`, of shape {list(tensor.shape)}, by something else. With "
+            "`delayed_parameter_initialization` shapes must be those of the constructor."
+        )
+    if not new.is_meta:
+        tensor.copy_(new)
+
+
+def _with_all_around(name: str) -> Iterator[str]:
+    """``a.b``, ``a`` and the root."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

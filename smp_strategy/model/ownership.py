@@ -1,0 +1,193 @@
+"""What each stage holds of the model.
+
+Until the partition is decided every rank holds the whole model. Then a rank lets go of the units of other stages: their
+parameters keep name, shape, dtype, device and identity (optimizers and hooks go on referring to them), but no values,
+and an accidental use is an error (:mod:`smp_strategy.model.guarded_tensors`). They get no gradient and so no optimizer
+state.
+
+A parameter can be held by several stages: one that two units share (tied weights) by the stages of both, one that
+the glue has or computes with by all. The lowest of these stages counts it in norms and saves it.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.model.guarded_tensors import Home, Sight, StageTensor, home_of
+from smp_strategy.model.units import Unit
+
+__all__ = ["Ownership"]
+
+
+@final
+class Ownership:
+    """Which stages hold which parameter and buffer.
+
+    Args:
+        root: the whole module.
+        units: its units.
+        stage_of: stage of each unit, by name.
+        num_stages: number of stages.
+        used_by_glue: parameters and tables of units that code above the units computes with.
+
+    Attributes:
+        units, stage_of: as given.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        stage_of: Mapping[str, int],
+        num_stages: int,
+        *,
+        used_by_glue: Iterable[Tensor] = (),
+    ) -> None:
+        self._root = root
+        self.units = units
+        self._units = {unit.name: unit for unit in units}
+        self._used_by_glue = {id(tensor) for tensor in used_by_glue}
+        self.stage_of = stage_of
+        everywhere = frozenset(range(num_stages))
+        holders: dict[int, frozenset[int]] = {}
+        for unit in units:
+            for tensor in unit.tensors:
+                holders[id(tensor)] = holders.get(id(tensor), frozenset()) | {stage_of[unit.name]}
+        holders.update((number, everywhere) for number in self._used_by_glue)
+        self._holders: dict[int, frozenset[int]] = holders
+        self._everywhere = everywhere
+        self._stage = -1
+        # Buffers may be replaced by assignment during training, parameters keep their identity.
+        self._by_name = {name: self.holders(tensor) for name, tensor in _named_tensors(root)}
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._homes: dict[str, Home] = {}
+        self._guests: dict[int, tuple[weakref.ref[Tensor], Home]] = {}
+        self._guest_numbers: dict[int, int] = {}
+        self._num_guests = 0
+        self.sight = Sight()
+
+    def holders(self, tensor: Tensor) -> frozenset[int]:
+        """Stages that hold ``tensor``."""
+        return self._holders.get(id(tensor), self._everywhere)
+
+    def first_holder(self, parameter: Tensor) -> int:
+        """The stage that counts ``parameter`` in norms and saves its optimizer state."""
+        return min(self.holders(parameter))
+
+    def saver(self, name: str) -> int:
+        """The stage that saves the parameter, buffer or extra state ``name``."""
+        if name in self._by_name:
+            return min(self._by_name[name])
+        # Extra state of a module goes with the tensors of that module; of a module without any, with the first stage.
+        prefix = name.rpartition(".")[0] + "."
+        stages = [min(holders) for other, holders in self._by_name.items() if other.startswith(prefix)]
+        return stages[0] if stages else 0
+
+    def is_held(self, name: str, stage: int) -> bool:
+        """Whether ``stage`` holds the parameter or buffer ``name``; extra state is everywhere."""
+        return stage in self._by_name.get(name, self._everywhere)
+
+    def shared(self) -> dict[frozenset[int], list[nn.Parameter]]:
+        """Parameters that several stages hold, by the set of these stages; the same order on every rank."""
+        found: dict[frozenset[int], list[nn.Parameter]] = {}
+        for _, parameter in sorted(self._root.named_parameters()):
+            if len(self.holders(parameter)) > 1:
+                found.setdefault(self.holders(parameter), []).append(parameter)
+        return found
+
+    def local_parameters(self, stage: int) -> list[nn.Parameter]:
+        """Parameters that ``stage`` holds, in order of registration."""
+        if stage not in self._parameters:
+            mine = [parameter for parameter in self._root.parameters() if stage in self.holders(parameter)]
+            self._parameters[stage] = mine
+        return self._parameters[stage]
+
+    def local_modules(self, stage: int) -> list[nn.Module]:
+        """Modules whose own buffers ``stage`` holds and changes, in order of registration."""
+        here: set[nn.Module] = set()
+        away: set[nn.Module] = set()
+        for unit in self.units:
+            (here if self.stage_of[unit.name] == stage else away).update(unit.module.modules())
+        return [module for module in self._root.modules() if module in here or module not in away]
+
+    def parameters_by_units(self) -> dict[tuple[str, ...], list[tuple[str, nn.Parameter]]]:
+        """Parameters of units with their names, by the units that have them; units are in order of execution.
+
+        Without those that the glue computes with. The same on every rank.
+        """
+        names = {parameter: name for name, parameter in self._root.named_parameters()}
+        users: dict[nn.Parameter, tuple[str, ...]] = {}
+        for unit in self.stage_of:
+            for parameter in self._units[unit].module.parameters():
+                users[parameter] = (*users.get(parameter, ()), unit)
+        found: dict[tuple[str, ...], list[tuple[str, nn.Parameter]]] = {}
+        for parameter, units in users.items():
+            if id(parameter) not in self._used_by_glue:
+                found.setdefault(units, []).append((names[parameter], parameter))
+        return found
+
+    def release(self, stage: int, copies: Iterable[nn.Module] = ()) -> None:
+        """Let go of everything that ``stage`` does not hold.
+
+        Args:
+            stage: that of this rank.
+            copies: modules with the same names (averages of weights, say), whose tensors get the same homes.
+        """
+        self._stage = stage
+        with torch.inference_mode(False), torch.no_grad():
+            for _, tensor, home in self.residents():
+                if not home.is_here and home_of(tensor) is None:
+                    StageTensor.send_away(tensor, home)
+            for module in copies:
+                for name, tensor in _named_tensors(module):
+                    home = self._home(name, tensor)
+                    if len(home.holders) < len(self._everywhere) and home_of(tensor) is None:
+                        self.take_in(tensor, home)
+                        if not home.is_here:
+                            StageTensor.send_away(tensor, home)
+
+    def residents(self) -> Iterator[tuple[str, Tensor, Home]]:
+        """The module's own parameters and buffers as they are now, and where they live."""
+        for name, tensor in _named_tensors(self._root):
+            yield name, tensor, home_of(tensor) or self._home(name, tensor)
+
+    def take_in(self, tensor: Tensor, home: Home) -> None:
+        """Remember where a tensor lives that is not the module's own, as long as the user keeps it."""
+        number = self._guest_numbers.get(id(tensor), -1)
+        if number in self._guests and self._guests[number][0]() is tensor:
+            return
+        self._guests[self._num_guests] = (weakref.ref(tensor), home)
+        self._guest_numbers[id(tensor)] = self._num_guests
+        self._num_guests += 1
+
+    def guests(self) -> list[tuple[int, Tensor, Home]]:
+        """Tensors that were taken in and still exist. Their numbers are the same on every rank, which of them have
+        been collected is not."""
+        found = [(number, reference(), home) for number, (reference, home) in self._guests.items()]
+        self._guests = {number: self._guests[number] for number, tensor, _ in found if tensor is not None}
+        self._guest_numbers = {id(tensor): number for number, tensor, _ in found if tensor is not None}
+        return [(number, tensor, home) for number, tensor, home in found if tensor is not None]
+
+    def _home(self, name: str, tensor: Tensor) -> Home:
+        known = self._homes.get(name)
+        if known is None or known.kind is not type(tensor) or known.stride != tensor.stride():
+            known = self._homes[name] = Home(
+                name=name,
+                holders=self._by_name.get(name, self._everywhere),
+                stage=self._stage,
+                kind=type(tensor),
+                stride=tuple(tensor.stride()),
+                sight=self.sight,
+            )
+        return known
+
+
+def _named_tensors(root: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under all their names, non-persistent buffers included."""
+    return [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]

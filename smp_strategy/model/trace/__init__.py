@@ -1,0 +1,1 @@
+"""Dry runs of calls on fake tensors: shapes, costs and side effects."""

@@ -1,0 +1,69 @@
+"""How long a device takes for what a call asks of it: a roofline.
+
+A product of matrices is bound by arithmetic or by memory, whichever takes longer; every other kernel is bound by
+memory; and each kernel has to be started. The nominal figures are round ones of common hardware. They need not be
+those of the machine at hand: which stage gets which unit depends on ratios, and whoever wants seconds measures
+(``trace_execution_times``).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.trace.effort import Effort
+from smp_strategy.model.trace.events import Event
+from smp_strategy.model.trace.work_trace import Link, Work
+
+__all__ = ["HostLink", "Machine", "modelled_work"]
+
+
+class HostLink(NamedTuple):
+    """The way from the device to host memory."""
+
+    bytes_per_second: float
+    """Each way."""
+    is_beside: bool
+    """Whether the device computes meanwhile."""
+
+
+class Machine(NamedTuple):
+    """A device and the ways to the next one and to the host."""
+
+    flops_per_second: float
+    """What products of large matrices reach."""
+    bytes_per_second: float
+    """What kernels that only pass over memory reach."""
+    call_seconds: float
+    """What the start of a kernel costs."""
+    link: Link
+    host: HostLink = HostLink(5e9, is_beside=False)
+    """Where offloaded activations go."""
+
+    @classmethod
+    def nominal(cls, device_type: str) -> Self:
+        """Round figures for a kind of device, ``cpu`` or ``cuda``.
+
+        Raises:
+            ConfigError: another kind.
+        """
+        if device_type not in ("cpu", "cuda"):
+            raise ConfigError(f"A nominal machine is `cpu` or `cuda`, but this is {device_type!r}.")
+        if device_type == "cuda":
+            # An A100: half of its 312 TFLOP/s in bfloat16 and three quarters of its 2 TB/s are what large kernels
+            # reach; eager PyTorch starts one in about 5 us; NVLink 3 carries 300 GB/s each way, NCCL reaches 200.
+            # PCIe 4 has 32 GB/s each way, of which pinned memory reaches 25.
+            return cls(1.5e14, 1.5e12, 5e-6, Link(1e-5, 2e11), HostLink(2.5e10, is_beside=True))
+        # One core of a server with AVX2 at 2.5 to 3 GHz (80 to 96 GFLOP/s in float32 at most) and its share of the
+        # memory channels; PyTorch's dispatcher takes about 2 us; gloo through the loopback device.
+        # A copy reads and writes, and nobody computes meanwhile.
+        return cls(6e10, 1e10, 2e-6, Link(1e-4, 1e9), HostLink(5e9, is_beside=False))
+
+    def seconds(self, effort: Effort) -> float:
+        """How long ``effort`` takes."""
+        products = max(effort.flops / self.flops_per_second, effort.product_bytes / self.bytes_per_second)
+        return products + effort.other_bytes / self.bytes_per_second + effort.kernels * self.call_seconds
+
+
+def modelled_work(events: Sequence[Event], machine: Machine) -> dict[int, Work]:
+    """What each event costs on ``machine``, by its position."""
+    return {position: Work(*map(machine.seconds, event.effort)) for position, event in enumerate(events)}

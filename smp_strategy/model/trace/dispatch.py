@@ -1,0 +1,137 @@
+"""What is watched, and answered, below autograd while a call runs dry.
+
+Some operations return what depends on values: how many entries are non-zero, which number a tensor holds. A dry run
+has no values. It can still assume one, and where several assumptions lead to the same result, the result does not
+depend on the value: a mixture of experts returns tokens of the same shape however they were routed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.flops import Tally
+from smp_strategy.model.trace.pytree import leaves_of
+from smp_strategy.model.trace.storage import storage_of
+
+__all__ = ["Meter", "draws"]
+
+_aten = torch.ops.aten
+
+
+class Meter(TorchDispatchMode):
+    """Lets kernels be counted and notices random operations.
+
+    Args:
+        tally: counts kernels.
+        assumed: what a dry run takes a number or a count for that it cannot know; ``None``: it fails there.
+        unit: name of the unit that runs dry; it must not use what another unit has left somewhere.
+
+    Attributes:
+        random: whether something has drawn random numbers.
+        written: storages that operations have written to (see :func:`~smp_strategy.model.trace.storage.storage_of`).
+    """
+
+    def __init__(self, tally: Tally, assumed: int | None = None, unit: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.random = False
+        self.written = set[int]()
+        self._tally = tally
+        self._assumed = assumed
+        self._unit = unit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._unit is not None:
+            self._refuse_foreign(args, kwargs)
+        try:
+            result = _grouped_mm(*args, **kwargs) if func is _aten._grouped_mm.default else func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if self._assumed is None:
+                raise
+            result = _assume(func, args, self._assumed)
+            if result is NotImplemented:
+                raise
+        for tensor in leaves_of(result):
+            if isinstance(tensor, FakeTensor) and self._unit is not None:
+                tensor.made_by = self._unit  # type: ignore[attr-defined]
+        self.written.update(map(storage_of, _written(func, args, kwargs)))
+        is_random = draws(func, args, kwargs)
+        self._tally.note(func, args, kwargs, result, is_random=is_random)
+        self.random |= is_random
+        return result
+
+    def _refuse_foreign(self, args: Any, kwargs: Any) -> None:
+        for tensor in leaves_of((args, kwargs)):
+            maker = getattr(tensor, "made_by", self._unit)
+            if maker != self._unit:
+                raise UnsupportedError(
+                    f"Unit `{self._unit}` uses a tensor that unit `{maker}` put into an object (a cache, say), but the "
+                    "two may live on different stages. Return the tensor and give it as an argument, or use a list or "
+                    "dict among the arguments."
+                )
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the operation writes to."""
+    if not func._schema.is_mutable:
+        return []
+    parameters = func._schema.arguments
+    given = {**dict(zip([parameter.name for parameter in parameters], args, strict=False)), **kwargs}
+    values = [given.get(each.name) for each in parameters if each.alias_info is not None and each.alias_info.is_write]
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operation draws random numbers; attention is marked as if it did, with dropout or without."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    parameters = func._schema.arguments
+    given = {**dict(zip([parameter.name for parameter in parameters], args, strict=False)), **kwargs}
+    rates = [given.get("dropout_p", each.default_value) for each in parameters if each.name == "dropout_p"]
+    return rates != [0.0]
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The shape of what torch's kernel returns. Its own dry run refuses float32, which the kernel itself accepts."""
+    if a.ndim == b.ndim == 2:  # groups along the dim that is summed over
+        assert offs is not None
+        return a.new_empty((len(offs), a.size(0), b.size(1)), dtype=out_dtype or a.dtype)
+    groups = (a.size(0),) if a.ndim == b.ndim == 3 else ()
+    return a.new_empty((*groups, a.size(-2), b.size(-1)), dtype=out_dtype or a.dtype)
+
+
+def _assume(func: Any, args: Any, number: int) -> Any:
+    """The result of ``func`` if what it reads is ``number``; ``NotImplemented`` where that is not clear."""
+    tensor = args[0]
+    if func is _aten._local_scalar_dense.default:
+        return _python_type(tensor.dtype)(number)
+    if func is _aten.equal.default:
+        return bool(number)
+    if func is _aten.nonzero.default:
+        return tensor.new_empty((number, tensor.ndim), dtype=torch.int64)
+    if func is _aten.masked_select.default:
+        return tensor.new_empty((number,))
+    if func is _aten.index.Tensor:
+        return tensor[tuple(slice(None) if index is None else index for index in _without_masks(args[1], number))]
+    return NotImplemented
+
+
+def _python_type(dtype: torch.dtype) -> type:
+    if dtype is torch.bool:
+        return bool
+    return complex if dtype.is_complex else float if dtype.is_floating_point else int
+
+
+def _without_masks(indices: Any, number: int) -> list[Tensor | None]:
+    """Indices in which each mask is replaced by ``number`` positions per dim that it covers."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found += [index.new_empty((number,), dtype=torch.int64)] * index.ndim
+        else:
+            found.append(index)
+    return found

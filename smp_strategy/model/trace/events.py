@@ -1,0 +1,80 @@
+"""The record of one microbatch's program: which calls it made, on which values, in which order.
+
+Every pipeline rank executes the same program, so every rank writes the same record. It is plain data: the
+partitioner reads costs from it, the router finds out where each call runs, and the scheduler orders what follows.
+
+A *value* is a tensor that depends on a unit, numbered in order of creation. An *event* is one call: of a unit, of a
+single operation of the glue, or a read of a value by Python code (``.item()``, ``if loss > x``); or it brings a
+tensor into the program that existed before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, final
+
+from smp_strategy.model.trace.effort import Efforts
+from smp_strategy.model.trace.work import Kept
+
+__all__ = ["Event", "Trace", "Value"]
+
+
+class Value(NamedTuple):
+    """A tensor that lives on one pipeline stage, as the other stages know it."""
+
+    id: int
+    """Number within the microbatch, in order of creation."""
+    nbytes: int
+    requires_grad: bool
+
+
+class Event(NamedTuple):
+    """One call of the program."""
+
+    kind: Literal["unit", "op", "read", "given"]
+    """``given``: not a call, but a tensor that comes from outside of the program and is held by ``home`` already."""
+    name: str
+    """Qualified name of the unit, or name of the operation."""
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    effort: Efforts = Efforts()
+    """What it has a device do."""
+    saved_bytes: int = 0
+    """Bytes that autograd keeps for the backward pass, parameters excluded."""
+    home: tuple[int, ...] = ()
+    """Stages that hold a ``given`` tensor."""
+    kept: Kept = Kept()
+    """What autograd keeps, in detail, where that is known."""
+    again_bytes: int = 0
+    """What comes back to the device in addition while its backward runs, if it is computed again."""
+    offloaded_bytes: int = 0
+    """What is in host memory meanwhile, beside ``saved_bytes`` on the device."""
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What makes two events the same step of the same path (sizes may differ)."""
+        inputs = tuple(value.id for value in self.inputs)
+        outputs = tuple((value.id, value.requires_grad) for value in self.outputs)
+        return (self.kind, self.name, self.home, inputs, outputs)
+
+
+@final
+@dataclass(frozen=True)
+class Trace:
+    """All events of one microbatch and the value that backward starts from."""
+
+    events: Sequence[Event]
+    loss: int | None = None
+    """Number of the loss value; ``None`` for a forward-only step or a loss that depends on no unit."""
+    path: tuple[tuple[object, ...], ...] = field(init=False, repr=False, compare=False)
+    """Signatures of the events."""
+    signature: int = field(init=False)
+    """Equal for microbatches that took the same path."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the events, or their kinds where they have none."""
+        return tuple(event.name or event.kind for event in self.events)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", tuple(event.signature for event in self.events))
+        object.__setattr__(self, "signature", hash((self.path, self.loss)))

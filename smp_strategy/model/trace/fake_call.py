@@ -1,0 +1,136 @@
+"""Fake tensors in the place of real ones: how a call runs without memory and arithmetic, and without a trace.
+
+Nothing that the dry run does may reach the original: arguments and the tensors of a unit are replaced by fake ones,
+objects that hold tensors are copied with fake tensors in them, and random streams are put back.
+"""
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from smp_strategy.model.trace.prediction import Callee
+from smp_strategy.model.trace.side_effects import is_object, watched
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+
+__all__ = ["call", "frozen_rng", "imitate", "is_left_behind", "stand_in", "tensors_of", "tracked"]
+
+
+class _Fresh(torch.autograd.Function):
+    """A tensor that is inside the graph and no view, like the output of any operation: in-place changes work."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+
+def imitate(spec: TensorSpec, *, leaf: bool = False) -> Tensor:
+    """A fake tensor with the metadata of ``spec``; call it inside a FakeTensorMode."""
+
+    def make() -> Tensor:
+        return torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device=spec.device)
+
+    if not spec.requires_grad:
+        return make()
+    with torch.enable_grad():
+        if leaf:
+            return make().requires_grad_()
+        return _Fresh.apply(torch.empty((), requires_grad=True), make)  # type: ignore[no-untyped-call]
+
+
+def stand_in(leaf: Any, make: Callable[[TensorSpec], Tensor] = imitate) -> Any:
+    """What a run gets instead of an argument: nothing that it does to it may reach the original.
+
+    Args:
+        leaf: the argument; a tensor is given by its metadata.
+        make: makes the tensors, also those that an object holds.
+    """
+    if isinstance(leaf, TensorSpec):
+        return make(leaf)
+    if not is_object(leaf):
+        return leaf
+    with _CopyWith(make):
+        return copy.deepcopy(leaf)
+
+
+def is_left_behind(leaf: Any) -> bool:
+    """Whether ``leaf`` is of a dry run, and should have gone with it."""
+    return isinstance(leaf, FakeTensor)
+
+
+class _CopyWith(TorchFunctionMode):
+    """Makes ``copy.deepcopy`` put other tensors where an object (a key/value cache, say) holds some."""
+
+    def __init__(self, make: Callable[[TensorSpec], Tensor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return self._make(TensorSpec.of(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def call(callee: Callee, stand_ins: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """Call ``callee`` with ``stand_ins`` in the place of its unit's tensors, by name."""
+    if callee.module is None:
+        return callee.function(*args, **kwargs)
+    shim = _Shim(callee.module, watched(callee.function))
+    return torch.func.functional_call(shim, {f"unit.{name}": t for name, t in stand_ins.items()}, args, kwargs)
+
+
+class _Shim(nn.Module):
+    """Calls the unit's own ``forward`` without the hooks on the unit: those belong to the glue and run there."""
+
+    def __init__(self, unit: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.unit = unit
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    if module is None:
+        return {}
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@contextmanager
+def frozen_rng() -> Iterator[Callable[[], bool]]:
+    """Put all random streams back afterwards; yields whether Python's or numpy's have moved."""
+
+    def python_streams() -> tuple[Any, ...]:
+        state = np.random.get_state(legacy=False)
+        return random.getstate(), str(state["state"]["key"].tobytes()), state["state"]["pos"], state["has_gauss"]
+
+    python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_streams()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield lambda: python_streams() != before
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@contextmanager
+def tracked() -> Iterator[None]:
+    """Without inference mode, in which changes in place leave no mark; gradients stay as off as they were."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,97 @@
+"""What a call makes autograd keep for its backward."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from smp_strategy.model.trace.effort import Effort
+from smp_strategy.model.trace.flops import Product, Tally
+from smp_strategy.model.trace.func_transforms import stepping_aside
+from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.work import Kept, Memory
+
+__all__ = ["counting_saved", "watching_kept"]
+
+
+@contextmanager
+def counting_saved(excluded: Iterable[Tensor] = ()) -> Iterator[Callable[[], int]]:
+    """Yields what says how many bytes autograd has kept in here.
+
+    A storage counts once and as a whole, however many views of it are kept; those of ``excluded`` tensors (parameters
+    and buffers, which are there anyway) do not count.
+    """
+    found: dict[int, int] = {}
+    with _noting(excluded, found, lambda: None):
+        yield lambda: sum(found.values())
+
+
+@contextmanager
+def watching_kept(
+    excluded: Iterable[Tensor], inputs: Iterable[Any], tally: Tally
+) -> Iterator[Callable[[Iterable[Any]], Kept]]:
+    """Yields what says what autograd has kept in here, and what it would take to make that again; it is told what the
+    call has returned.
+
+    Args:
+        excluded: tensors that are there anyway: parameters and buffers.
+        inputs: the arguments of the call.
+        tally: counts the kernels in here, and remembers what products have made.
+    """
+    excluded = list(excluded)
+    there = {storage_of(tensor) for tensor in excluded}
+    given = {key: nbytes for key, nbytes in _sizes(inputs).items() if key not in there}
+    saved: dict[int, int] = {}
+    again = cheap = Effort()
+    needed: list[Product] = []
+
+    def look() -> None:
+        nonlocal again, cheap
+        again, cheap = tally.efforts.forward, tally.cheap
+        needed[:] = tally.products
+
+    def kept(returned: Iterable[Any]) -> Kept:
+        nonlocal cheap
+        foreign = {*_sizes(returned), *given, *there}
+        of_products: dict[int, int] = {}
+        for product in needed:
+            sizes = _sizes(product.results)
+            if product.may_be_kept and foreign.isdisjoint(sizes):
+                of_products |= sizes
+            else:  # what others may change is made again
+                cheap = cheap.plus(product.effort)
+        made = {key: nbytes for key, nbytes in {**of_products, **saved}.items() if key not in given}
+        return Kept(
+            (
+                *(Memory(nbytes, "input", key in saved) for key, nbytes in given.items()),
+                *(Memory(made[key], "product" if key in of_products else "other", key in saved) for key in made),
+            ),
+            again,
+            cheap,
+        )
+
+    with _noting(excluded, saved, look):
+        yield kept
+
+
+def _sizes(leaves: Iterable[Any]) -> dict[int, int]:
+    """Bytes of the memories behind those that are tensors."""
+    return {storage_of(leaf): leaf.untyped_storage().nbytes() for leaf in leaves if isinstance(leaf, Tensor)}
+
+
+@contextmanager
+def _noting(excluded: Iterable[Tensor], found: dict[int, int], look: Callable[[], None]) -> Iterator[None]:
+    """Write the bytes of what autograd keeps to ``found``, and ``look`` whenever it is something new."""
+    known = {storage_of(tensor) for tensor in excluded}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if storage_of(tensor) not in known:
+            if storage_of(tensor) not in found:
+                look()
+            found[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with stepping_aside(saved_tensors_hooks(keep, lambda tensor: tensor)):
+        yield

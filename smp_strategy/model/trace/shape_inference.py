@@ -1,0 +1,243 @@
+"""What would this call return? Answered without computing, from metadata alone.
+
+A stage that does not run a call still has to know the result: shapes, strides, dtypes, which outputs require a
+gradient, whether an input was changed in place. The oracle runs the call once on fake tensors (no memory, no
+arithmetic) and remembers the answer for every later call with the same metadata, so that in steady state a call of a
+remote unit costs one dictionary look-up.
+
+The same dry run counts what the call costs (:mod:`smp_strategy.model.trace.flops`, and bytes kept for backward) and
+says whether it draws random numbers. Where the code reads a value, the run is repeated under several assumptions about
+it (:mod:`smp_strategy.model.trace.dispatch`); where their results differ, there is no prediction.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smp_strategy.errors import SMPError
+from smp_strategy.model.trace.context_containers import collector_key
+from smp_strategy.model.trace.dispatch import Meter
+from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.fake_call import call, frozen_rng, imitate, stand_in, tensors_of, tracked
+from smp_strategy.model.trace.flops import Tally
+from smp_strategy.model.trace.parametrize_cache import uncached
+from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, Unpredictable, describe, versions_of
+from smp_strategy.model.trace.pytree import flatten, unflatten_call
+from smp_strategy.model.trace.saved_tensors import watching_kept
+from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
+from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.model.trace.undo_attributes import attributes_restored, tensors_restored
+
+__all__ = ["Oracle"]
+
+# Shapes that change from batch to batch must not fill the memory.
+MOST_PREDICTIONS = 1 << 14
+# Nothing found, one, several; false and true.
+ASSUMPTIONS = (1, 3, 0)
+
+_IS_TRAINING = attrgetter("training")
+_NEEDS_GRADIENT = attrgetter("requires_grad")
+_PLAIN_KINDS = frozenset(IMMUTABLE)
+
+
+@final
+class Oracle:
+    """Predicts calls and remembers the predictions.
+
+    Args:
+        device: device that the calls really run on.
+
+    Attributes:
+        rewritten: names of parameters that the units that own them have written to as they ran dry.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rewritten = set[str]()
+        self._kind = device.type
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[object, Prediction | Unpredictable] = {}
+        self._parts: dict[object, tuple[tuple[nn.Module, ...], tuple[nn.Parameter, ...]]] = {}
+
+    def recall(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> Prediction | Unpredictable | None:
+        """What :meth:`predict` has said of this call before, if it was asked."""
+        return self._known.get(self._key_of(callee, leaves, structure))
+
+    def predict(
+        self, callee: Callee, leaves: Sequence[Any], structure: Any, *, survey: Leftovers | None = None
+    ) -> Prediction | Unpredictable:
+        """Predict ``callee(*args, **kwargs)`` for flattened arguments.
+
+        Args:
+            callee: what is called.
+            leaves: flattened arguments; a tensor may be given by its :class:`TensorSpec`.
+            structure: how :func:`~smp_strategy.model.trace.pytree.unflatten_call` puts them together.
+            survey: is told what a dry run leaves in attributes. Under a survey, dry runs also write to objects among
+                the arguments, so that it shows who uses them next; the caller puts these back.
+        """
+        key = self._key_of(callee, leaves, structure)
+        prediction = self._known.get(key)
+        if prediction is None:
+            if len(self._known) >= MOST_PREDICTIONS:
+                self._known.clear()
+            specs = [TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            prediction = self._known[key] = self._find(callee, specs, structure, survey)
+        return prediction
+
+    def _key_of(self, callee: Callee, leaves: Sequence[Any], structure: Any) -> object:
+        switches = () if callee.module is None else self._switches(callee.key, callee.module)
+        # And the thread's modes that change what operations return.
+        autocast = torch.get_autocast_dtype(self._kind) if torch.is_autocast_enabled(self._kind) else None
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, torch.get_default_dtype())
+        given = [leaf if type(leaf) is TensorSpec else _key(leaf) for leaf in leaves]
+        return (callee.key, structure, switches, modes, *given)
+
+    def _switches(self, key: object, module: nn.Module) -> tuple[object, ...]:
+        """What of the unit itself and around it can be switched between two calls: training mode, frozen parameters,
+        and what is collected from it."""
+        parts = self._parts.get(key)
+        if parts is None:
+            parts = self._parts[key] = (tuple(module.modules()), tuple(module.parameters()))
+        with torch._C.DisableTorchFunctionSubclass():  # parameters of other stages are a subclass
+            frozen = tuple(map(_NEEDS_GRADIENT, parts[1]))
+        return tuple(map(_IS_TRAINING, parts[0])), frozen, collector_key()
+
+    def _there(self, spec: TensorSpec) -> TensorSpec:
+        """A tensor without memory stands for one on the device of the step, which is asked for the step's kernels."""
+        return dataclasses.replace(spec, device=self.device) if spec.device.type == "meta" else spec
+
+    def _find(
+        self, callee: Callee, specs: list[Any], structure: Any, survey: Leftovers | None
+    ) -> Prediction | Unpredictable:
+        with _quiet():
+            return self._attempt(callee, specs, structure, survey)
+
+    def _attempt(
+        self, callee: Callee, specs: list[Any], structure: Any, survey: Leftovers | None
+    ) -> Prediction | Unpredictable:
+        lent = contents_of_objects(specs) if survey else []
+        try:
+            return self._dry_run(callee, specs, structure, survey, lends=survey is not None)
+        except SMPError:
+            raise
+        except Exception as error:
+            # Whatever it is: if it is a mistake in the user's code, the real run will say so.
+            unpredictable = Unpredictable(f"{type(error).__name__}: {error}")
+        put_back(lent)
+        try:
+            first, *others = (self._dry_run(callee, specs, structure, survey, assumed) for assumed in ASSUMPTIONS)
+        except SMPError:
+            raise
+        except Exception:
+            return unpredictable
+        return first if all(map(first.agrees, others)) else unpredictable
+
+    def _dry_run(
+        self,
+        callee: Callee,
+        leaves: list[Any],
+        structure: Any,
+        survey: Leftovers | None,
+        assumed: int | None = None,
+        *,
+        lends: bool = False,
+    ) -> Prediction:
+        tensors = tensors_of(callee.module)
+        modules = () if callee.module is None else tuple(callee.module.modules())
+        noting: AbstractContextManager[None] = nullcontext()
+        if survey is not None and callee.module is not None:
+            noting = survey.noting(str(callee.key), callee.module)
+        restored = (attributes_restored(modules), tensors_restored(modules))
+        with tracked(), uncached(), frozen_rng() as python_drew, restored[0], restored[1], self._mode:
+            leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
+            fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
+            dtypes = callee.dtype_of_weights()
+            with torch._C.DisableTorchFunctionSubclass():  # looking at the sizes of weights is no use of them
+                specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
+            stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
+            versions, homes = versions_of(fakes), {name: storage_of(fake) for name, fake in stand_ins.items()}
+            tally = Tally(stand_ins.values(), notes_products=True)
+            meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))
+            args, kwargs = unflatten_call(fakes, structure)
+            with watching_kept(stand_ins.values(), fakes, tally) as watched, meter, noting:
+                result = call(callee, stand_ins, args, kwargs)
+            draws = meter.random or python_drew() or assumed is not None
+            self.rewritten |= _rewritten(callee, stand_ins, homes, meter.written)
+        kept = watched(flatten(result)[0])
+        return describe(
+            result,
+            fakes,
+            versions,
+            # A unit that draws random numbers may return its input this time and something new the next.
+            returns_inputs=not draws or callee.module is None,
+            random=draws,
+            effort=tally.efforts,
+            saved_bytes=kept.saved_bytes,
+            kept=kept,
+        )
+
+
+def _rewritten(
+    callee: Callee, stand_ins: Mapping[str, Tensor], homes: Mapping[str, int], written: Collection[int]
+) -> set[str]:
+    """Names of parameters among ``stand_ins`` whose storages were written to, or exchanged (``weight.data = ...``)."""
+    parameters = () if callee.module is None else [name for name, _ in callee.module.named_parameters()]
+    return {
+        f"{callee.key}.{name}"
+        for name in parameters
+        if homes[name] in written or storage_of(stand_ins[name]) != homes[name]
+    }
+
+
+def _seen(tensor: Tensor, dtype: torch.dtype | None) -> TensorSpec:
+    """A weight as the unit sees it."""
+    spec = TensorSpec.of(tensor)
+    return spec if dtype is None else dataclasses.replace(spec, dtype=dtype)
+
+
+def _in_full(spec: TensorSpec) -> TensorSpec:
+    """A weight as it is where it lives: elsewhere it is one element, seen through its full shape.
+
+    Kernels are counted by what they move, and every rank must find the same: plans are made of it.
+    """
+    if any(stride for size, stride in zip(spec.size, spec.stride, strict=True) if size > 1):
+        return spec
+    return dataclasses.replace(spec, stride=torch.empty(spec.size, device="meta").stride())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs an error where a call does not run on fake tensors, which here is an answer like any other."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _key(leaf: Any) -> object:
+    """What of an argument the result's metadata can depend on."""
+    kind = type(leaf)
+    if kind in _PLAIN_KINDS:
+        return kind, leaf
+    if isinstance(leaf, Tensor):
+        return TensorSpec.of(leaf)
+    if isinstance(leaf, IMMUTABLE):
+        return kind, leaf
+    if isinstance(leaf, dist.ProcessGroup):
+        return leaf  # its size says how much is gathered
+    if kind is slice:
+        return slice, leaf.start, leaf.stop, leaf.step
+    # Caches and other objects with a state: taken to matter by type only. The stage that runs the call compares the
+    # real result with the prediction, so a wrong guess is an error and never a wrong number.
+    return kind

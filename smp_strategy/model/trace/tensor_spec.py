@@ -1,0 +1,58 @@
+"""A tensor without its values: what every stage knows of a tensor that lives on one of them."""
+
+import math
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from smp_strategy.distributed.device import local
+
+__all__ = ["TensorSpec"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Metadata of a tensor. Asked for at every call of a program, so what follows from them is kept."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the elements."""
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", math.prod(self.size) * self.dtype.itemsize)
+        found = hash((self.size, self.stride, self.dtype, self.device, self.requires_grad))
+        object.__setattr__(self, "_hash", found)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Hashes of dtypes differ between processes, and numbers of devices mean another one.
+        return _from_elsewhere, (self.size, self.stride, self.dtype, self.device, self.requires_grad)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """The metadata of ``tensor``."""
+        return cls(tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.size)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}" + (" with gradient" * self.requires_grad)
+
+
+def _from_elsewhere(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> TensorSpec:
+    return TensorSpec(size, stride, dtype, local(device), requires_grad)

@@ -1,0 +1,273 @@
+"""Variables around functions, and what code does to them: a list at the top of a script, a count in a notebook.
+
+A dry run undoes it; microbatches that take turns are kept apart. Looked at are the functions of the modules' classes,
+the step, and functions and classes that these name: global variables and those of enclosing functions, attributes of
+the classes, and the lists, dicts and sets in all of them. Libraries are left alone: what they keep for themselves (a
+cache, a registry) is not the user's.
+"""
+
+import copy
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+from torch import nn
+
+from smp_strategy.model.trace.undo_attributes import containers_in, refill
+from smp_strategy.model.trace.undo_iterators import iterators_rewound
+from smp_strategy.model.trace.undo_objects import objects_restored
+from smp_strategy.model.trace.user_code import is_of_library, is_ours, is_own_object
+
+__all__ = ["Chosen", "ClassAttributes", "Variable", "Variables", "variables_of", "variables_restored"]
+
+_MISSING = object()
+_GLOBAL = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_CELL = ("STORE_DEREF", "DELETE_DEREF")
+_ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
+
+
+@contextmanager
+def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Afterwards variables that code of ``modules`` and ``step`` name hold what they held before."""
+    found = variables_of(modules, step)
+    contents = [(each, copy.copy(each)) for each in containers_in(found.values())]
+    written = [(each, dict(each)) for each in found.written()]
+    with iterators_rewound(found.holders()), objects_restored(found.values()):
+        try:
+            yield
+        finally:
+            found.restore()
+            for container, inside in contents:
+                refill(container, inside)
+            for names, before in written:
+                for name in names.keys() - before.keys():
+                    del names[name]
+                for name, value in before.items():
+                    if names.get(name, _MISSING) is not value:
+                        names[name] = value
+
+
+def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> "Variables":
+    """The variables that code of ``modules`` and ``step`` name."""
+    found, modules = Variables(), list(modules)
+    for kind in {each for module in modules for each in type(module).__mro__}:
+        found.look_at_class(kind)
+    for value in (each for module in modules for each in vars(module).values()):
+        if isinstance(value, (FunctionType, MethodType)):
+            found.look_at(value)
+    if step is not None:
+        found.look_at(step)
+    return found
+
+
+@final
+class Variables:
+    """Variables, by the names and cells that hold them, with their values of now."""
+
+    def __init__(self) -> None:
+        self._of_modules: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._of_functions: dict[int, tuple[CellType, Any]] = {}
+        self._of_classes: list[Any] = []
+        self._classes: list[type] = []
+        self._codes: list[tuple[FunctionType, CodeType]] = []
+        self._seen = set[int]()
+
+    def look_at_class(self, kind: type) -> None:
+        """Take in what its functions name, and its attributes."""
+        if id(kind) in self._seen or is_of_library(kind):
+            return
+        self._seen.add(id(kind))
+        for value in vars(kind).values():
+            self.look_at(value.fget if isinstance(value, property) else value)
+        self._of_classes += vars(kind).values()
+        self._classes.append(kind)
+
+    def look_at(self, value: Any) -> None:
+        """Take in what ``value`` names, if it is a function."""
+        function = _function_of(value)
+        if function is None and isinstance(value, type):  # it may be a context manager
+            self.look_at_class(value)
+        if function is None or id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        if is_of_library(function):
+            if is_ours(function):  # around the user's
+                for cell in function.__closure__ or ():
+                    self.look_at(_contents(cell))
+            return
+        self._codes += [(function, code) for code in _codes(function.__code__)]
+        for cell in function.__closure__ or ():
+            inside = _contents(cell)
+            self._of_functions[id(cell)] = (cell, inside)
+            self.look_at(inside)
+        for name in _names(function.__code__):
+            held = function.__globals__.get(name, _MISSING)
+            self._of_modules[id(function.__globals__), name] = (function.__globals__, held)
+            self.look_at(held)
+
+    def values(self) -> list[Any]:
+        """What they hold."""
+        held = [value for _, value in (*self._of_modules.values(), *self._of_functions.values())]
+        return [*held, *self._of_classes]
+
+    def holders(self) -> list[MutableMapping[str, Any]]:
+        """Namespaces and cells that hold them."""
+        named: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for (key, name), (variables, _) in self._of_modules.items():
+            named.setdefault(key, (variables, []))[1].append(name)
+        cells = [Variable(cell) for cell, _ in self._of_functions.values()]
+        return [*(Chosen(*each) for each in named.values()), *cells]
+
+    def values_of_now(self) -> list[Any]:
+        """What they hold by now."""
+        held = [variables.get(name) for (_, name), (variables, _) in self._of_modules.items()]
+        return [*held, *(_contents(cell) for cell, _ in self._of_functions.values()), *self._of_classes]
+
+    def written(self) -> list[MutableMapping[Any, Any]]:
+        """Those that the code itself writes to: global variables and those of enclosing functions, and attributes of
+        classes, modules and objects that it names."""
+        names: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        cells: dict[int, CellType] = {}
+        attributes = set[str]()
+        for function, code in self._codes:
+            around = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in _GLOBAL:
+                    names.setdefault(id(function.__globals__), (function.__globals__, set()))[1].add(instruction.argval)
+                elif instruction.opname in _ATTRIBUTE:
+                    attributes.add(instruction.argval)
+                elif instruction.opname in _CELL and instruction.argval in around:
+                    cells[id(around[instruction.argval])] = around[instruction.argval]
+        found: list[MutableMapping[Any, Any]] = [Chosen(*each) for each in names.values()]
+        found += map(Variable, cells.values())
+        for owner in self._owners():
+            mine = attributes & vars(owner).keys()
+            if mine:
+                found.append(ClassAttributes(owner, mine) if isinstance(owner, type) else Chosen(vars(owner), mine))
+        return found
+
+    def _owners(self) -> list[Any]:
+        """Classes, modules and objects of the user's that are named."""
+        owners: dict[int, Any] = {id(kind): kind for kind in self._classes}
+        for value in self.values():
+            is_named = isinstance(value, (type, ModuleType))
+            if not is_of_library(value) if is_named else is_own_object(value):
+                owners[id(value)] = value
+        return list(owners.values())
+
+    def restore(self) -> None:
+        """Let all of them hold that again."""
+        for (_, name), (variables, held) in self._of_modules.items():
+            if held is _MISSING:
+                variables.pop(name, None)
+            elif variables.get(name, _MISSING) is not held:
+                variables[name] = held
+        for cell, held in self._of_functions.values():
+            if held is not _MISSING and _contents(cell) is not held:
+                cell.cell_contents = held
+
+
+def _function_of(value: Any) -> FunctionType | None:
+    """The function that a method, a partial or what wraps a function calls."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    value = getattr(value, "__func__", value)
+    value = inspect.unwrap(value) if isinstance(value, FunctionType) else value
+    return value if isinstance(value, FunctionType) else None
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """``code`` and that of functions inside of it."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [code, *(each for one in inner for each in _codes(one))]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that ``code`` looks up, also in functions inside of it: of globals, and of attributes."""
+    return {name for each in _codes(code) for name in each.co_names}
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _MISSING
+
+
+@final
+class Variable(MutableMapping[str, Any]):
+    """A variable of a closure, as a mapping."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.held_by = cell
+
+    def __iter__(self) -> Iterator[str]:
+        if _contents(self.held_by) is not _MISSING:  # otherwise it is not assigned yet
+            yield "contents"
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        value = _contents(self.held_by)
+        if value is _MISSING:
+            raise KeyError(name)
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.held_by.cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.held_by.cell_contents
+
+
+@final
+class Chosen(MutableMapping[str, Any]):
+    """Some names of a namespace, which may have many."""
+
+    def __init__(self, held_by: dict[str, Any], names: Iterable[str]) -> None:
+        self.held_by = held_by
+        self._names = tuple(sorted(names))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self.held_by)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held_by[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.held_by[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.held_by[name]
+
+
+@final
+class ClassAttributes(MutableMapping[str, Any]):
+    """Some attributes of a class."""
+
+    def __init__(self, held_by: type, names: Iterable[str]) -> None:
+        self.held_by = held_by
+        self._names = tuple(sorted(names))
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in vars(self.held_by))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.held_by)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.held_by, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.held_by, name)

@@ -1,1 +1,0 @@
-"""Between backward and the optimizer: gradient sums over ranks and the global gradient norm."""

@@ -1,0 +1,119 @@
+"""Two ways by which placed tensors get past ``__torch_function__``, and what happens there instead.
+
+* ``MyFunction.apply(...)``, a custom autograd Function: it becomes one operation of the glue and runs, forward and
+  backward, on the stage that has its inputs.
+* ``torch.utils.checkpoint.checkpoint(...)``: around code of the glue it would run that code once more in backward, when
+  its microbatch is over. The units that are called inside keep only their inputs instead, and run once more there.
+
+Both are looked up in torch at every call, so replacing them for the time of a step reaches code that imported them
+long before.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.utils import checkpoint as torch_checkpoint
+
+from smp_strategy.activations.checkpoint_sequential import LayersInARow
+from smp_strategy.activations.policy import Recompute, Treatment
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.pytree import flatten_call
+from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+
+__all__ = ["watched_entrances"]
+
+# Stands in torch since 2.1 and is what `checkpoint(use_reentrant=False)` runs around the function.
+_CHECKPOINT = "_checkpoint_without_reentrant_generator"
+
+
+@contextmanager
+def watched_entrances(active: "Callable[[], Program | None]") -> Iterator[None]:
+    """While this is open, calls with placed tensors come here.
+
+    Args:
+        active: the program that runs now; what it gives to `checkpoint` may be plain, and still meet units inside.
+    """
+    apply = vars(torch.autograd.Function)["apply"]
+    generator = vars(torch_checkpoint)[_CHECKPOINT]
+
+    def glue() -> Program | None:
+        program = active()
+        return None if program is None or program.is_in_unit else program
+
+    def watched_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is torch_checkpoint.CheckpointFunction:
+            return _reentrant(apply.__func__, glue(), *args)
+        return _apply(apply.__func__, function, args, kwargs)
+
+    type.__setattr__(torch.autograd.Function, "apply", classmethod(watched_apply))
+    setattr(torch_checkpoint, _CHECKPOINT, functools.partial(_checkpoint, generator, glue))
+    try:
+        yield
+    finally:
+        type.__setattr__(torch.autograd.Function, "apply", apply)
+        setattr(torch_checkpoint, _CHECKPOINT, generator)
+
+
+def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    program = _program_of(args, kwargs)
+    if program is None:
+        return original(function, *args, **kwargs)
+    if function is BackwardHookFunction:
+        raise UnsupportedError(
+            "A backward hook is registered on a module above the units, whose input and output are on several stages. "
+            "Register it on the modules inside (blocks, layers), or on a tensor."
+        )
+    before, program.function = program.function, function.__name__
+    try:
+        return program.operation(function.__name__, MethodType(original, function), args, kwargs)
+    finally:
+        program.function = before
+
+
+def _reentrant(original: Callable[..., Any], program: Program | None, run: Any, preserve: Any, *inputs: Any) -> Any:
+    if program is None:
+        return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
+    # As in torch: where no input needs a gradient, the parameters inside get none either.
+    wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
+    with program.recomputing(_treatment(run, preserve)), torch.set_grad_enabled(wanted):
+        return run(*inputs)
+
+
+def _checkpoint(
+    original: Callable[..., Any],
+    glue: "Callable[[], Program | None]",
+    function: Any,
+    preserve: bool,
+    contexts: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[None]:
+    program = glue()
+    if program is None:
+        yield from original(function, preserve, contexts, *args, **kwargs)
+        return
+    with program.recomputing(_treatment(function, preserve, contexts)):
+        yield
+
+
+def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> Treatment:
+    """What `checkpoint` asks for the units that ``function`` calls.
+
+    With contexts of the user's, which choose operations whose results are kept: ours, that keep those of products.
+    """
+    group = function.group if isinstance(function, LayersInARow) else 1
+    recompute: Recompute = "all" if contexts is torch_checkpoint.noop_context_fn else "cheap"
+    return Treatment(recompute=recompute, group=group, preserve_rng_state=preserve)
+
+
+def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:
+    """The running program that a placed tensor among the arguments belongs to."""
+    leaves, _ = flatten_call(args, kwargs)
+    return next((leaf.program for leaf in leaves if isinstance(leaf, PlacedTensor)), None)

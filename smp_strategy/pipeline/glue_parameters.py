@@ -1,0 +1,73 @@
+"""Weights of units that code above the units computes with.
+
+``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()``
+uses a weight where its unit may not live. The dry run notices such uses; the weights concerned are then held by every
+stage, and their gradients are added up over the stages, like those of a parameter that stands in the glue itself. Whole
+numbers in buffers (``self.embeddings.position_ids[:, :length]``) are tables, which every stage can hold as well. Other
+buffers may be what a unit changes as it runs, and stay with it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+
+from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.metadata_ops import METADATA
+from smp_strategy.model.trace.pytree import given_to, leaves_of
+from smp_strategy.model.units import Unit
+
+__all__ = ["GlueUses"]
+
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+# Freezing needs no values.
+_SWITCHES = frozenset({_REQUIRES_GRAD.__set__, Tensor.requires_grad_})
+
+
+@final
+class GlueUses(TorchFunctionMode):
+    """While this is entered, notes every parameter and table of a unit that an operation takes; questions of metadata
+    do not count, nor does what units do with their own.
+
+    Args:
+        units: whose parameters and tables are meant.
+        running_unit: the unit whose code runs just now, if any.
+        leftovers: what units leave in attributes, is told which of it is used.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], running_unit: Callable[[], nn.Module | None], leftovers: Leftovers
+    ) -> None:
+        super().__init__()
+        self._running_unit = running_unit
+        self._leftovers = leftovers
+        self._meant = {id(tensor) for unit in units for tensor in (*unit.module.parameters(), *_tables(unit.module))}
+        self.found: dict[int, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in METADATA and func not in _SWITCHES:
+            unit = self._running_unit()
+            used = given_to(func, args, kwargs)
+            if unit is None:
+                self.note(used)
+            else:
+                self._leftovers.refuse_use(unit, used)
+        return func(*args, **kwargs)
+
+    def note(self, arguments: Any) -> None:
+        """The glue has given ``arguments`` to an operation or to a unit."""
+        self._leftovers.use(arguments)
+        for leaf in leaves_of(arguments):
+            if id(leaf) in self._meant:
+                self.found[id(leaf)] = leaf
+
+
+def _tables(module: nn.Module) -> Iterator[Tensor]:
+    """Buffers of whole numbers, but for the counters of batch norm."""
+    for part in module.modules():
+        if not isinstance(part, _NormBase):
+            buffers = part.buffers(recurse=False)
+            yield from (buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex()))

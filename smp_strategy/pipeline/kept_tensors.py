@@ -1,0 +1,112 @@
+"""Tensors that the user keeps beyond the step that made them: a hidden state for the next step, losses for a mean.
+
+They still live on one stage. A later program takes them in like any tensor that exists already (no gradient leads back
+to the earlier step). Outside of steps, where all stages run the same hooks, their values are given to all stages.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor
+
+from smp_strategy.errors import UnsupportedError
+from smp_strategy.model.trace.exposed_attributes import Former
+from smp_strategy.model.trace.fake_call import imitate
+from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+
+__all__ = ["Kept", "KeptInSurveyError", "call_with_known", "refuse_kept", "without_others"]
+
+
+class KeptInSurveyError(UnsupportedError):
+    """A tensor is used that has no value, because the step kept it when it ran dry."""
+
+
+@contextmanager
+def refuse_kept() -> Iterator[None]:
+    """A step that runs dry once more in here, as the next microbatch will, must not use tensors that it has kept."""
+    try:
+        yield
+    except KeptInSurveyError:
+        raise _across_microbatches(0, 1) from None
+
+
+def _across_microbatches(earlier: int, later: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"A tensor of microbatch {earlier} is used in microbatch {later} of the same step. Return it from the step or "
+        "log it, and use the result."
+    )
+
+
+@final
+class Kept:
+    """What stands in one program for tensors of programs that have ended."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[PlacedTensor, PlacedTensor]] = {}
+
+    def adopted(self, tensor: PlacedTensor, program: Interpreter) -> PlacedTensor:
+        """The tensor of ``program`` that stands for ``tensor``."""
+        other = tensor.program
+        if not other.closed:
+            raise _across_microbatches(other.microbatch, program.microbatch)
+        _refuse_survey(tensor)
+        if id(tensor) not in self._found:
+            spec = dataclasses.replace(tensor.spec, requires_grad=False)
+            here = None if tensor.origin is None else tensor.origin[1].detach()
+            self._found[id(tensor)] = (tensor, program.bring(spec, [other.lives_on(tensor)], here))
+        return self._found[id(tensor)][1]
+
+    def clear(self) -> None:
+        """The program has ended."""
+        self._found.clear()
+
+
+def call_with_known(
+    function: Callable[..., Any], args: Any, kwargs: Any, share: Callable[[Sequence[PlacedTensor]], None]
+) -> Any:
+    """Call ``function``, outside of steps, with the values of placed tensors; collective over the stages.
+
+    Args:
+        function: what the user calls.
+        args, kwargs: its arguments.
+        share: gives every stage the values of the tensors that it gets.
+    """
+    leaves, structure = flatten_call(args, kwargs)
+    kept = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
+    for tensor in kept:
+        _refuse_survey(tensor)
+    share([tensor for tensor in kept if tensor.known is None])
+    args, kwargs = unflatten_call([_known(leaf) for leaf in leaves], structure)
+    return function(*args, **kwargs)
+
+
+def without_others(value: Any, program: Interpreter) -> Any:
+    """What a unit of ``program`` finds in its attribute: no tensor of another microbatch or step takes part in it."""
+    if not isinstance(value, Tensor) or (isinstance(value, PlacedTensor) and value.program is program):
+        return value
+
+    def tensor() -> Tensor:
+        if program.is_predicting:
+            return imitate(dataclasses.replace(TensorSpec.of(value), requires_grad=False))
+        if isinstance(value, PlacedTensor):
+            assert value.origin is not None
+            return value.origin[1].detach()
+        return value
+
+    return Former(tensor)
+
+
+def _known(leaf: Any) -> Any:
+    return leaf.known if isinstance(leaf, PlacedTensor) else leaf
+
+
+def _refuse_survey(tensor: PlacedTensor) -> None:
+    if tensor.program.is_survey:
+        raise KeptInSurveyError(
+            "A tensor is used that the step kept during its dry run, in which it had no value. Keep it in an attribute "
+            "of the module, which is undone after the dry run, or return it from the step."
+        )

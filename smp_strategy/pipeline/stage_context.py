@@ -1,0 +1,42 @@
+"""What the programs of a stage have in common: who predicts, who computes, and what is done around units."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.model.rng import Streams
+from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+from smp_strategy.pipeline.rehearsal import Rehearsal
+from smp_strategy.pipeline.weights import WithWeights
+
+__all__ = ["Context"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """See the module docstring."""
+
+    stage: int
+    """This rank's stage; -1 for a dry run that computes nothing."""
+    oracle: Oracle
+    """Predicts results."""
+    active: Callable[[], Interpreter | None]
+    """The program that runs now, if any; tensors of programs that have ended can be used in it."""
+    share: Callable[[Sequence[PlacedTensor]], None]
+    """Gives every stage the values of tensors whose program has ended; collective."""
+    streams: Streams
+    """Random streams for calls that draw numbers."""
+    with_weights: WithWeights
+    """Called with each unit that runs on this stage, and the microbatch."""
+    reads_refused: str
+    """Why Python code must not see values; empty: it may."""
+    activations: Activations
+    """Decides what units keep for backward."""
+    leftovers: Leftovers | None
+    """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
+    rehearsal: Rehearsal | None
+    """Set where they run to see what happens when they take turns."""

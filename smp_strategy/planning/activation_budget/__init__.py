@@ -1,0 +1,1 @@
+"""Which units recompute or offload activations, so that stages fit their memory limits."""

@@ -1,0 +1,170 @@
+"""What a call costs under a treatment: time that is added, bytes that stay, that come back, and that are copied.
+
+Work that is done again counts as input gradients, for whoever waits for these waits for it as well; and so does the
+whole backward of a unit that is computed again, which is not split. A measured forward
+gives the scale: the part that is done again takes the same share of it as of the modelled one. Copies to host memory
+take time of their own where nobody computes meanwhile; elsewhere they are hidden, as far as there is work to hide them.
+So is the Python that runs per kernel, where a device computes beside the host.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, final
+
+from smp_strategy.activations.policy import KEEP, Treatment, Treatments
+from smp_strategy.model.trace.device_model import Machine
+from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.model.trace.work_trace import Work
+
+__all__ = ["CallCosts", "call_costs", "treated"]
+
+# Python per kernel that is run once more, and that is watched so that products need not be: on one core at 3 GHz.
+REPEAT_SECONDS = 3e-6
+WATCH_SECONDS = 15e-6
+
+
+@final
+class CallCosts(NamedTuple):
+    """Of one call."""
+
+    saved_bytes: int
+    """On the device from forward to backward."""
+    again_bytes: int = 0
+    """In addition while its backward runs."""
+    offloaded_bytes: int = 0
+    """In host memory meanwhile."""
+    again_seconds: float = 0.0
+    """Work that is done again."""
+    copy_seconds: float = 0.0
+    """Copies that nothing hides, each way."""
+
+
+def call_costs(event: Event, treatment: Treatment, work: Work, machine: Machine, min_bytes: int = 0) -> CallCosts:
+    """What a call costs under a treatment.
+
+    Args:
+        event: the call.
+        treatment: of its unit.
+        work: of the call, if it keeps everything.
+        machine: models what is not measured.
+        min_bytes: memories that are smaller stay on the device.
+    """
+    if treatment.is_default or not event.saved_bytes:
+        return CallCosts(event.saved_bytes)
+    kept = event.kept
+    if not kept.memories and treatment.recompute != "no":
+        # Nobody has looked: the inputs stay, and everything is done again.
+        inputs = sum(value.nbytes for value in event.inputs)
+        return CallCosts(inputs, event.saved_bytes, 0, work.forward)
+    stays, leaves, again_bytes, again_seconds = 0, 0, 0, 0.0
+    if treatment.recompute == "no":
+        mine = [memory for memory in kept.memories if memory.is_saved]
+        # Measured bytes may be others than those of the dry run.
+        stays = event.saved_bytes - sum(memory.nbytes for memory in mine)
+    else:
+        origins = ("input",) if treatment.recompute == "all" else ("input", "product")
+        mine = [memory for memory in kept.memories if memory.origin in origins]
+        again_bytes = max(0, event.saved_bytes - kept.nbytes(origins=origins, saved_only=True))
+        effort = kept.again if treatment.recompute == "all" else kept.cheap
+        modelled = machine.seconds(event.effort.forward)
+        again_seconds = work.forward * min(1.0, machine.seconds(effort) / modelled) if modelled else work.forward
+        python = kept.again.kernels * (REPEAT_SECONDS if treatment.recompute == "all" else WATCH_SECONDS)
+        again_seconds += max(0.0, python - work.forward) if machine.host.is_beside else python
+    if treatment.offload:
+        # Of a call that is computed again inputs go out, and products that are kept stay.
+        leaving = [memory for memory in mine if treatment.recompute == "no" or memory.origin == "input"]
+        leaves = sum(memory.nbytes for memory in leaving if memory.nbytes >= min_bytes)
+    stays = max(0, stays + sum(memory.nbytes for memory in mine) - leaves)
+    copy_seconds = 0.0 if machine.host.is_beside else leaves / machine.host.bytes_per_second
+    return CallCosts(stays, again_bytes, leaves, again_seconds, copy_seconds)
+
+
+def treated(
+    trace: Trace,
+    work: Mapping[int, Work],
+    treatments: Treatments,
+    stage_of: Mapping[str, int],
+    *,
+    machine: Machine,
+    min_bytes: int = 0,
+) -> tuple[Trace, dict[int, Work]]:
+    """Events of a microbatch and their work, with what units do about what they would keep.
+
+    Args:
+        trace: the microbatch, if units keep everything.
+        work: of its events.
+        treatments: of units; those that are not named keep everything.
+        stage_of: stage of each unit: those that are computed again together are on one.
+        machine: models what is not measured.
+        min_bytes: memories that are smaller stay on the device.
+    """
+    if all(treatment.is_default for treatment in treatments.values()):
+        return trace, dict(work)
+    events, times = list(trace.events), dict(work)
+    for position, event in enumerate(trace.events):
+        treatment = treatments.get(event.name, KEEP)
+        if event.kind != "unit" or treatment.is_default:
+            continue
+        mine = work.get(position, Work())
+        costs = call_costs(event, treatment, mine, machine, min_bytes)
+        events[position] = event._replace(
+            saved_bytes=costs.saved_bytes, again_bytes=costs.again_bytes, offloaded_bytes=costs.offloaded_bytes
+        )
+        times[position] = _with(mine, costs, is_whole=treatment.recompute != "no")
+    for group in _groups(trace.events, treatments, stage_of):
+        _compute_together(events, trace.events, group)
+    return replace(trace, events=events), times
+
+
+def _with(work: Work, costs: CallCosts, *, is_whole: bool) -> Work:
+    again = costs.again_seconds + costs.copy_seconds
+    if is_whole:
+        gradients = (work.backward + again, 0.0)
+    elif work.input_gradient:
+        gradients = (work.input_gradient + again, work.weight_gradient)
+    else:  # nobody waits for it
+        gradients = (0.0, work.weight_gradient + again)
+    return Work(work.forward + costs.copy_seconds, *gradients)
+
+
+def _groups(events: Sequence[Event], treatments: Treatments, stage_of: Mapping[str, int]) -> list[list[int]]:
+    """Positions of calls that are computed again together: those of siblings that follow each other on a stage."""
+    groups: list[list[int]] = []
+    for position, event in enumerate(events):
+        treatment = treatments.get(event.name, KEEP)
+        if event.kind != "unit" or treatment.recompute == "no" or treatment.group == 1:
+            continue
+        last = groups[-1] if groups else []
+        if last and (treatment.group is None or len(last) < treatment.group) and _follows(events, last[-1], position):
+            before = events[last[-1]]
+            if treatments.get(before.name) == treatment and stage_of.get(before.name) == stage_of.get(event.name):
+                last.append(position)
+                continue
+        groups.append([position])
+    return [group for group in groups if len(group) > 1]
+
+
+def _follows(events: Sequence[Event], one: int, other: int) -> bool:
+    """Whether two calls are of siblings, and the second one uses what the first one has made."""
+    parents = [events[position].name.rpartition(".")[0] for position in (one, other)]
+    made = {value.id for value in events[one].outputs}
+    return parents[0] == parents[1] and any(value.id in made for value in events[other].inputs)
+
+
+def _compute_together(events: list[Event], before: Sequence[Event], group: Sequence[int]) -> None:
+    """Later calls of a group keep no input that an earlier one has made, and come back all at once."""
+    made: set[int] = set()
+    again = 0
+    for position in group:
+        event = before[position]
+        from_group = sum(value.nbytes for value in event.inputs if value.id in made)
+        saved, offloaded = events[position].saved_bytes, events[position].offloaded_bytes
+        dropped = min(from_group, saved)
+        again += events[position].again_bytes + from_group
+        # All of them are there when the backward of the last one begins.
+        events[position] = events[position]._replace(
+            saved_bytes=saved - dropped,
+            offloaded_bytes=max(0, offloaded - (from_group - dropped)),
+            again_bytes=again,
+        )
+        made |= {value.id for value in event.outputs}

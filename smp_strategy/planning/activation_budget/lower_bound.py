@@ -1,0 +1,111 @@
+"""How much time must a choice take at least, whatever comes next?
+
+If bytes had a price, the same for all units of a stage, each unit would choose for itself, and the sum would be a bound
+of what no choice can beat: the Lagrangian relaxation of :mod:`smp_strategy.planning.activation_budget.knapsack`. Good
+prices are found by raising those of moments that are too full, and lowering others. On the way choices that really fit
+turn up.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+__all__ = ["Choice", "Prices", "find_prices"]
+
+STEPS = 80
+
+
+class Choice(Protocol):
+    """What could become of a unit."""
+
+    @property
+    def seconds(self) -> float:
+        """That it takes."""
+
+    @property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """That it adds to each moment."""
+
+    @property
+    def copied_bytes(self) -> int:
+        """That are copied away and back."""
+
+
+@final
+class Prices:
+    """Seconds per byte, and what follows from them.
+
+    Args:
+        units: choices of each unit.
+        most_bytes: at each moment.
+        hidden_bytes: that may be copied for nothing.
+        of_bytes: the price at each moment.
+        of_copies: the price of what is copied.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[Choice]],
+        most_bytes: Sequence[int],
+        hidden_bytes: float,
+        of_bytes: Sequence[float],
+        of_copies: float,
+    ) -> None:
+        self._of_bytes = of_bytes
+        self._of_copies = of_copies
+        self._free = sum(price * most for price, most in zip(of_bytes, most_bytes, strict=True))
+        self._free += of_copies * hidden_bytes if of_copies else 0.0
+        self.chosen = tuple(min(range(len(unit)), key=lambda k: self._price(unit[k])) for unit in units)
+        self._rest = [0.0]
+        for unit, number in zip(reversed(units), reversed(self.chosen), strict=True):
+            self._rest.append(self._rest[-1] + self._price(unit[number]))
+
+    def _price(self, choice: Choice) -> float:
+        return self.least(choice.seconds, choice.kept_bytes, choice.copied_bytes, 0, is_whole=False)
+
+    def least(
+        self, seconds: float, kept_bytes: Sequence[int], copied_bytes: int, num_left: int, *, is_whole: bool = True
+    ) -> float:
+        """Least time of any choice that begins like this, where ``num_left`` units are still to choose."""
+        found = seconds + self._of_copies * copied_bytes
+        found += sum(price * nbytes for price, nbytes in zip(self._of_bytes, kept_bytes, strict=True))
+        return found + self._rest[num_left] - self._free if is_whole else found
+
+    def improved(self, units: Sequence[Sequence[Choice]], most_bytes: Sequence[int], step: float) -> list[float]:
+        """Prices for the bytes at each moment by which ``chosen`` is nearer to what there is."""
+        picked = [unit[number] for unit, number in zip(units, self.chosen, strict=True)]
+        used = [sum(each.kept_bytes[moment] for each in picked) for moment in range(len(most_bytes))]
+        return [
+            max(0.0, price + step * (mine - most) / (max(most, 1) ** 2))
+            for price, mine, most in zip(self._of_bytes, used, most_bytes, strict=True)
+        ]
+
+
+def find_prices(
+    units: Sequence[Sequence[Choice]], most_bytes: Sequence[int], hidden_bytes: float, copy_seconds: float
+) -> tuple[Prices, list[tuple[int, ...]]]:
+    """The best prices, and choices met on the way.
+
+    Args:
+        units: choices of each unit.
+        most_bytes: at each moment.
+        hidden_bytes: that may be copied for nothing.
+        copy_seconds: per byte beyond that.
+    """
+    total = sum(max(choice.seconds for choice in unit) for unit in units) or 1.0
+    copied = sum(max(choice.copied_bytes for choice in unit) for unit in units) or 1
+    of_bytes, of_copies = [0.0] * len(most_bytes), 0.0
+    best: tuple[float, Prices] | None = None
+    met: dict[tuple[int, ...], None] = {}
+    for number in range(1, STEPS + 1):
+        prices = Prices(units, most_bytes, hidden_bytes, of_bytes, of_copies)
+        met[prices.chosen] = None
+        bound = prices.least(0.0, [0] * len(most_bytes), 0, len(units))
+        if best is None or bound > best[0]:
+            best = (bound, prices)
+        step = 4.0 * total / number
+        of_bytes = prices.improved(units, most_bytes, step)
+        if copy_seconds and hidden_bytes != float("inf"):
+            mine = sum(unit[k].copied_bytes for unit, k in zip(units, prices.chosen, strict=True))
+            of_copies = min(copy_seconds, max(0.0, of_copies + step * (mine - hidden_bytes) / copied**2))
+    assert best is not None
+    return best[1], list(met)

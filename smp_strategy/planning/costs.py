@@ -1,0 +1,168 @@
+"""What a step costs where it will run: measured if the options ask for that, modelled otherwise.
+
+Here the options meet what counts and what measures: kernels of calls, times of units, speeds of ranks. Everything is
+the same on all ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+
+from smp_strategy.activations.policy import Treatments
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.config.sizes import show_count
+from smp_strategy.distributed.mesh_shape import MeshShape
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.trace.device_model import Machine
+from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.model.trace.measured_costs import Measured, with_measured_bytes, work_of
+from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.pipeline.routing import Flow
+from smp_strategy.planning.activation_budget.allocate import Microbatch, Relief
+from smp_strategy.planning.profiling.profiler import MeasuringOptions, measure
+from smp_strategy.planning.profiling.recorded_calls import UnitCall
+from smp_strategy.planning.schedule.simulate import SPLIT_OVERHEAD
+
+__all__ = ["Costs", "find_costs", "measuring_device"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds and bytes of the events of a step."""
+
+    machine: Machine
+    """Models what was not measured."""
+    measured: Measured | None = None
+    stage_speeds: tuple[float, ...] = ()
+    """Relative; empty: all stages are alike."""
+    relief: Relief | None = None
+    """What becomes of what units would keep for backward; ``None``: they keep everything."""
+
+    @property
+    def split_overhead(self) -> float:
+        """What a backward takes longer in two parts, as a share of it."""
+        return SPLIT_OVERHEAD if self.measured is None or not self.measured.work else self.measured.split_overhead
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of what a call takes, as a share of it; 0 where nothing is measured."""
+        return 0.0 if self.measured is None else self.measured.spread
+
+    @property
+    def crowding(self) -> float:
+        """How much longer work takes while all ranks do some, because they share cores."""
+        return 1.0 if self.measured is None else self.measured.crowding
+
+    @classmethod
+    def modelled(cls, device: torch.device) -> Self:
+        """Costs of which nothing is measured."""
+        return cls(machine=Machine.nominal(device.type))
+
+    def work(self, events: Sequence[Event]) -> dict[int, Work]:
+        """What each event takes on a stage of speed 1, by position."""
+        return work_of(events, self.machine, self.measured)
+
+    def flow(
+        self, trace: Trace, stage_of: Mapping[str, int], num_stages: int, treatments: Treatments | None = None
+    ) -> Flow:
+        """The segment graph of ``trace`` on these stages, at their speeds, where units are treated like this."""
+        relief = self.relief or Relief(machine=self.machine)
+        microbatch = Microbatch(
+            trace=self.with_bytes(trace),
+            work=self.work(trace.events),
+            stage_of=stage_of,
+            num_stages=num_stages,
+            speeds=self.stage_speeds,
+        )
+        return relief.flow(microbatch, treatments or {})
+
+    def with_bytes(self, trace: Trace) -> Trace:
+        """``trace`` with the bytes that units were seen to keep, if that was measured."""
+        return with_measured_bytes(trace, self.measured)
+
+    def render(self) -> str:
+        """What the user is told about the measurement; empty without one."""
+        if self.measured is None:
+            return ""
+        measured = self.measured
+        found = {"times": measured.work, "activations": measured.saved_bytes}
+        what = " and ".join(name for name, of_units in found.items() if of_units) or "nothing"
+        units = show_count(len(measured.rank_of), "unit")
+        ranks = show_count(len(set(measured.rank_of.values())), "rank")
+        lines = [f"Measured: {what} of {units}, on {ranks}."]
+        if measured.rank_speeds:
+            speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
+            lines.append(f"Relative speeds: {speeds}.")
+        if measured.crowding > 1:
+            lines.append(f"Ranks share cores: what one computes takes {measured.crowding:.1f} times as long if all do.")
+        return "\n".join([*lines, *measured.notes])
+
+
+def find_costs(
+    config: SMPConfig,
+    device: torch.device,
+    calls: Sequence[UnitCall],
+    trace: Trace | None,
+    shape: MeshShape,
+    machine: Machine | None = None,
+) -> Costs:
+    """The costs of a step; collective over all ranks where something is measured.
+
+    Args:
+        config: says what is measured.
+        device: where the step will run.
+        calls: of units, as a dry run has met them.
+        trace: of the same dry run.
+        shape: which rank is which stage.
+        machine: models what is not measured; ``None``: a nominal one of the kind.
+    """
+    speeds = () if config.stage_speeds is None else config.speeds(shape.pp)
+    if trace is None or not (config.trace_execution_times or config.trace_memory_usage):
+        return Costs(machine=machine or Machine.nominal(device.type), stage_speeds=speeds)
+    where = measuring_device(config, device)
+    options = MeasuringOptions(
+        device=where,
+        times=config.trace_execution_times,
+        memory=config.trace_memory_usage,
+        compares_ranks=config.stage_speeds is None,
+        num_replicas=shape.dp,
+    )
+    machine = machine or Machine.nominal(where.type)
+    measured = measure(calls, trace.events, machine, options)
+    return Costs(
+        machine=machine,
+        measured=measured,
+        stage_speeds=speeds or _by_stage(measured.rank_speeds, shape),
+    )
+
+
+def measuring_device(config: SMPConfig, device: torch.device) -> torch.device:
+    """Where units are measured that will run on ``device``.
+
+    Raises:
+        ConfigError: the options ask for a device that this rank does not have.
+    """
+    if config.trace_device is None:
+        return device
+    if config.trace_device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "`trace_device=gpu` asks for measurements on a GPU, but this rank has none. Leave the option out to "
+            f"measure where the step runs ({device.type})."
+        )
+    return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+
+
+def _by_stage(rank_speeds: Sequence[float], shape: MeshShape) -> tuple[float, ...]:
+    """A stage is as fast as the slowest of its ranks: replicas wait for each other."""
+    if not rank_speeds:
+        return ()
+    slowest = [1.0] * shape.pp
+    for rank, speed in enumerate(rank_speeds):
+        stage = shape.pp - 1 - shape.coordinates(rank)["pp"]
+        slowest[stage] = min(slowest[stage], speed)
+    return tuple(slowest)

@@ -1,0 +1,1 @@
+"""Memory estimates: what a rank holds of parameters, gradients and optimizer state."""

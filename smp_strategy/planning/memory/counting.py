@@ -1,0 +1,99 @@
+"""What this rank holds, counted: memory that tensors share counts once, and what stands for absent tensors not at all.
+
+Parameters that are spread over a shard group are counted by who spreads them: between uses they have no values, and
+what is gathered comes and goes.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.model.guarded_tensors import home_of, in_plain_sight
+from smp_strategy.planning.memory.amounts import RankMemory
+
+__all__ = ["Spread", "count"]
+
+
+class Spread(Protocol):
+    """What this rank holds of parameters that are spread over a shard group."""
+
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Those parameters."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of values that are there now."""
+
+    @property
+    def most_gathered_bytes(self) -> int:
+        """Of values that came and went, at most at a time."""
+
+
+def count(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    mesh: ProcessMesh,
+    spread: Spread | None = None,
+    *,
+    copies: int = 0,
+) -> RankMemory:
+    """What this rank holds now, between steps.
+
+    Args:
+        module: all of it, of which this rank may have a part.
+        optimizers: what trains it.
+        mesh: where this rank stands.
+        spread: what is known of parameters that are spread; ``None``: there are none.
+        copies: bytes of half-precision copies of parameters.
+    """
+    counted = _Counted()
+    elsewhere = set() if spread is None else {id(parameter) for parameter in spread.parameters}
+    # Of tensors that hooks look at just now operations arrive elsewhere; memory is looked at here.
+    with in_plain_sight():
+        parameters = [parameter for parameter in module.parameters() if _is_here(parameter)]
+        return RankMemory(
+            rank=mesh.rank,
+            stage=mesh.stage,
+            parameters=counted.add(each for each in parameters if id(each) not in elsewhere)
+            + (0 if spread is None else spread.held_bytes)
+            + copies,
+            gathered=0 if spread is None else spread.most_gathered_bytes,
+            gradients=counted.add(_in_memory(parameter.grad) for parameter in parameters),
+            optimizer=sum(counted.add(pytree.tree_leaves(list(each.state.values()))) for each in optimizers),
+            buffers=counted.add(each for each in module.buffers() if _is_here(each)),
+        )
+
+
+def _in_memory(gradient: Tensor | None) -> Tensor | None:
+    return gradient.piece if isinstance(gradient, PieceGradient) else gradient
+
+
+def _is_here(tensor: Tensor) -> bool:
+    home = home_of(tensor)
+    return home is None or home.is_here
+
+
+@final
+class _Counted:
+    """Memory that was counted already."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, int]] = set()
+
+    def add(self, leaves: Iterable[Any]) -> int:
+        """Bytes of the memory behind those of ``leaves`` that are tensors, less what was counted before."""
+        total = 0
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
+                key = (str(leaf.device), storage.data_ptr())
+                if key not in self._seen:
+                    self._seen.add(key)
+                    total += storage.nbytes()
+        return total

@@ -1,0 +1,1 @@
+"""Partitions: units to stages, by branch and bound."""

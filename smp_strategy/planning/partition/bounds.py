@@ -1,0 +1,165 @@
+"""What no schedule can beat: the least time and memory that a stage needs for the units that it has.
+
+A stage that has a set of units, with F, B and W the forward work, the backward work that other stages wait for, and
+weight gradients that nobody waits for (per microbatch; W is part of B unless the schedule splits them, and B part of W
+where backward ends):
+
+* It works m (F + B + W).
+* It waits at the beginning: for its first input (``head``), and before its first backward for the loss of the first
+  microbatch and the gradient's way from there (``back``). At most ``most`` forwards fill that time.
+* It waits at the end: from its last forward on there is the way to the loss and back. At most ``most`` backwards fill
+  that time. Both waits add up where the last forward comes after the first backward, that is for m > ``most``.
+* What follows its last backward (``tail``) comes on top, unless the stage could do weight gradients meanwhile.
+* It holds its parameters, gradients and optimizer state, what every stage holds, and activations of ``least``
+  microbatches.
+
+Ways through the program are longest paths of the trace, so the bound holds for programs that branch.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+from smp_strategy.planning.partition.costs import Held
+from smp_strategy.planning.partition.problem import Problem, Promise, Window
+
+__all__ = ["Bounds", "Load"]
+
+NEVER = float("inf")
+
+
+class Load(NamedTuple):
+    """Units together on a stage."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    saved_bytes: int = 0
+    held_bytes: int = 0
+    """Without those of parameters that several units of the model share, or that every stage holds."""
+    shared: frozenset[int] = frozenset()
+    head: float = NEVER
+    after: float = NEVER
+    back: float = NEVER
+    tail: float = NEVER
+
+    def joined(self, other: "Load") -> "Load":
+        """Both on one stage."""
+        return Load(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weight + other.weight,
+            self.saved_bytes + other.saved_bytes,
+            self.held_bytes + other.held_bytes,
+            self.shared | other.shared if other.shared else self.shared,
+            min(self.head, other.head),
+            min(self.after, other.after),
+            min(self.back, other.back),
+            min(self.tail, other.tail),
+        )
+
+    def relaxed(self, other: "Load") -> "Load":
+        """This, where any of the units of ``other`` may be added."""
+        return self._replace(
+            head=min(self.head, other.head),
+            after=min(self.after, other.after),
+            back=min(self.back, other.back),
+            tail=min(self.tail, other.tail),
+        )
+
+
+@final
+class Bounds:
+    """Least time and memory of any stage of a problem.
+
+    Args:
+        problem: units, and what counts.
+        promise: microbatches in flight on a stage, at least and at most.
+    """
+
+    def __init__(self, problem: Problem, promise: Callable[[int], Promise]) -> None:
+        self._problem = problem
+        self._promise = promise
+        self._setting = problem.setting
+        counts: dict[int, int] = {}
+        for unit in problem.units:
+            for key in unit.parameters:
+                counts[key] = counts.get(key, 0) + 1
+        self._shared: dict[int, Held] = {
+            key: held
+            for unit in problem.units
+            for key, held in unit.parameters.items()
+            if counts[key] > 1 and key not in problem.everywhere
+        }
+        self.loads = [self._load(index, window) for index, window in enumerate(problem.windows)]
+        """Of each unit alone."""
+
+    def _load(self, index: int, window: Window) -> Load:
+        everywhere, parameters = self._problem.everywhere, self._problem.units[index].parameters
+        alone = [held for key, held in parameters.items() if key not in self._shared and key not in everywhere]
+        splits, work = self._setting.splits_backward, window.work
+        return Load(
+            work.forward,
+            work.input_gradient if splits else work.backward,
+            work.weight_gradient if splits else 0.0,
+            window.saved_bytes,
+            sum(map(self._problem.at_least, alone)),
+            frozenset(key for key in parameters if key in self._shared),
+            *window[2:],
+        )
+
+    def spans(self) -> list[list[Load]]:
+        """Entry ``[i][k]``: the load of ``k + 1`` units from unit ``i`` on."""
+        found: list[list[Load]] = []
+        for begin in range(len(self.loads)):
+            load, row = Load(), []
+            for unit in self.loads[begin:]:
+                load = load.joined(unit)
+                row.append(load)
+            found.append(row)
+        return found
+
+    def remaining(self) -> list[Load]:
+        """Entry ``[i]``: the load of all units from unit ``i`` on; one more entry for none."""
+        found = [Load()]
+        for unit in reversed(self.loads):
+            found.append(unit.joined(found[-1]))
+        return found[::-1]
+
+    def ideal_seconds(self) -> float:
+        """Time in which the stages would do everything without ever waiting."""
+        setting, total = self._setting, self.remaining()[0]
+        speed = sum(setting.speed(stage) for stage in range(setting.num_stages))
+        return setting.num_microbatches * (total.forward + total.backward + total.weight) / speed
+
+    def seconds(self, stage: int, load: Load) -> float:
+        """Least time of a step."""
+        setting, speed = self._setting, self._setting.speed(stage)
+        count = setting.num_microbatches
+        forward, backward, weight = load.forward / speed, load.backward / speed, load.weight / speed
+        if load.head == NEVER:
+            return 0.0
+        if load.back == NEVER:
+            return load.head + count * forward + load.tail
+        if setting.splits_backward and not load.tail:
+            # Backward ends here, and nobody waits for any of it.
+            backward, weight = 0.0, backward + weight
+        most = min(self._promise(stage).most or count, count)
+        begin = max(load.head, self._problem.critical_forward + load.back - most * forward)
+        # From the last forward on: the loss, the way back, and one backward.
+        last = load.after + load.back + backward
+        if most < count:
+            busy = begin + count * (forward + backward) + max(0.0, last - most * backward)
+        else:
+            busy = max(begin + count * (forward + backward), load.head + count * forward + last)
+        return max(busy + load.tail, begin + count * (forward + backward + weight))
+
+    def memory(self, stage: int, load: Load) -> int:
+        """Least bytes at the peak."""
+        shared = sum(self._problem.at_least(self._shared[key]) for key in load.shared)
+        held = load.held_bytes + shared + self._problem.everywhere_bytes
+        return held + self._promise(stage).least * load.saved_bytes
+
+    def fits(self, stage: int, load: Load) -> bool:
+        """Whether the stage may have these units, as far as the bound can tell."""
+        limit = self._setting.limit(stage)
+        return limit is None or self.memory(stage, load) <= limit

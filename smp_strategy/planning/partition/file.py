@@ -1,0 +1,149 @@
+"""A partition in a file: written by one job, read and changed by people, taken over by another job.
+
+What counts in the file is which unit is on which stage. The costs stand there for the reader and are found anew by the
+job that loads it; the order of the units is that of execution and does not count either. The numbers of parameters are
+compared, because a partition for a model of another size is probably none for this one.
+"""
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final, get_args
+
+from smp_strategy.activations.policy import Recompute, Treatment, Treatments
+from smp_strategy.errors import ConfigError
+from smp_strategy.planning.partition.manual import stage_problems
+
+__all__ = ["FORMAT", "SavedPartition", "read_partition"]
+
+FORMAT = 1
+"""Number of the file format; it changes when an older reader would misunderstand."""
+
+
+@final
+@dataclass(frozen=True)
+class SavedPartition:
+    """What counts of a file."""
+
+    source: str
+    """The file, for messages."""
+    num_stages: int
+    stage_of: Mapping[str, int]
+    """Stage of each unit, in the order of the file."""
+    num_parameters: Mapping[str, int]
+    """Of the units for which the file says it."""
+    chunks_per_stage: int | None = None
+    """As the schedule deals them out, where the file says it."""
+    treatments: Treatments = field(default_factory=dict)
+    """What units do about what they would keep for backward, where the file says it."""
+
+    def place(
+        self, num_parameters: Mapping[str, int], num_stages: int, chunks_per_stage: int | None = None
+    ) -> dict[str, int]:
+        """The stage of every unit of a model.
+
+        Args:
+            num_parameters: the units of the model, with the elements of their parameters.
+            num_stages: stages that there are.
+            chunks_per_stage: what the schedule expects; ``None``: whatever the file has.
+
+        Raises:
+            ConfigError: the file does not fit, with the first difference.
+        """
+        problem = self._other_layout(num_stages, chunks_per_stage) or self._other_unit(num_parameters)
+        problems = [problem] if problem else stage_problems(self.stage_of, num_stages)
+        if problems:
+            raise ConfigError([f"The partition in {self.source} does not fit. {problem}" for problem in problems])
+        return {name: self.stage_of[name] for name in num_parameters}
+
+    def _other_layout(self, num_stages: int, chunks_per_stage: int | None) -> str | None:
+        if self.num_stages != num_stages:
+            return (
+                f"It is for {self.num_stages} stages, but there are {num_stages}. Set `pipeline_parallel_degree="
+                f"{self.num_stages}`, or make a partition for {num_stages}."
+            )
+        mine = self.chunks_per_stage
+        if mine is not None and chunks_per_stage not in (None, mine):
+            return (
+                f"It has {mine} chunks per stage, but the schedule is for {chunks_per_stage}. Set "
+                f"`virtual_pipeline_degree={mine}`, or make a partition for {chunks_per_stage}."
+            )
+        return None
+
+    def _other_unit(self, num_parameters: Mapping[str, int]) -> str | None:
+        for number, name in enumerate(self.stage_of):
+            if name not in num_parameters:
+                near = difflib.get_close_matches(name, num_parameters, n=1)
+                hint = f" (`{near[0]}`, perhaps?)" if near else ""
+                return f"Unit {number} of the file is `{name}`, which is no unit of this model{hint}."
+            size = self.num_parameters.get(name, num_parameters[name])
+            if size != num_parameters[name]:
+                return (
+                    f"Unit {number} of the file, `{name}`, has {size} parameters there, but "
+                    f"{num_parameters[name]} in this model."
+                )
+        for number, name in enumerate(num_parameters):
+            if name not in self.stage_of:
+                return f"Unit {number} of this model is `{name}`, which is not in the file."
+        return None
+
+
+def read_partition(text: str, source: str) -> SavedPartition:
+    """What a file says.
+
+    Args:
+        text: its contents.
+        source: its name.
+
+    Raises:
+        ConfigError: it is no partition, or has another format.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}.") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        raise ConfigError(
+            f"{source} is no partition of format {FORMAT}: its `format` is {found!r}. Write a new one with "
+            "`partition_file`."
+        )
+    units = _field(data, "units", list, source)
+    stages: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    treatments: dict[str, Treatment] = {}
+    for number, unit in enumerate(units):
+        where = f"unit {number} of {source}"
+        if not isinstance(unit, dict):
+            raise ConfigError(f"{where[0].upper()}{where[1:]} must be an object with a name and a stage.")
+        name = _field(unit, "name", str, where)
+        if name in stages:
+            raise ConfigError(f"{source} has two units of the name `{name}`. Remove one.")
+        stages[name] = _field(unit, "stage", int, where)
+        if unit.get("num_parameters") is not None:
+            sizes[name] = _field(unit, "num_parameters", int, where)
+        if "relief" in unit:
+            treatments[name] = _treatment(_field(unit, "relief", dict, where), f"`relief` of {where}")
+    chunks = _field(data, "chunks_per_stage", int, source) if "chunks_per_stage" in data else None
+    return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks, treatments)
+
+
+def _treatment(data: Mapping[str, Any], where: str) -> Treatment:
+    found = _field(data, "treatment", dict, where)
+    try:
+        treatment = Treatment(**found)
+    except TypeError as error:
+        raise ConfigError(f"`treatment` in {where} has a field that is not known: {error}.") from None
+    if treatment.recompute not in get_args(Recompute):
+        known = ", ".join(get_args(Recompute))
+        raise ConfigError(f"`recompute` in {where} must be one of {known}, but is {treatment.recompute!r}.")
+    return treatment
+
+
+def _field(data: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+    value = data.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        words = {list: "a list", dict: "an object", str: "a text", int: "a whole number"}
+        raise ConfigError(f"`{key}` of {where} must be {words[kind]}, but is {value!r}.")
+    return value

@@ -1,0 +1,313 @@
+"""The decision: which unit is on which stage, what that costs, and how good it is.
+
+A partition is plain data. It is written as JSON, sent from rank to rank, and printed as a table. The assignment may be
+any: the solver's is contiguous, one made by hand need not be.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Self, final
+
+from smp_strategy.activations.policy import KEEP, Treatment
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.planning.output_file import write_atomically
+from smp_strategy.planning.partition.costs import Held, UnitCost
+from smp_strategy.planning.partition.file import FORMAT
+from smp_strategy.planning.partition.problem import Problem, Score
+
+__all__ = ["Partition", "PlacedUnit", "Reliefs", "StageLoad", "UnitRelief"]
+
+# Bounds are sums in another order than simulated times.
+ROUNDING = 1e-9
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class UnitRelief:
+    """What a unit does to keep less for backward, and what that brings and costs; all of one microbatch."""
+
+    treatment: Treatment = KEEP
+    spared_bytes: int = 0
+    """That are not on the device between forward and backward."""
+    offloaded_bytes: int = 0
+    """That are in host memory instead."""
+    seconds: float = 0.0
+    """That its backward takes longer."""
+
+    def plus(self, spared_bytes: int, offloaded_bytes: int, seconds: float) -> "UnitRelief":
+        """With those of another call."""
+        return replace(
+            self,
+            spared_bytes=self.spared_bytes + spared_bytes,
+            offloaded_bytes=self.offloaded_bytes + offloaded_bytes,
+            seconds=self.seconds + seconds,
+        )
+
+
+NO_RELIEF = UnitRelief()
+
+
+class Reliefs(NamedTuple):
+    """Of all stages."""
+
+    of_units: Mapping[str, UnitRelief]
+    """Of those that keep less than everything."""
+    all_kept_bytes: Sequence[int]
+    """Activations of each stage, if they did not."""
+
+
+@final
+@dataclass(frozen=True)
+class PlacedUnit:
+    """A unit with its stage and its costs."""
+
+    name: str
+    stage: int
+    chunk: int
+    """Number of the run of units on one stage that it belongs to, in execution order."""
+    held: Held
+    """Bytes of all its parameters, their gradients and optimizer state, also where each rank holds a part only."""
+    activation_bytes: int
+    """Kept for backward on the device, per microbatch."""
+    output_bytes: int
+    work: Work
+    """Of one microbatch, on a stage of speed 1; without ``relief``."""
+    relief: UnitRelief = NO_RELIEF
+    """What it does to keep less."""
+    num_parameters: int | None = None
+    """Elements of all its parameters, whatever their precision, also where layers are split; ``None``: not said."""
+
+    @property
+    def seconds(self) -> float:
+        """Work of one microbatch, with what is done again."""
+        return sum(self.work) + self.relief.seconds
+
+
+@final
+@dataclass(frozen=True)
+class StageLoad:
+    """What a stage has to do, and what the fullest of its ranks has to hold."""
+
+    seconds: float
+    """Work of a whole step."""
+    held: Held
+    """Parameters, gradients and optimizer state; a parameter that units of the stage share counts once."""
+    activation_bytes: int
+    """Most bytes kept for backward at once."""
+    memory_limit: int | None = None
+    all_kept_bytes: int | None = None
+    """What the activations would be if units kept everything; ``None``: they do."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Most bytes at once."""
+        return self.held.total + self.activation_bytes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """The stage of every unit, in execution order."""
+
+    units: tuple[PlacedUnit, ...]
+    stages: tuple[StageLoad, ...]
+    cut_bytes: tuple[int, ...]
+    """Bytes that cross the border between a chunk and the next, per microbatch."""
+    schedule: str
+    """Name of the policy that the step was simulated with, and that it is to run under."""
+    chunks_per_stage: int = 1
+    """As that policy deals them out."""
+    active_microbatches: int | None = None
+    """Most microbatches in flight under that policy; ``None``: what it needs."""
+    num_microbatches: int
+    step_seconds: float
+    """Simulated, like all times here: modelled or measured work of the units under the schedule."""
+    cost: float
+    """What was minimised (:mod:`smp_strategy.planning.partition.problem`)."""
+    lower_bound: float
+    """No contiguous partition under this schedule costs less; 0 where nothing is known, for one made by hand say."""
+    limited_by: str
+    """What would have to shrink for a faster step: ``time of stage 2``, ``memory of stage 0``."""
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        stage_of: Mapping[str, int],
+        score: Score,
+        relief: Reliefs | None = None,
+        *,
+        schedule: str,
+        chunks_per_stage: int = 1,
+        active_microbatches: int | None = None,
+        lower_bound: float = 0.0,
+    ) -> Self:
+        """What an assignment of units costs.
+
+        Args:
+            problem: units and what counts.
+            stage_of: stage of each unit, by name.
+            score: what the simulation says of this assignment.
+            relief: what units do to keep less for backward; ``None``: they keep everything.
+            schedule, chunks_per_stage, active_microbatches: the policy of that simulation.
+            lower_bound: of the cost of all candidates.
+        """
+        setting, of_units = problem.setting, {} if relief is None else relief.of_units
+        runs = [list(run) for _, run in groupby(problem.units, lambda unit: stage_of[unit.name])]
+        units = tuple(
+            _placed(unit, stage_of[unit.name], chunk, of_units.get(unit.name, NO_RELIEF))
+            for chunk, run in enumerate(runs)
+            for unit in run
+        )
+        memory = problem.memory(stage_of, score)
+        stages = tuple(
+            StageLoad(
+                setting.num_microbatches
+                * sum(unit.seconds for unit in units if unit.stage == stage)
+                / setting.speed(stage),
+                held,
+                score.activation_bytes[stage],
+                setting.limit(stage),
+                None if relief is None else relief.all_kept_bytes[stage],
+            )
+            for stage, held in enumerate(problem.held(stage_of))
+        )
+        first_of_run = [sum(map(len, runs[:chunk])) for chunk in range(1, len(runs))]
+        return cls(
+            units=units,
+            stages=stages,
+            cut_bytes=tuple(problem.cut_bytes[first] for first in first_of_run),
+            schedule=schedule,
+            chunks_per_stage=chunks_per_stage,
+            active_microbatches=active_microbatches,
+            num_microbatches=setting.num_microbatches,
+            step_seconds=score.step_seconds,
+            cost=problem.cost(score.step_seconds, max(memory)),
+            lower_bound=lower_bound,
+            limited_by=_limit(problem, stages, score),
+        )
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """Stage of each unit, by name."""
+        return {unit.name: unit.stage for unit in self.units}
+
+    @property
+    def treatments(self) -> dict[str, Treatment]:
+        """What units do that do not keep everything for backward, by name."""
+        return {unit.name: unit.relief.treatment for unit in self.units if not unit.relief.treatment.is_default}
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every stage stays within its limit of memory."""
+        return all(stage.memory_limit is None or stage.memory_bytes <= stage.memory_limit for stage in self.stages)
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of runs of units on one stage, over all stages."""
+        return len(self.cut_bytes) + 1
+
+    @property
+    def balance(self) -> float:
+        """Mean over largest work of a stage; 1.0 is perfect."""
+        seconds = [stage.seconds for stage in self.stages]
+        return sum(seconds) / len(seconds) / (max(seconds) or 1.0) if max(seconds) else 1.0
+
+    @property
+    def bubble(self) -> float:
+        """Share of the stages' time in which they wait, 0 to 1."""
+        total = self.step_seconds * self.num_stages
+        return max(0.0, 1.0 - sum(stage.seconds for stage in self.stages) / total) if total else 0.0
+
+    @property
+    def gap(self) -> float:
+        """The part of the cost that a better partition could save at most; 0 where it is proven to be optimal."""
+        gap = 1.0 - self.lower_bound / self.cost if self.cost else 0.0
+        return gap if gap > ROUNDING else 0.0
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no contiguous partition under this schedule is better, by proof."""
+        return self.gap == 0.0
+
+    def sized(self, num_parameters: Mapping[str, int]) -> Self:
+        """The same, with the size of each unit, by which a file is known to be for another model."""
+        units = tuple(replace(unit, num_parameters=num_parameters[unit.name]) for unit in self.units)
+        return replace(self, units=units)
+
+    def to_json(self) -> str:
+        """The decision with all costs."""
+        return json.dumps({"format": FORMAT, "num_stages": self.num_stages, **_named(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ConfigError: the text is no partition of this format.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            found = data.pop("format")
+            del data["num_stages"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"This is no partition as `Partition.save` writes it: {error!r}.") from error
+        if found != FORMAT:
+            raise ConfigError(f"The partition has format {found!r}, but this version reads format {FORMAT} only.")
+        try:
+            data["units"] = tuple(_unit_from(unit) for unit in data["units"])
+            data["stages"] = tuple(StageLoad(**{**stage, "held": Held(**stage["held"])}) for stage in data["stages"])
+            data["cut_bytes"] = tuple(data["cut_bytes"])
+            return cls(**data)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"The partition lacks a field or has one too many: {error}.") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the decision to a file."""
+        write_atomically(path, self.to_json() + "\n")
+
+
+def _placed(unit: UnitCost, stage: int, chunk: int, relief: UnitRelief) -> PlacedUnit:
+    kept = unit.activation_bytes - relief.spared_bytes
+    return PlacedUnit(unit.name, stage, chunk, unit.whole, kept, unit.output_bytes, unit.work, relief)
+
+
+def _unit_from(data: Mapping[str, Any]) -> PlacedUnit:
+    relief = data.get("relief", {})
+    treatment = Treatment(**relief.get("treatment", {}))
+    found = {"held": Held(**data["held"]), "work": Work(**data["work"])}
+    return PlacedUnit(**{**data, **found, "relief": UnitRelief(**{**relief, "treatment": treatment})})
+
+
+def _named(partition: Partition) -> dict[str, Any]:
+    """All fields, also those of named tuples, by name."""
+    data = asdict(partition)
+    for entry, unit in zip(data["units"], partition.units, strict=True):
+        entry |= {"held": unit.held._asdict(), "work": unit.work._asdict()}
+    for entry, stage in zip(data["stages"], partition.stages, strict=True):
+        entry["held"] = stage.held._asdict()
+    return data
+
+
+def _limit(problem: Problem, stages: Sequence[StageLoad], score: Score) -> str:
+    """The larger part of the cost, or a limit of memory that is nearly reached."""
+    # Not even the smallest unit fits beside what is there.
+    smallest = min((unit.held.total + unit.activation_bytes for unit in problem.units), default=0)
+    for number, stage in enumerate(stages):
+        if stage.memory_limit is not None and stage.memory_bytes + smallest > stage.memory_limit:
+            return f"memory of stage {number}"
+    numbers = range(len(stages))
+    slowest = max(numbers, key=lambda number: stages[number].seconds)
+    fullest = max(numbers, key=lambda number: stages[number].memory_bytes)
+    of_time = problem.cost(score.step_seconds, 0.0)
+    of_memory = problem.cost(0.0, stages[fullest].memory_bytes)
+    return f"memory of stage {fullest}" if of_memory > of_time else f"time of stage {slowest}"

@@ -1,0 +1,306 @@
+"""Where partition and schedule meet: the cost of a candidate is the simulated time of a step under a policy.
+
+The partitioner knows no schedules and the scheduler no units. Here a candidate is routed and simulated, what each
+policy promises about microbatches in flight is said, and under ``pipeline=auto`` every policy gets its best partition,
+of which the fastest is taken. All of it is a function of plain data, the same on every rank.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import groupby
+from typing import final
+
+from smp_strategy.activations.policy import Treatments
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.errors import ConfigError
+from smp_strategy.model.trace.device_model import Machine
+from smp_strategy.model.trace.events import Trace
+from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.pipeline.routing import Flow
+from smp_strategy.pipeline.schedule import Plan, crowded
+from smp_strategy.planning.activation_budget.allocate import CallTable, Microbatch, Relief, relieve
+from smp_strategy.planning.partition.costs import Held
+from smp_strategy.planning.partition.from_trace import problem_of
+from smp_strategy.planning.partition.partition import Partition, Reliefs, UnitRelief
+from smp_strategy.planning.partition.problem import InFlight, Problem, Promise, Score, Setting
+from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
+from smp_strategy.planning.partition.solver import EFFORT, does_not_fit, solve
+from smp_strategy.planning.schedule.policies import Policy, candidates
+from smp_strategy.planning.schedule.search import NOTICEABLE
+from smp_strategy.planning.schedule.simulate import SPLIT_OVERHEAD, simulate
+
+__all__ = ["Program", "as_given", "best_partition", "policies_of", "problem_under", "simulated"]
+
+# Of many policies, each gets so many simulations, and those that look best then get all that they need.
+QUICK = 12
+MOST_FINALISTS = 2
+SIMULATIONS_PER_CHOICE = 8
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A microbatch of a model, and what it runs on."""
+
+    trace: Trace
+    work: Mapping[int, Work]
+    """Of each event, by position."""
+    parameters: Mapping[str, Mapping[int, Held]]
+    """What a rank holds of each unit's parameters, by unit in order of registration."""
+    link: Link
+    everywhere: Mapping[int, Held] = field(default_factory=dict)
+    """What every stage holds, whatever its units are."""
+    whole: Mapping[str, Held] | None = None
+    """Each unit's parameters, where a rank holds a part of them only."""
+    state_shards: int = 1
+    """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
+    split_overhead: float = SPLIT_OVERHEAD
+    """What a backward takes longer in two parts, as a share of it."""
+    crowding: float = 1.0
+    """How much longer work takes while all stages do some, because they share cores."""
+    memory_limits: tuple[int | None, ...] = ()
+    """Bytes per stage; empty: there are none."""
+    stage_speeds: tuple[float, ...] = ()
+    """Relative; empty: all are alike."""
+    relief: Relief = Relief(machine=Machine.nominal("cpu"))
+    """What becomes of what units would keep for backward."""
+
+    @cached_property
+    def calls(self) -> CallTable:
+        """What calls of units cost under all that may become of that."""
+        return CallTable(self.relief, self.trace, self.work)
+
+
+def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Policy]:
+    """The policies that the options allow, the simpler ones first."""
+    if config.pipeline != "auto":
+        return [Policy(config.pipeline, config.chunks_per_stage or 1, config.active_microbatches)]
+    found = candidates(
+        num_stages,
+        config.num_microbatches(num_stages),
+        num_units=num_units,
+        num_chunks=config.chunks_per_stage,
+        active_microbatches=config.active_microbatches,
+    )
+    return found or [Policy("1f1b", config.chunks_per_stage or 1, config.active_microbatches)]
+
+
+def best_partition(
+    config: SMPConfig, program: Program, num_stages: int, *, policies: Sequence[Policy] | None = None
+) -> Partition:
+    """The partition of least cost, under the schedule that makes it fastest.
+
+    Args:
+        config: all options.
+        program: what is partitioned.
+        num_stages: number of stages.
+        policies: schedules to choose from; ``None``: those that the options allow.
+
+    Raises:
+        ConfigError: there are more chunks than units, or nothing fits the limits of memory.
+    """
+    policies = policies or policies_of(config, num_stages, len(program.parameters))
+    if len(policies) > 1:
+        first_look = _attempts(config, program, num_stages, policies, QUICK)
+        finalists = sorted(first_look, key=lambda policy: first_look[policy].step_seconds)[:MOST_FINALISTS]
+        policies = [policy for policy in policies if policy in finalists]
+    found = _attempts(config, program, num_stages, policies, None)
+    return _simplest(found.values())
+
+
+def _attempts(
+    config: SMPConfig, program: Program, num_stages: int, policies: Sequence[Policy], budget: int | None
+) -> dict[Policy, Partition]:
+    """The best partition under each policy under which there is one."""
+    found: dict[Policy, Partition] = {}
+    # A candidate that has to choose what its units keep takes as long as some that need not.
+    effort = EFFORT // SIMULATIONS_PER_CHOICE if program.relief.free else EFFORT
+    errors: list[ConfigError] = []
+    for policy in policies:
+        problem = problem_under(config, program, num_stages, policy)
+        evaluate = partial(simulated, program, problem, policy)
+        guesses = _guesses(problem) if policy.num_chunks == 1 else ()
+        try:
+            solution = solve(problem, evaluate, budget=budget, effort=effort, guesses=guesses)
+        except ConfigError as error:
+            errors.append(error)
+            continue
+        found[policy] = _partition(program, problem, solution.stage_of, solution.score, policy, solution.lower_bound)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
+    """What an assignment that is decided already costs, under the policy that suits it best.
+
+    Raises:
+        ConfigError: it does not fit the limits of memory.
+    """
+    policies = policies_of(config, num_stages, len(program.parameters))
+    # A timetable that is made for chunks at other places is rarely a good one.
+    stages = [stage_of[unit.name] for unit in problem_under(config, program, num_stages, policies[0]).units]
+    suitable = [policy for policy in policies if _has_chunks_of(policy, num_stages, stages)]
+    found = []
+    for policy in suitable or policies:
+        problem = problem_under(config, program, num_stages, policy)
+        score = simulated(program, problem, policy, stage_of)
+        found.append(_partition(program, problem, stage_of, score, policy, 0.0))
+    fitting = [partition for partition in found if partition.fits]
+    if not fitting:
+        least = min(found, key=lambda partition: max(stage.memory_bytes for stage in partition.stages))
+        raise does_not_fit(
+            "The partition that is given does not fit",
+            [stage.memory_bytes for stage in least.stages],
+            [stage.memory_limit for stage in least.stages],
+        )
+    return _simplest(fitting)
+
+
+def _has_chunks_of(policy: Policy, num_stages: int, stages: Sequence[int]) -> bool:
+    """Whether units on these ``stages``, in execution order, form the chunks of ``policy``."""
+    expected = [policy.stage_of_chunk(chunk, num_stages) for chunk in range(policy.num_chunks * num_stages)]
+    return [stage for stage, _ in groupby(stages)] == [stage for stage, _ in groupby(expected)]
+
+
+def _simplest(partitions: Collection[Partition]) -> Partition:
+    """The first one that is as fast as the fastest, or nearly: simpler policies come first.
+
+    What memory weighs is for each policy's partition. Among policies it would choose the one that keeps least, and
+    whoever does not name a schedule wants the fastest that fits.
+    """
+    least = min(partition.step_seconds for partition in partitions)
+    return next(partition for partition in partitions if partition.step_seconds * (1 - NOTICEABLE) <= least)
+
+
+def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: Policy) -> Problem:
+    """The partitioning problem under a policy."""
+    num_microbatches = config.num_microbatches(num_stages)
+    setting = Setting(
+        num_stages=num_stages,
+        stage_of_chunk=tuple(
+            policy.stage_of_chunk(chunk, num_stages) for chunk in range(policy.num_chunks * num_stages)
+        ),
+        num_microbatches=num_microbatches,
+        memory_weight=config.resolved_memory_weight,
+        memory_limits=program.memory_limits,
+        stage_speeds=program.stage_speeds,
+        splits_backward=policy.splits_backward,
+        in_flight=tuple(_in_flight(policy, stage, num_stages, num_microbatches) for stage in range(num_stages)),
+        state_shards=program.state_shards,
+    )
+    return problem_of(
+        program.trace,
+        program.work,
+        program.parameters,
+        setting,
+        everywhere=program.everywhere,
+        whole=program.whole,
+        least=program.relief.least_kept(program.trace, program.work),
+    )
+
+
+def simulated(
+    program: Program, problem: Problem, policy: Policy, stage_of: Mapping[str, int], relief: Relief | None = None
+) -> Score:
+    """Time and activations of a step under an assignment of units to stages.
+
+    Args:
+        program: what is partitioned.
+        problem: the same, as :func:`problem_under` states it for ``policy``.
+        policy: orders the work.
+        stage_of: stage of each unit.
+        relief: what becomes of what units keep; ``None``: as ``program`` has it.
+    """
+    setting = problem.setting
+    microbatch = Microbatch(
+        trace=program.trace,
+        work=program.work,
+        stage_of=stage_of,
+        num_stages=setting.num_stages,
+        speeds=program.stage_speeds,
+    )
+
+    def simulate_flow(flow: Flow) -> Plan:
+        plan = simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
+        return replace(plan, times=crowded(plan.times, program.crowding))
+
+    room: list[int | None] = []
+    for stage, held in enumerate(problem.held(stage_of)):
+        limit = setting.limit(stage)
+        room.append(None if limit is None else limit - held.total)
+    if relief is None:
+        found = relieve(program.relief, microbatch, room, simulate_flow, program.calls)
+    else:
+        found = relieve(relief, microbatch, room, simulate_flow)
+    return Score(found.plan.makespan, found.peaks, found.treatments)
+
+
+def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: int) -> InFlight:
+    """What ``policy`` promises of the microbatches in flight on ``stage``."""
+    after, all_of_them = num_stages - 1 - stage, num_microbatches
+    asked = policy.active_microbatches or all_of_them
+    match policy.name:
+        case "1f1b" if policy.num_chunks == 1:
+            exactly = min(after + 1, asked, all_of_them)
+            return InFlight(Promise(), Promise(exactly, exactly), exactly)
+        case "1f1b":
+            chunks = 2 * after + (policy.num_chunks - 1) * num_stages + 1
+            return InFlight(likely=min(-(-chunks // policy.num_chunks), asked, all_of_them))
+        case "interleaved":
+            most = policy.most_active(num_stages)
+            # Backwards take twice as long as forwards, so while the first one is on its way three per stage fit.
+            return InFlight(Promise(1, most), Promise(1, most), min(most, 3 * after + 1, all_of_them))
+        case "zb-h1" | "zb-h2":
+            most = min(num_stages if policy.name == "zb-h1" else 2 * num_stages - 1, asked)
+            return InFlight(Promise(), Promise(1, most), min(most, all_of_them))
+        case "zb-v":
+            return InFlight(likely=min(num_stages, asked, all_of_them))
+        case _:
+            return InFlight(likely=all_of_them)
+
+
+def _guesses(problem: Problem) -> list[dict[str, int]]:
+    """What SageMaker's algorithm would do."""
+    tree, setting = module_tree(problem.units), problem.setting
+    if tree.num_leaves < setting.num_stages:
+        return []
+    names = [unit.name for unit in problem.units]
+    weights = dict.fromkeys((0.2, 0.8, setting.memory_weight))
+    return [in_execution_order(tree_partition(tree, setting.num_stages, weight), names) for weight in weights]
+
+
+def _partition(
+    program: Program,
+    problem: Problem,
+    stage_of: Mapping[str, int],
+    score: Score,
+    policy: Policy,
+    lower_bound: float,
+) -> Partition:
+    return Partition.of(
+        problem,
+        stage_of,
+        score,
+        _reliefs(program, problem, policy, stage_of, score.treatments) if score.treatments else None,
+        schedule=policy.name,
+        chunks_per_stage=policy.num_chunks,
+        active_microbatches=policy.active_microbatches,
+        lower_bound=lower_bound,
+    )
+
+
+def _reliefs(
+    program: Program, problem: Problem, policy: Policy, stage_of: Mapping[str, int], treatments: Treatments
+) -> Reliefs:
+    """What ``treatments`` bring and cost."""
+    trace, work = program.relief.treated(program.trace, program.work, treatments, stage_of)
+    of_units = {name: UnitRelief(treatment=treatment) for name, treatment in treatments.items()}
+    for position, (before, after) in enumerate(zip(program.trace.events, trace.events, strict=True)):
+        if before.kind == "unit" and before.name in of_units:
+            seconds = sum(work[position]) - sum(program.work[position])
+            spared = before.saved_bytes - after.saved_bytes
+            of_units[before.name] = of_units[before.name].plus(spared, after.offloaded_bytes, seconds)
+    all_kept = simulated(program, problem, policy, stage_of, Relief(machine=program.relief.machine))
+    return Reliefs(of_units, all_kept.activation_bytes)

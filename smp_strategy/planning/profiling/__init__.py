@@ -1,0 +1,1 @@
+"""Profiling: units are timed on the device that trains them."""

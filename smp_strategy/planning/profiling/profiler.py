@@ -1,0 +1,255 @@
+"""Who measures what: each kind of call once, the work spread over all ranks, the same numbers everywhere.
+
+Calls are of the same kind if units that are built alike get arguments that are alike and do as many operations.
+Ranks say which kinds of calls they have met (replicas may have batches of other shapes). What rank 0 has met is
+measured: each kind by the rank that has least to do among those that have met it, by modelled cost. The results are
+exchanged. Every rank also takes the time of one common call, which tells how fast it is; times are given for the
+fastest rank. Rank 0 takes it once more while the others rest, which tells whether ranks share cores. If they do, rank 0
+measures everything while the others rest: they would slow each other down by an unknown part of that.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.model.trace.device_model import Machine, modelled_work
+from smp_strategy.model.trace.events import Event
+from smp_strategy.model.trace.measured_costs import Measured
+from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.planning.profiling.recorded_calls import UnitCall
+from smp_strategy.planning.profiling.unit_benchmark import Sample, measure_alone
+
+__all__ = ["MeasuringOptions", "Ranks", "assign", "measure", "ranks_of"]
+
+# Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
+SAME_SPEED = 0.1
+# From here on ranks share cores. Those that share memory or a budget of power slow each other down as well, but less.
+CROWDED = 1.5
+# No machine is that much slower or faster than a nominal one: such a unit spends its time on something else than its
+# kernels (it waits, or computes in Python), and says nothing about the kernels of others.
+MOST_SCALE = 30.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MeasuringOptions:
+    """What is measured, and where."""
+
+    device: torch.device
+    times: bool = True
+    memory: bool = True
+    compares_ranks: bool = True
+    """Whether ranks may turn out to be of different speed."""
+    num_replicas: int = 1
+    """For collectives in calls."""
+
+
+class _Met(NamedTuple):
+    """What a rank says of the calls that it has met."""
+
+    cost: dict[str, float]
+    """Modelled seconds by kind, of those that can be measured."""
+    kinds: dict[str, list[str]]
+    """Kinds of the calls of each unit."""
+    obstacles: dict[str, str]
+    """Why the calls of a kind cannot be measured."""
+
+
+class Ranks(NamedTuple):
+    """How ranks compare."""
+
+    speeds: tuple[float, ...] = ()
+    """Relative to the fastest; empty where they are alike or unknown."""
+    crowding: float = 1.0
+    """How much longer a call takes while all ranks run one; 1 where they have cores of their own."""
+
+
+def measure(
+    calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine, options: MeasuringOptions
+) -> Measured:
+    """Measure the kinds of calls that rank 0 has met; collective over all ranks, where there are several.
+
+    Args:
+        calls: of units, as the dry run has met them.
+        events: of the same dry run.
+        machine: what models the rest.
+        options: what is measured, and where.
+    """
+    rank, _ = _place()
+    by_kind, mine = _describe(calls, events, machine)
+    met = _gathered(mine)
+    plan = assign([each.cost for each in met])
+    samples, failures = dict[str, Sample](), dict[str, str]()
+    common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
+    ranks = Ranks()
+    if common is not None and options.times and options.compares_ranks and len(met) > 1:
+        ranks = _compare(by_kind[common], options)
+    if ranks.crowding > 1:
+        plan = dict.fromkeys(plan, 0)
+    for kind in (kind for kind, owner in plan.items() if owner == rank):
+        try:
+            samples[kind] = _measured(by_kind[kind], options)
+        except Exception as error:  # the user's code, without the model around
+            failures[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
+    found = _gathered((samples, failures))
+    all_samples = {
+        kind: _at_full_speed(sample, ranks.speeds[owner] if ranks.speeds else 1.0)
+        for owner, (theirs, _) in enumerate(found)
+        for kind, sample in theirs.items()
+    }
+    reasons = {**met[0].obstacles, **{kind: why for _, theirs in found for kind, why in theirs.items()}}
+    return _assembled(met[0], all_samples, reasons, plan, ranks, options)
+
+
+def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
+    """The rank that measures each kind that rank 0 has met: the most expensive first, to whoever has least to do.
+
+    Args:
+        costs: of each rank, the kinds that it has met with their modelled costs.
+    """
+    load = [0.0] * len(costs)
+    owner: dict[str, int] = {}
+    for kind in sorted(costs[0], key=lambda kind: (-costs[0][kind], kind)):
+        able = [rank for rank, theirs in enumerate(costs) if kind in theirs]
+        owner[kind] = min(able, key=load.__getitem__)
+        load[owner[kind]] += costs[0][kind]
+    return owner
+
+
+def _describe(calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine) -> tuple[dict[str, UnitCall], _Met]:
+    """One call of each kind, and what this rank says of all of them."""
+    work = modelled_work(events, machine)
+    runs: dict[str, list[int]] = {}
+    for position, event in enumerate(events):
+        if event.kind == "unit":
+            runs.setdefault(event.name, []).append(position)
+    met = _Met({}, {}, {})
+    by_kind: dict[str, UnitCall] = {}
+    for call in calls:
+        of_unit = met.kinds.setdefault(call.unit, [])
+        # There is no event of a call that ended the dry run.
+        run = next(iter(runs.get(call.unit, ())[len(of_unit) :]), None)
+        kind = f"{call.kind} {None if run is None else events[run].effort}"
+        of_unit.append(kind)
+        by_kind.setdefault(kind, call)
+        if call.obstacle:
+            met.obstacles[kind] = call.obstacle
+        elif run is not None:
+            met.cost[kind] = sum(work[run])
+    return by_kind, met
+
+
+def _assembled(
+    met: _Met,
+    samples: Mapping[str, Sample],
+    reasons: Mapping[str, str],
+    plan: Mapping[str, int],
+    ranks: "Ranks",
+    options: MeasuringOptions,
+) -> Measured:
+    work: dict[str, Work] = {}
+    saved: dict[str, int] = {}
+    rank_of: dict[str, int] = {}
+    notes: list[str] = []
+    split_seconds = spread_seconds = 0.0
+    for unit, kinds in met.kinds.items():
+        missing = [kind for kind in kinds if kind not in samples]
+        if missing:
+            notes.append(f"`{unit}` is not measured but modelled: {reasons.get(missing[0], 'it ran otherwise')}.")
+            continue
+        of_unit = [samples[kind] for kind in kinds]
+        rank_of[unit] = plan[kinds[0]]
+        if options.times:
+            split_seconds += statistics.fmean(sample.split_seconds for sample in of_unit)
+            spread_seconds += statistics.fmean(sample.spread_seconds for sample in of_unit)
+            work[unit] = Work(*map(statistics.fmean, zip(*(sample.work for sample in of_unit), strict=True)))
+        if options.memory:
+            saved[unit] = round(statistics.fmean(sample.saved_bytes for sample in of_unit))
+    ratios = [sum(sample.work) / met.cost[kind] for kind, sample in samples.items() if met.cost[kind]]
+    return Measured(
+        work=work,
+        saved_bytes=saved,
+        scale=_scale(ratios) if options.times else 1.0,
+        rank_of=rank_of,
+        split_overhead=split_seconds / (sum(each.backward for each in work.values()) or 1.0),
+        spread=spread_seconds / (sum(map(sum, work.values())) or 1.0),
+        rank_speeds=ranks.speeds,
+        crowding=ranks.crowding,
+        notes=tuple(notes),
+    )
+
+
+def _scale(ratios: Sequence[float]) -> float:
+    """How much longer kernels take than modelled, by what calls of each kind took."""
+    of_kernels = [ratio for ratio in ratios if 1 / MOST_SCALE <= ratio <= MOST_SCALE]
+    return statistics.median(of_kernels) if of_kernels else 1.0
+
+
+def _compare(call: UnitCall, options: MeasuringOptions) -> Ranks:
+    together = _gathered(_speed(call, options))
+    # The others rest here: they wait for the number.
+    alone, *_ = _gathered(_speed(call, options) if _place()[0] == 0 else 0.0)
+    return ranks_of(alone, together)
+
+
+def ranks_of(alone: float, together: Sequence[float]) -> Ranks:
+    """What the speeds of ranks say of the cores that they have.
+
+    Args:
+        alone: speed of rank 0 while the others rest; 0: not known.
+        together: of all of them at once, by rank.
+    """
+    known = [speed for speed in together if speed]
+    # Who gets more of cores that are shared is a matter of chance, but not what all of them get.
+    crowding = alone * len(known) / sum(known) if known else 1.0
+    is_slower = alone > (1 + SAME_SPEED) * together[0] > 0
+    return Ranks(crowding=crowding) if is_slower and crowding >= CROWDED else Ranks(_relative(together))
+
+
+def _measured(call: UnitCall, options: MeasuringOptions) -> Sample:
+    return measure_alone(
+        call, options.device, times=options.times, memory=options.memory, num_replicas=options.num_replicas
+    )
+
+
+def _speed(call: UnitCall, options: MeasuringOptions) -> float:
+    """Calls per second; 0 where it cannot be told."""
+    try:
+        sample = _measured(call, replace(options, memory=False))
+    except Exception:
+        return 0.0  # whoever has to measure it will say why
+    return 1.0 / max(sum(sample.work), 1e-9)
+
+
+def _relative(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Relative to the fastest; empty where ranks are alike or unknown."""
+    fastest, slowest = max(speeds), min(speeds)
+    if slowest <= 0 or slowest >= (1 - SAME_SPEED) * fastest:
+        return ()
+    return tuple(speed / fastest for speed in speeds)
+
+
+def _at_full_speed(sample: Sample, speed: float) -> Sample:
+    return sample._replace(
+        work=sample.work.scaled(speed),
+        split_seconds=speed * sample.split_seconds,
+        spread_seconds=speed * sample.spread_seconds,
+    )
+
+
+def _place() -> tuple[int, int]:
+    """This rank, and how many there are; planning needs no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    _, world_size = _place()
+    if world_size == 1:
+        return [mine]
+    return collectives.gather_objects(mine, "what calls cost on other ranks")

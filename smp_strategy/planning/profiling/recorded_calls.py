@@ -1,0 +1,152 @@
+"""The calls of units that a dry run meets, kept so that they can be repeated without the model around.
+
+Tensors are kept by their metadata, and whole numbers and masks of the batch as they are: they say which rows of a table
+are read, and how long a sequence is. Two calls are of one kind if the units are built alike and get arguments of the
+same metadata. Other objects (a key/value cache) are copied, without the values of what they hold; they count by their
+class.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.model.trace.fake_call import is_left_behind, stand_in
+from smp_strategy.model.trace.prediction import IMMUTABLE, Callee
+from smp_strategy.model.trace.pytree import flatten_call
+from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.placed_tensor import PlacedTensor
+
+__all__ = ["CallLog", "Modes", "Opaque", "UnitCall"]
+
+# Of any module: its tensors, its parts and hooks.
+STATE = frozenset(vars(nn.Module())) - {"training"}
+# Options deeper inside of others do not count: an object may even hold itself.
+DEPTH = 4
+
+
+class Modes(NamedTuple):
+    """The thread's modes that change what a call does."""
+
+    computes_gradients: bool
+    is_inference: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def current(cls, device_type: str) -> "Modes":
+        """Those of the caller."""
+        is_on = torch.is_autocast_enabled(device_type)
+        autocast = torch.get_autocast_dtype(device_type) if is_on else None
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextmanager
+    def entered(self, device_type: str) -> Iterator[None]:
+        """These modes, whatever the caller's are."""
+        autocast = torch.autocast(device_type, dtype=self.autocast, enabled=self.autocast is not None)
+        with torch.inference_mode(self.is_inference), torch.set_grad_enabled(self.computes_gradients), autocast:
+            yield
+
+
+class UnitCall(NamedTuple):
+    """A call of a unit."""
+
+    unit: str
+    callee: Callee
+    leaves: tuple[Any, ...]
+    """Flattened arguments, tensors that depend on units by their metadata."""
+    structure: Any
+    modes: Modes
+
+    @property
+    def kind(self) -> str:
+        """The same text, on any rank, for calls of units that are built alike, with arguments that are alike."""
+        assert self.callee.module is not None
+        parts = [*_construction(self.callee.module), *map(_description, self.leaves), self.structure, self.modes]
+        return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+
+    @property
+    def obstacle(self) -> str:
+        """Why it cannot be repeated without the model around; empty if it can."""
+        found = sorted({leaf.kind for leaf in self.leaves if isinstance(leaf, Opaque)})
+        return f"it gets an object that cannot be copied ({', '.join(found)})" if found else ""
+
+
+@final
+class Opaque(NamedTuple):
+    """Stands for an object that cannot be copied."""
+
+    kind: str
+
+
+@final
+class CallLog:
+    """Notes calls of units.
+
+    Args:
+        device_type: of the device that the calls are for.
+
+    Attributes:
+        calls: in program order.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self.calls: list[UnitCall] = []
+
+    def note(self, callee: Callee, args: Any, kwargs: Any) -> None:
+        """``callee`` is called."""
+        leaves, structure = flatten_call(args, kwargs)
+        modes = Modes.current(self._device_type)
+        self.calls.append(UnitCall(str(callee.key), callee, tuple(map(_kept, leaves)), structure, modes))
+
+
+def _kept(leaf: Any) -> Any:
+    if isinstance(leaf, PlacedTensor):
+        return leaf.spec
+    if isinstance(leaf, Tensor):
+        has_values = not (leaf.is_meta or is_left_behind(leaf) or leaf.is_floating_point() or leaf.is_complex())
+        return leaf if has_values else TensorSpec.of(leaf)
+    try:
+        return stand_in(leaf, lambda spec: torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta"))
+    except Exception:  # whatever the object does about that
+        return Opaque(type(leaf).__qualname__)
+
+
+def _construction(module: nn.Module) -> Iterator[str]:
+    """How a module is built: classes, options, shapes."""
+    for name, part in module.named_modules():
+        # Whole numbers do not count: they number layers. Where they say how much is done, operations tell.
+        options = {key: value for key, value in vars(part).items() if key not in STATE and type(value) is not int}
+        yield f"{name} {type(part).__module__}.{type(part).__qualname__}({part.extra_repr()}) {_option(options)}"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
+
+
+def _option(value: Any, depth: int = DEPTH) -> str:
+    """The same text for options that are equal, on any rank; that of their class for objects."""
+    kind = type(value).__qualname__
+    if isinstance(value, (Enum, *IMMUTABLE)):
+        return repr(value)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return getattr(value, "__qualname__", kind)
+    if depth == 0:
+        return kind
+    if is_dataclass(value):
+        value = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return f"{kind}{sorted((repr(key), _option(part, depth - 1)) for key, part in value.items())}"
+    if isinstance(value, (tuple, list)):
+        return f"{kind}{[_option(part, depth - 1) for part in value]}"
+    return kind
+
+
+def _description(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        leaf = TensorSpec.of(leaf)
+    return repr(leaf) if isinstance(leaf, (TensorSpec, slice, *IMMUTABLE)) else type(leaf).__qualname__

@@ -1,0 +1,1 @@
+"""Schedules: the order of forwards and backwards on each stage."""

@@ -1,0 +1,160 @@
+"""Schedules, computed: a simulation over the segment graph gives every stage its order of actions.
+
+A policy (:mod:`smp_strategy.planning.schedule.policies`) proposes orders: the published timetable where the flow is the
+chain of chunks that it was made for, and list scheduling under the policy's rules for any flow. Where a policy has
+several proposals (Zero Bubble: what is best depends on how long the passes take), the fastest one is taken. All of them
+are timed by the same simulation, with the time that messages are under way.
+
+The forwards of a segment run in the order of the microbatches, and so do its backwards: gradients are added up in
+the order of one process that accumulates over the same microbatches, which makes the sums bit-identical.
+
+The simulated order is a linear order of the dependency graph, so stages that follow it cannot deadlock.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from smp_strategy.model.trace.work_trace import Link
+from smp_strategy.pipeline.routing import Flow
+from smp_strategy.pipeline.schedule import Plan, end_of
+from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
+from smp_strategy.planning.schedule.policies import Policy
+from smp_strategy.planning.schedule.published import one_forward_one_backward, zero_bubble, zero_bubble_v
+from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
+from smp_strategy.planning.schedule.steps_in_a_row import STEPS
+
+__all__ = ["NEGLIGIBLE", "SPLIT_OVERHEAD", "simulate"]
+
+# Share of a whole backward that its input gradient takes longer if the weight gradient is left for later, as
+# `benchmarks/split_backward.py` measures it for blocks of GPT-2 on a CPU (0.05 to 0.08).
+SPLIT_OVERHEAD = 0.07
+# A plan that takes no longer than this beyond what no plan can beat ends the search among proposals.
+GOOD_ENOUGH = 0.015
+# Timetables that are this close to the fastest one are as good, and the simpler one is taken.
+NEGLIGIBLE = 1e-3
+
+
+def simulate(
+    flow: Flow,
+    num_microbatches: int,
+    policy: Policy = Policy(),  # noqa: B008  (a named tuple cannot change)
+    link: Link = Link.instant(),  # noqa: B008
+    *,
+    split_overhead: float = SPLIT_OVERHEAD,
+    thorough: bool = False,
+) -> Plan:
+    """Order the work of a step.
+
+    Args:
+        flow: segments of one microbatch and their dependencies.
+        num_microbatches: microbatches of the step.
+        policy: what goes first.
+        link: how long messages are under way.
+        split_overhead: what a split backward takes longer, as a share of it.
+        thorough: look at each stage whether it has to split its backwards, which takes longer than one look at all.
+
+    Returns:
+        The plan of every stage. Two stages, four microbatches, ``1f1b``::
+
+            stage 0   F0 F1 B0 F2 B1 F3 B2 B3
+            stage 1   F0 B0 F1 B1 F2 B2 F3 B3
+    """
+    graph = StepGraph(flow, num_microbatches, link, split_overhead)
+    enough = (1 + GOOD_ENOUGH) * graph.least_makespan(splits=policy.splits_backward, at_once=False)
+    best: Plan | None = None
+    for orders in _proposals(graph, policy):
+        plan = graph.follow(graph.merged(orders, everywhere=False) if policy.splits_backward else orders)
+        if best is None or plan.makespan < best.makespan * (1 - NEGLIGIBLE):
+            best = plan
+        if best.makespan <= enough:
+            break
+    assert best is not None
+    if not policy.splits_backward:
+        return best
+    stages = list(range(graph.num_stages))
+    groups = [stages, *([stage] for stage in stages if thorough)]
+    for group in groups:
+        best = _with_whole_backwards(graph, best, group)
+    return best
+
+
+def _with_whole_backwards(graph: StepGraph, plan: Plan, stages: Sequence[int]) -> Plan:
+    """``plan`` without splits on ``stages`` that bring nothing, alone or in a row."""
+    orders = graph.orders_of(plan)
+    merged = graph.merged(orders, everywhere=True)
+    if all(len(merged[stage]) == len(orders[stage]) for stage in stages):
+        return plan
+    _, row = graph.follow_in_a_row(orders, STEPS)
+    whole, row_of_whole = graph.follow_in_a_row(
+        [merged[stage] if stage in stages else order for stage, order in enumerate(orders)], STEPS
+    )
+    return whole if whole.makespan <= plan.makespan and end_of(row_of_whole) <= end_of(row) else plan
+
+
+def _proposals(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    """Orders under ``policy``, the published ones first."""
+    match policy.name:
+        case "simple":
+            yield list_schedule(graph, [Rules(forward_first=True)] * graph.num_stages)
+        case "interleaved":
+            active = policy.most_active(graph.num_stages)
+            yield list_schedule(graph, [Rules(most_microbatches=active)] * graph.num_stages)
+        case "1f1b":
+            yield from _one_forward_one_backward(graph, policy)
+        case "zb-h1" | "zb-h2":
+            yield from _zero_bubble(graph, policy)
+        case "zb-v":
+            yield from _zero_bubble_v(graph, policy)
+
+
+def _one_forward_one_backward(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    stages, chunks, active = graph.num_stages, policy.num_chunks, policy.active_microbatches
+    tables = [
+        one_forward_one_backward(
+            stage, stages, graph.num_microbatches, chunks, most_live=active if chunks == 1 else None
+        )
+        for stage in range(stages)
+    ]
+    orders = graph.expand(tables)
+    if orders is not None and (chunks == 1 or active is None):
+        yield orders
+        return
+    if chunks == 1:
+        live = [stages - stage for stage in range(stages)]
+    else:
+        live = [2 * (stages - stage - 1) + (chunks - 1) * stages + 1 for stage in range(stages)]
+    yield list_schedule(graph, [Rules(most_live=most, most_microbatches=active, group=stages) for most in live])
+
+
+def _zero_bubble(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    """Zero Bubble with one chunk per stage: at most p microbatches in flight, or 2p - 1."""
+    stages = graph.num_stages
+    most = stages if policy.name == "zb-h1" else 2 * stages - 1
+    most = min(most, policy.active_microbatches or most)
+    # With many microbatches the waits of 1F1B are shorter than what splits cost.
+    yield from _one_forward_one_backward(graph, Policy("1f1b", 1, most))
+    for slope in dict.fromkeys((1 if policy.name == "zb-h1" else 2, 1)):
+        warm_ups = [min(slope * (stages - stage - 1), most - 1) for stage in range(stages)]
+        delays = [min(slope * stage, most - 1 - warm_up) for stage, warm_up in enumerate(warm_ups)]
+        tables = [
+            zero_bubble(warm_up, delay, graph.num_microbatches) for warm_up, delay in zip(warm_ups, delays, strict=True)
+        ]
+        if (orders := graph.expand(tables)) is not None:
+            yield orders
+    yield from _greedy(graph, Rules(splits=True, most_microbatches=most))
+
+
+def _zero_bubble_v(graph: StepGraph, policy: Policy) -> Iterator[Orders]:
+    stages = graph.num_stages
+    tables = [zero_bubble_v(stages - 1 - stage, stages, graph.num_microbatches) for stage in range(stages)]
+    orders = graph.expand(tables, turns=True)
+    if orders is not None and policy.active_microbatches is None:
+        yield orders
+    # Without patience: where a stage has two chunks there is something better to wait for most of the time.
+    live = [stages * min(2, len(visits)) for visits in graph.visits]
+    active = policy.active_microbatches
+    yield list_schedule(graph, [Rules(splits=True, most_live=most, most_microbatches=active) for most in live])
+
+
+def _greedy(graph: StepGraph, rules: Rules) -> Iterator[Orders]:
+    for patience in (0.0, 0.5):
+        yield list_schedule(graph, [rules._replace(patience=patience)] * graph.num_stages)

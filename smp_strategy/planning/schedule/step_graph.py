@@ -1,0 +1,453 @@
+"""The passes of a step as a graph of numbers, made once for all timetables that are tried.
+
+A *track* is one kind of pass of one segment over all microbatches; it runs in the order of the microbatches, so that
+gradients are added up in the order of one process that accumulates over them. With ``n`` segments, tracks ``0..n-1``
+are forwards, ``n..2n-1`` backwards (whole ones, or their input gradients), ``2n..3n-1`` weight gradients.
+
+Given the order of passes on each stage, :meth:`StepGraph.follow` says when each of them runs. An order that would
+wait for ever is repaired: the pass that can start first goes first. So what comes out never deadlocks.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, final
+
+from smp_strategy.model.trace.work_trace import Link
+from smp_strategy.pipeline.routing import Flow, SegmentId
+from smp_strategy.pipeline.schedule import Action, Plan, Times
+from smp_strategy.planning.schedule.published import Pass
+
+__all__ = ["Entry", "Orders", "StepGraph"]
+
+# A segment without compute (it only forwards or reads a value) still takes its turn.
+SMALLEST_COST = 1e-9
+
+
+class Entry(NamedTuple):
+    """One pass in the order of a stage."""
+
+    kind: Literal["F", "B", "I", "W"]
+    segment: int
+    """Number among all segments."""
+    microbatch: int
+
+
+Orders = Sequence[Sequence[Entry]]
+"""The passes of each stage in order."""
+
+
+@final
+class StepGraph:
+    """What has to be done in a step, how long it takes, and what waits for what.
+
+    Args:
+        flow: segments of one microbatch and their dependencies.
+        num_microbatches: microbatches of the step.
+        link: how long messages are under way.
+        split_overhead: what the input gradient takes longer if it is computed alone, as a share of the backward.
+
+    Attributes:
+        is_awaited: per segment, whether anybody waits for its backward. Where backward ends nobody does, but the
+            optimizer for all of it.
+        can_split: per segment, whether its backward has a part that is awaited and one that is not.
+        needs: per track, the tracks that must come before in the same microbatch, with the delay after their end.
+        tables: per kind of pass and segment, its seconds, its track and what that needs.
+        visits: per stage, its segments in groups that it can run without waiting for what depends on their own
+            results. On a chain of chunks these are the chunks.
+    """
+
+    def __init__(self, flow: Flow, num_microbatches: int, link: Link, split_overhead: float) -> None:
+        self.num_stages = flow.num_stages
+        self.num_microbatches = num_microbatches
+        self.segments = list(flow.work)
+        number_of = {segment: number for number, segment in enumerate(self.segments)}
+        self.of_stage: list[list[int]] = [[] for _ in range(flow.num_stages)]
+        for segment in sorted(self.segments):
+            self.of_stage[segment.stage].append(number_of[segment])
+        self.has_backward = [segment in flow.backward_needs for segment in self.segments]
+        work = list(flow.work.values())
+        awaited = {need for needs in flow.backward_needs.values() for need in needs}
+        self.is_awaited = [segment in awaited for segment in self.segments]
+        self.can_split = [
+            is_awaited and cost.weight_gradient > 0 for is_awaited, cost in zip(self.is_awaited, work, strict=True)
+        ]
+        self._costs = {
+            "F": [max(cost.forward, SMALLEST_COST) for cost in work],
+            "B": [max(cost.backward, SMALLEST_COST) for cost in work],
+            "I": [max(cost.input_gradient + split_overhead * cost.backward, SMALLEST_COST) for cost in work],
+            "W": [max(cost.weight_gradient, SMALLEST_COST) for cost in work],
+        }
+        self.needs = self._all_needs(flow, number_of, link)
+        self.tables = {
+            kind: [
+                (cost, self.track(kind, number), self.needs[self.track(kind, number)])
+                for number, cost in enumerate(costs)
+            ]
+            for kind, costs in self._costs.items()
+        }
+        self._actions: dict[Entry, Action] = {}
+        self._ancestors = [-1] * len(self.segments)
+        self.visits = [self._visits_of(stage) for stage in range(flow.num_stages)]
+
+    def _all_needs(self, flow: Flow, number_of: dict[SegmentId, int], link: Link) -> list[list[tuple[int, float]]]:
+        count = len(self.segments)
+        needs: list[list[tuple[int, float]]] = [[] for _ in range(3 * count)]
+
+        def arrivals(target: SegmentId, sources: dict[SegmentId, int], offset: int) -> list[tuple[int, float]]:
+            return [
+                (offset + number_of[source], link.seconds(nbytes) if source.stage != target.stage else 0.0)
+                for source, nbytes in sources.items()
+            ]
+
+        for number, segment in enumerate(self.segments):
+            needs[number] = arrivals(segment, dict(flow.forward_needs[segment]), 0)
+            if self.has_backward[number]:
+                # Backward begins when the stage has finished the whole forward of the microbatch, and goes down.
+                mine = self.of_stage[segment.stage]
+                later = [other for other in mine if self.segments[other].number > segment.number]
+                above = [(count + other, 0.0) for other in later if self.has_backward[other]][:1]
+                needs[count + number] = [(mine[-1], 0.0), *above]
+                needs[count + number] += arrivals(segment, dict(flow.backward_needs[segment]), count)
+                needs[2 * count + number] = [(count + number, 0.0)]
+        return needs
+
+    def cost(self, kind: str, segment: int) -> float:
+        """Seconds of one pass."""
+        return self._costs[kind][segment]
+
+    @property
+    def halvings(self) -> list[int]:
+        """Numbers of microbatches to try: all, half of them, and so on down to one."""
+        return [self.num_microbatches >> power for power in range(self.num_microbatches.bit_length())]
+
+    @property
+    def work_of_microbatch(self) -> float:
+        """Seconds of all passes, with whole backwards."""
+        backwards = [cost for cost, has_one in zip(self._costs["B"], self.has_backward, strict=True) if has_one]
+        return sum(self._costs["F"]) + sum(backwards)
+
+    def action_of(self, entry: Entry) -> Action:
+        """The action that stands for ``entry`` in a plan."""
+        action = self._actions.get(entry)
+        if action is None:
+            action = Action(entry.kind, entry.microbatch, self.segments[entry.segment].number)
+            self._actions[entry] = action
+        return action
+
+    def track(self, kind: str, segment: int) -> int:
+        """The track of a pass."""
+        return segment + len(self.segments) * (0 if kind == "F" else 2 if kind == "W" else 1)
+
+    def _visits_of(self, stage: int) -> list[list[int]]:
+        visits: list[list[int]] = []
+        for number in self.of_stage[stage]:
+            remote = [need for need, _ in self.needs[number] if self.segments[need].stage != stage]
+            if not visits or any((self._before(need) | 1 << need) & _mask(visits[-1]) for need in remote):
+                visits.append([])
+            visits[-1].append(number)
+        return visits
+
+    def _before(self, number: int) -> int:
+        """All segments that come before segment ``number``, as bits."""
+        if self._ancestors[number] < 0:
+            found = 0
+            for need, _ in self.needs[number]:
+                found |= 1 << need | self._before(need)
+            self._ancestors[number] = found
+        return self._ancestors[number]
+
+    def least_makespan(self, *, splits: bool, at_once: bool = True, steps: int = 1) -> float:
+        """No plan is faster: a stage waits for its first work, does all of it, and others end what it has begun.
+
+        Args:
+            splits: weight gradients may be computed after everything else.
+            at_once: nothing is lost where they are not; otherwise all backwards are split, at their price.
+            steps: how many follow each other.
+        """
+        count = len(self.segments)
+        cost = [*self._costs["F"], *self._costs["B"], *([0.0] * count)]
+        if splits:
+            for number in range(count):
+                if self.can_split[number]:
+                    cost[2 * count + number] = self._costs["W"][number]
+                    alone = self._costs["I"][number]
+                    cost[count + number] = cost[count + number] - cost[2 * count + number] if at_once else alone
+        starts, tails = self._longest_ways(cost)
+        bounds = [start + cost[track] + tails[track] for track, start in starts.items()]
+        for stage in self.of_stage:
+            forwards, backwards = stage, [count + number for number in stage if self.has_backward[number]]
+            if not forwards:
+                continue
+            head = starts[forwards[0]]
+            urgent = self.num_microbatches * sum(cost[track] for track in [*forwards, *backwards])
+            late = self.num_microbatches * sum(cost[track + count] for track in backwards)
+            tail = min([tails[track] for track in backwards or forwards])
+            bounds.append(head + (steps - 1) * (urgent + late) + urgent + max(late, tail))
+        return max(bounds, default=0.0)
+
+    def _longest_ways(self, cost: Sequence[float]) -> tuple[dict[int, float], list[float]]:
+        """When the passes of a microbatch that is alone begin, and what comes after each of them."""
+        starts: dict[int, float] = {}
+
+        def start(track: int) -> float:
+            if track not in starts:
+                starts[track] = max(
+                    [start(need) + cost[need] + delay for need, delay in self.needs[track]], default=0.0
+                )
+            return starts[track]
+
+        count = len(self.segments)
+        for track in range(3 * count):
+            if track < count or self.has_backward[track % count]:
+                start(track)
+        tails = [0.0] * (3 * count)
+        for track in sorted(starts, key=starts.__getitem__, reverse=True):
+            for need, delay in self.needs[track]:
+                tails[need] = max(tails[need], delay + cost[track] + tails[track])
+        return starts, tails
+
+    # From tables to orders
+
+    def orders_of(self, plan: Plan) -> list[list[Entry]]:
+        """The orders that ``plan`` has."""
+        return [
+            [Entry(action.kind, self.of_stage[stage][action.segment], action.microbatch) for action in actions]
+            for stage, actions in enumerate(plan.stages)
+        ]
+
+    def expand(self, tables: Sequence[Sequence[Pass]], *, turns: bool = False) -> Orders | None:
+        """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
+
+        Args:
+            tables: passes of the chunks of each stage, in order.
+            turns: the chunks form a V, and both of the stage at its turning point are one visit.
+        """
+        orders = [
+            self._expand(stage, self._at_turn(table) if turns and len(self._chunks_of(stage)) == 1 else table)
+            for stage, table in enumerate(tables)
+        ]
+        return None if any(order is None for order in orders) else [order or [] for order in orders]
+
+    def _chunks_of(self, stage: int) -> list[list[int]]:
+        """The visits of ``stage`` up to the last one that has a backward."""
+        visits = self.visits[stage]
+        last = max((i for i, visit in enumerate(visits) if any(self.has_backward[n] for n in visit)), default=None)
+        return visits if last is None else visits[: last + 1]
+
+    @staticmethod
+    def _at_turn(table: Sequence[Pass]) -> list[Pass]:
+        """Forward when the first chunk would be, backward when the second would be: others wait for both."""
+        return [
+            entry if entry.kind == "F" else entry._replace(chunk=0)
+            for entry in table
+            if (entry.kind == "F") == (entry.chunk == 0)
+        ]
+
+    def _expand(self, stage: int, table: Sequence[Pass]) -> list[Entry] | None:
+        chunks = self._chunks_of(stage)
+        # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
+        readings = [number for visit in self.visits[stage][len(chunks) :] for number in visit]
+        if len(chunks) != len({entry.chunk for entry in table}):
+            return None
+        order: list[Entry] = []
+        for kind, chunk, microbatch in table:
+            if kind == "F":
+                order += [Entry("F", number, microbatch) for number in chunks[chunk]]
+                continue
+            if kind != "W" and chunk == len(chunks) - 1:
+                order += [Entry("F", number, microbatch) for number in readings]
+            for number in reversed(chunks[chunk]):
+                if self.has_backward[number] and (self.can_split[number] or kind != "W"):
+                    order.append(Entry(kind if self.can_split[number] else "B", number, microbatch))
+        return order
+
+    def is_splittable(self, entry: Entry) -> bool:
+        """Whether ``entry`` is a whole backward that need not be one."""
+        return entry.kind == "B" and self.can_split[entry.segment]
+
+    def parted(self, order: Sequence[Entry], *, num_whole: int = 0, segment: int | None = None) -> list[Entry]:
+        """``order`` with the two parts of each backward that can be split.
+
+        Args:
+            order: the passes of a stage.
+            num_whole: backwards of the first so many microbatches stay whole.
+            segment: only its backwards are split.
+        """
+        result: list[Entry] = []
+        for entry in order:
+            is_meant = entry.microbatch >= num_whole and segment in (None, entry.segment)
+            if is_meant and self.is_splittable(entry):
+                result += [entry._replace(kind="I"), entry._replace(kind="W")]
+            else:
+                result.append(entry)
+        return result
+
+    def whole(self, order: Sequence[Entry], segment: int, count: int) -> list[Entry]:
+        """``order`` with the first ``count`` backwards of ``segment`` whole, where their input gradients were."""
+        result = []
+        for entry in order:
+            if entry.segment == segment and entry.microbatch < count and entry.kind in "IW":
+                result += [entry._replace(kind="B")] * (entry.kind == "I")
+            else:
+                result.append(entry)
+        return result
+
+    def reachable(self, order: Sequence[Entry], position: int, target: int) -> int:
+        """The place in ``order`` nearest to ``target`` that the pass at ``position`` can have without overtaking what
+        it must not."""
+        entry, step = order[position], 1 if target > position else -1
+        while position != target and not self._are_ordered(entry, order[position + step]):
+            position += step
+        return position
+
+    def _are_ordered(self, entry: Entry, other: Entry) -> bool:
+        if self.track(entry.kind, entry.segment) == self.track(other.kind, other.segment):
+            return True
+        if "W" in (entry.kind, other.kind) and entry.segment != other.segment:
+            return False
+        # Whole backwards and weight gradients of a segment share its sums.
+        return entry.microbatch == other.microbatch or (
+            entry.segment == other.segment and {entry.kind, other.kind} == {"B", "W"}
+        )
+
+    def merged(self, orders: Orders, *, everywhere: bool) -> Orders:
+        """``orders`` with whole backwards where a weight gradient follows its input gradient.
+
+        Args:
+            orders: the passes of each stage.
+            everywhere: also where another stage waits for the input gradient, and would wait longer.
+        """
+        awaited = {
+            need
+            for track, needs in enumerate(self.needs)
+            for need, _ in needs
+            if self.stage_of(need) != self.stage_of(track)
+        }
+        result = []
+        for order in orders:
+            merged: list[Entry] = []
+            for entry in order:
+                before = merged[-1] if merged else None
+                if (
+                    entry.kind == "W"
+                    and before == Entry("I", entry.segment, entry.microbatch)
+                    and (everywhere or self.track("I", entry.segment) not in awaited)
+                ):
+                    merged[-1] = Entry("B", entry.segment, entry.microbatch)
+                else:
+                    merged.append(entry)
+            result.append(merged)
+        return result
+
+    def stage_of(self, track: int) -> int:
+        """The stage of a track."""
+        return self.segments[track % len(self.segments)].stage
+
+    # From orders to times
+
+    def follow(self, orders: Orders) -> Plan:
+        """The plan of stages that do their passes in the given orders, each as soon as it can."""
+        return self.follow_in_a_row(orders, 1)[0]
+
+    def follow_in_a_row(self, orders: Orders, steps: int) -> tuple[Plan, Times]:
+        """The same, and what comes of it in steps that follow each other.
+
+        A stage begins its next step when it has ended its last one.
+
+        Returns:
+            The plan, and the spans of ``steps`` steps, one after the other, of each stage.
+        """
+        clock = _Clock(self, orders, [0.0] * self.num_stages)
+        clock.run()
+        action_of = self.action_of
+        actions = tuple([tuple(map(action_of, order)) for order in clock.orders])
+        plan = Plan(actions, tuple(map(tuple, clock.times)))
+        row = clock.times
+        for _ in range(1, steps):
+            clock = _Clock(self, clock.orders, clock.free_at)
+            clock.run()
+            row = [before + after for before, after in zip(row, clock.times, strict=True)]
+        return plan, tuple(map(tuple, row))
+
+
+@final
+class _Clock:
+    """Stages that follow their orders, from the moments on in which they are free."""
+
+    def __init__(self, graph: StepGraph, orders: Orders, free_at: Sequence[float]) -> None:
+        self._graph = graph
+        self.orders = [list(order) for order in orders]
+        self._reached = [0] * graph.num_stages
+        self.free_at = list(free_at)
+        self.times: list[list[tuple[float, float]]] = [[] for _ in range(graph.num_stages)]
+        self._ends: list[list[float | None]] = [[None] * graph.num_microbatches for _ in graph.needs]
+
+    def run(self) -> None:
+        """Do everything."""
+        while not self._is_done:
+            moved = [self._advance(stage) for stage in range(self._graph.num_stages)]
+            if not any(moved):
+                self._repair()
+
+    @property
+    def _is_done(self) -> bool:
+        return all(reached == len(order) for reached, order in zip(self._reached, self.orders, strict=True))
+
+    def _advance(self, stage: int) -> bool:
+        """Do passes of ``stage`` until one has to wait; whether there were any."""
+        order, first, free_at = self.orders[stage], self._reached[stage], self.free_at[stage]
+        # This loop runs for every pass of every timetable that is tried.
+        tables, ends, times = self._graph.tables, self._ends, self.times[stage]
+        reached = first
+        while reached < len(order):
+            kind, segment, microbatch = order[reached]
+            cost, track, needs = tables[kind][segment]
+            start = free_at
+            for need, delay in needs:
+                end = ends[need][microbatch]
+                if end is None:
+                    break
+                if end + delay > start:
+                    start = end + delay
+            else:
+                free_at = start + cost
+                ends[track][microbatch] = free_at
+                times.append((start, free_at))
+                reached += 1
+                continue
+            break
+        self._reached[stage], self.free_at[stage] = reached, free_at
+        return reached > first
+
+    def _ready(self, entry: Entry) -> float | None:
+        """When the inputs of a pass are there; ``None`` while one of them is not made."""
+        kind, segment, microbatch = entry
+        ready = 0.0
+        for need, delay in self._graph.needs[self._graph.track(kind, segment)]:
+            end = self._ends[need][microbatch]
+            if end is None:
+                return None
+            if end + delay > ready:
+                ready = end + delay
+        return ready
+
+    def _repair(self) -> None:
+        """All stages wait: move up the pass that can start first."""
+        found: list[tuple[float, int, int]] = []
+        for stage, order in enumerate(self.orders):
+            seen: set[int] = set()
+            for position in range(self._reached[stage], len(order)):
+                entry = order[position]
+                track = self._graph.track(entry.kind, entry.segment)
+                ready = None if track in seen else self._ready(entry)
+                seen.add(track)
+                if ready is not None:
+                    found.append((max(ready, self.free_at[stage]), stage, position))
+                    break
+        assert found, "the segments of the flow wait for each other"
+        _, stage, position = min(found)
+        order = self.orders[stage]
+        order.insert(self._reached[stage], order.pop(position))
+
+
+def _mask(numbers: Sequence[int]) -> int:
+    return sum(1 << number for number in numbers)

@@ -1,0 +1,154 @@
+"""Scaling of losses and gradients under the verbs of PyTorch's ``GradScaler``, agreed over ranks.
+
+Front doors (Lightning, Accelerate) and users know these verbs: ``scale`` the loss, ``unscale_`` the gradients of an
+optimizer, let it ``step`` unless they have overflowed, ``update`` the factor. PyTorch's own scaler looks at the
+gradients of one rank only. Ranks that decide differently train different models, so here every rank learns whether any
+has found an infinite gradient, and all of them skip.
+
+Gradients carry the factor of the backward that made them. Where several optimizers step after one backward the first
+one's ``update`` may change the factor, so the others divide by the one that their gradients carry, unless they are
+divided already, to be clipped. And where one optimizer goes on collecting gradients while another steps, or after they
+were clipped, what it has is brought to the factor of the next backward first.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from typing import Any, final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from smp_strategy.errors import SMPError
+from smp_strategy.precision.loss_scale import ScalingRules
+
+__all__ = ["Found", "GradientScaler"]
+
+
+class Found(Enum):
+    """What the ranks together have found in the gradients of an optimizer."""
+
+    NOTHING = "no gradient"
+    FINITE = "finite gradients only"
+    OVERFLOW = "a gradient that is infinite, or no number"
+
+
+@final
+class GradientScaler:
+    """See the module docstring.
+
+    Args:
+        rules: how the factor changes.
+        unscale: divides an optimizer's gradients by a number and says what all ranks have found in them; collective.
+            (:meth:`smp_strategy.engine.engine.Engine.unscale`)
+        optimizers: all of them, where there are several that step at different times.
+    """
+
+    def __init__(
+        self,
+        rules: ScalingRules,
+        unscale: Callable[[Optimizer, float], Found],
+        optimizers: Callable[[], Iterable[Optimizer]] = tuple,
+    ) -> None:
+        self.rules = rules
+        self._unscale = unscale
+        self._optimizers = optimizers
+        self._now = rules.begin()
+        self._carried = self._now.scale
+        # Of those whose gradients are divided, and still wait for their step or for the `update` after it.
+        self._found: dict[Optimizer, Found] = {}
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        # Since the last `update`, and of the last step of each.
+        self._news: set[Found] = set()
+        self._latest: WeakKeyDictionary[Optimizer, Found] = WeakKeyDictionary()
+        # Those whose gradients are as they are: nothing has been added since.
+        self._divided: WeakSet[Optimizer] = WeakSet()
+
+    def is_enabled(self) -> bool:
+        """Always; without float16 there is no scaler."""
+        return True
+
+    def get_scale(self) -> float:
+        """The factor of the next backward."""
+        return self._now.scale
+
+    def scale(self, outputs: Any) -> Any:
+        """``outputs``, a loss or a list of losses, times the factor: backward comes next."""
+        if self._carried != self._now.scale:
+            for optimizer in self._optimizers():
+                if optimizer not in self._divided:
+                    self._unscale(optimizer, self._carried / self._now.scale)
+            self._carried = self._now.scale
+        for optimizer in [each for each in self._found if each not in self._stepped]:
+            self._unscale(optimizer, 1 / self._carried)
+            del self._found[optimizer]
+        self._divided.clear()
+        return self._scaled(outputs)
+
+    def _scaled(self, outputs: Any) -> Any:
+        if isinstance(outputs, Tensor):
+            return outputs * torch.tensor(self._carried, device=outputs.device)
+        return type(outputs)(map(self._scaled, outputs))
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of ``optimizer`` by the factor that they carry. Collective over all ranks.
+
+        Raises:
+            SMPError: they are divided already.
+        """
+        if self.has_unscaled(optimizer):
+            raise SMPError(
+                "`unscale_` has been called for this optimizer since the last backward: its gradients would be divided "
+                "by the scale twice. Call it once between backward and the step."
+            )
+        found = self._found[optimizer] = self._unscale(optimizer, self._carried)
+        self._news.add(found)
+        self._divided.add(optimizer)
+
+    def has_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients of ``optimizer`` are divided already, for a step that is not over."""
+        return optimizer in self._found
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """``optimizer.step(...)``, unless gradients have overflowed. They are divided first if they were not."""
+        if not self.has_unscaled(optimizer):
+            self.unscale_(optimizer)
+        self._latest[optimizer] = self._found[optimizer]
+        self._stepped.add(optimizer)
+        return None if self.has_skipped(optimizer) else optimizer.step(*args, **kwargs)
+
+    def has_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last step of ``optimizer`` was skipped."""
+        return self._latest.get(optimizer) is Found.OVERFLOW
+
+    def update(self) -> None:
+        """The optimizers have stepped: what is the next factor? Nothing changes where there were no gradients."""
+        found, self._news = self._news, set()
+        for optimizer in self._stepped:
+            self._found.pop(optimizer, None)
+        self._stepped.clear()
+        if not found - {Found.NOTHING}:
+            return
+        overflowed = Found.OVERFLOW in found
+        if overflowed and self.rules.is_stuck(self._now):
+            warnings.warn(self._complaint(), stacklevel=2)
+        self._now = self.rules.next(self._now, overflowed=overflowed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Such that ``torch.amp.GradScaler`` can load it."""
+        return self.rules.state_dict(self._now)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with what this class or ``torch.amp.GradScaler`` has saved."""
+        if state_dict:  # PyTorch's, if it is disabled, saves nothing
+            self._now = self.rules.restored(state_dict)
+
+    def _complaint(self) -> str:
+        why = "static (`loss_scale`)" if self.rules.is_static else "as small as `min_scale` allows"
+        remedy = "a smaller one, or `loss_scale=dynamic`" if self.rules.is_static else "a smaller `min_scale`"
+        return (
+            f"Gradients have overflowed, and the step is skipped, at a loss scale of {self._now.scale:g}, which is "
+            f"{why}: the next steps may be skipped as well. Set {remedy}, or train in bfloat16."
+        )

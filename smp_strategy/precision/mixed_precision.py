@@ -1,0 +1,228 @@
+"""Units compute in half precision, on weights that are kept in float32.
+
+Optimizers, hooks and checkpoints are to see the float32 *masters*, and the unit's code half-precision weights under the
+same names. So for the time of a call the places of the parameters in the unit's modules hold half-precision copies, and
+afterwards the masters again. Floating-point arguments are cast, too; what a unit returns stays as it is, so that values
+that travel between stages take half of the bytes. Autocast, under which code above the units may run, is off inside.
+
+Copies are made once for each step of an optimizer, not for each microbatch: they are filled again when a step begins or
+the version of a master has changed. They are leaves of autograd, so that a gradient is passed on the moment it is
+there (buckets wait for it) and a weight's product can do its gradient later. It arrives in half precision, is cast, and
+added to the master's in float32, by a hook, which also calls what users have registered on the master.
+
+Where weights are spread over a shard group no copy is needed: they are half-precision when they are gathered
+(:mod:`smp_strategy.data_parallel.flat_buffer`), and a place that holds such a weight is left alone. So is one that
+holds a stand-in of a dry run: the oracle and measurements make these in the dtype that :meth:`HalfUnits.dtypes_in`
+says.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from smp_strategy.config.precision_options import PrecisionOptions
+from smp_strategy.precision.casting import Casting
+from smp_strategy.precision.dtypes import FLOATS, compute_dtype, dtypes_in_use, gradient_dtype, kept_in_full
+
+__all__ = ["HalfUnits"]
+
+
+class _Place(NamedTuple):
+    """Where a module has a parameter."""
+
+    of_module: dict[str, Any]
+    name: str
+    parameter: Tensor
+    flat_weights: list[Any]
+    """Recurrent modules keep a list beside."""
+    positions: tuple[int, ...]
+    """In that list."""
+
+    def put(self, tensor: Tensor) -> None:
+        self.of_module[self.name] = tensor
+        for position in self.positions:
+            self.flat_weights[position] = tensor
+
+
+@final
+class HalfUnits:
+    """See the module docstring.
+
+    Args:
+        dtype: in what units compute.
+        device_type: where.
+    """
+
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
+        self.dtype = dtype
+        self._device_type = device_type
+        self._copies: dict[int, _Copy] = {}
+        self._places: dict[int, list[_Place]] = {}
+
+    @classmethod
+    def asked_for(cls, options: PrecisionOptions, device_type: str) -> "HalfUnits | None":
+        """What ``options`` ask for, if that is half precision."""
+        dtype = compute_dtype(options)
+        return None if dtype is None else cls(dtype, device_type)
+
+    def dtypes_in(self, unit: nn.Module) -> dict[str, torch.dtype]:
+        """The parameters of ``unit`` that it sees in another dtype than they have, by name."""
+        return dtypes_in_use(unit, self.dtype)
+
+    def around(self, unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let ``function``, the forward of ``unit``, compute in half precision."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            casting = Casting(self.dtype)
+            args, kwargs = casting.of((args, kwargs))
+            with self._halves_in(unit), self._without_autocast():
+                result = function(*args, **kwargs)
+            casting.finish(type(unit).__name__)
+            return result
+
+        return run
+
+    def around_step(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Let code above the units run under autocast, so that losses come out in float32."""
+
+        def run(microbatch: Any) -> Any:
+            # An optimizer may step in here: weights that autocast has cast before, and keeps, would be those of before.
+            with torch.autocast(self._device_type, self.dtype, cache_enabled=False):
+                return step(microbatch)
+
+        return run
+
+    # Copies
+
+    def keep(self, parameters: Collection[nn.Parameter]) -> None:
+        """From now on keep copies of ``parameters``, which are whole on this rank, from their first use on."""
+        self.let_go()
+        self._copies = {id(each): _Copy(each, self.dtype) for each in parameters if self._is_to_be_cast(each)}
+
+    def let_go(self) -> None:
+        """Keep no copies."""
+        for copy in self._copies.values():
+            copy.let_go()
+        self._copies.clear()
+        self._places.clear()
+
+    def refresh(self) -> None:
+        """Masters may have got new values in ways that their versions do not tell, or modules new parameters."""
+        for copy in self._copies.values():
+            copy.is_current = False
+        self._places.clear()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the copies that there are now."""
+        return sum(copy.half.nbytes for copy in self._copies.values() if copy.half is not None)
+
+    @contextmanager
+    def _halves_in(self, unit: nn.Module) -> Iterator[None]:
+        places = self._places_in(unit)
+        try:
+            for place in places:
+                place.put(self._half_of(place.parameter))
+            yield
+        finally:
+            for place in places:
+                place.put(place.parameter)
+
+    def _half_of(self, parameter: Tensor) -> Tensor:
+        copy = self._copies.get(id(parameter))
+        if copy is not None:
+            return copy.current()
+        # One that rests, or is gathered already, is met by its unit's own places; this is for runs that are looked at.
+        return parameter.to(self.dtype)
+
+    def _places_in(self, unit: nn.Module) -> list[_Place]:
+        known = self._places.get(id(unit))
+        if known is None or any(place.of_module.get(place.name) is not place.parameter for place in known):
+            known = list(self._found_in(unit))
+            if known and all(id(place.parameter) in self._copies for place in known):
+                self._places[id(unit)] = known
+        return known
+
+    def _found_in(self, unit: nn.Module) -> Iterator[_Place]:
+        full = set(map(id, kept_in_full(unit)))
+        for part in unit.modules():
+            flat, names = (part._flat_weights, part._flat_weights_names) if isinstance(part, nn.RNNBase) else ([], [])
+            for name, parameter in part._parameters.items():
+                positions = tuple(number for number, each in enumerate(names) if each == name)
+                if parameter is None or id(parameter) in full:
+                    continue
+                # The list has the real weights also where a dry run has put others into the module.
+                if self._is_to_be_cast(parameter) or any(flat[each] is not parameter for each in positions):
+                    yield _Place(part._parameters, name, parameter, flat, positions)
+
+    def _is_to_be_cast(self, parameter: Tensor) -> bool:
+        return parameter.dtype is not self.dtype and parameter.dtype in FLOATS
+
+    def _without_autocast(self) -> AbstractContextManager[Any]:
+        if torch.is_autocast_enabled(self._device_type):
+            return torch.autocast(self._device_type, enabled=False)
+        return nullcontext()
+
+
+@final
+class _Copy:
+    """The half-precision copy of a master.
+
+    Attributes:
+        half: the copy, if it has been used.
+        is_current: whether it may have the master's values: as far as the master's version tells.
+    """
+
+    def __init__(self, master: nn.Parameter, dtype: torch.dtype) -> None:
+        self._master = master
+        self._dtype = dtype
+        self._version = 0
+        self.half: nn.Parameter | None = None
+        self.is_current = False
+
+    def current(self) -> nn.Parameter:
+        """The copy, with the values that the master has now."""
+        master, half = self._master, self.half
+        if half is None:
+            half = self.half = self._made()
+        elif self._version != master._version:
+            with torch.inference_mode(False), torch.no_grad():
+                # Counted as a change, so that a graph that has saved the old values is told.
+                half.copy_(master)
+        elif not self.is_current:
+            half.data.copy_(master.data)
+        self._version, self.is_current = master._version, True
+        if half.requires_grad != master.requires_grad:
+            half.requires_grad_(master.requires_grad)
+        return half
+
+    def let_go(self) -> None:
+        """Free it."""
+        self.half, self.is_current = None, False
+
+    def _made(self) -> nn.Parameter:
+        with torch.inference_mode(False), torch.no_grad():
+            half = nn.Parameter(self._master.detach().to(self._dtype))
+        half.grad_dtype = gradient_dtype(self._master.dtype)
+        half.register_post_accumulate_grad_hook(self._pass_on)  # it may be frozen, and unfrozen later
+        return half
+
+    def _pass_on(self, half: Tensor) -> None:
+        """A gradient has come, in float32 by now: let it be the master's, as if it had come there."""
+        master = self._master
+        gradient, half.grad = half.grad, None
+        assert gradient is not None
+        for hook in list((master._backward_hooks or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if master.grad is None:
+            master.grad = gradient
+        elif torch.is_grad_enabled():  # as autograd does it where a graph of gradients is wanted
+            master.grad = master.grad + gradient
+        else:
+            master.grad.add_(gradient)
+        for hook in list((master._post_accumulate_grad_hooks or {}).values()):
+            hook(master)

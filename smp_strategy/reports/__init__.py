@@ -1,0 +1,1 @@
+"""Reports that people read: the partition, the timeline of a step, memory."""

@@ -1,0 +1,1 @@
+"""The explanation of a partition, as text and as a page."""

@@ -1,0 +1,70 @@
+"""What pages have in common: how they look, and the parts that they are made of."""
+
+from collections.abc import Iterable, Sequence
+
+from smp_strategy.reports.explain.svg import element
+
+__all__ = ["document", "keys", "row", "section"]
+
+STYLE = """
+:root { color-scheme: light dark; --ink: light-dark(#1c2330, #e6e9ef); --dim: light-dark(#667085, #98a2b3);
+  --line: light-dark(#e4e7ec, #344054); --page: light-dark(#fbfbfc, #12161e); }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2.5rem auto;
+  max-width: 64rem; padding: 0 1.5rem; }
+h1 { font-size: 1.35rem; margin: 0 0 .3rem; } h2 { font-size: 1.05rem; margin: 2.4rem 0 .6rem; }
+p { margin: .2rem 0; } .dim { color: var(--dim); font-size: .88rem; } figure { margin: 0; overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th { font-weight: 500; color: var(--dim); font-size: .85rem; } td, th { padding: .25rem .6rem; text-align: right;
+  border-bottom: 1px solid var(--line); } td { white-space: nowrap; } td:nth-child(-n+2), th:nth-child(-n+2) {
+  text-align: left; }
+td:nth-child(2) { white-space: normal; }
+svg text { font: 11px system-ui, sans-serif; fill: var(--ink); } svg text.title, svg text.small { fill: var(--dim); }
+svg text.number { fill: #fff; font-size: 10px; pointer-events: none; }
+.cut { stroke: var(--ink); stroke-dasharray: 3 2; } .limit { stroke: #d92d20; stroke-width: 2; }
+.ink { fill: var(--ink); } .later { opacity: .72; } .key { display: inline-block; width: .8em; height: .8em;
+  border-radius: 2px; }
+details > *:not(summary) { margin-left: 1.3rem; } summary, .unit { display: flex; gap: .7rem; align-items: baseline;
+  padding: .12rem 0; } summary { cursor: pointer; } summary::before { content: "+"; color: var(--dim); width: .6rem; }
+details[open] > summary::before { content: "-"; } .unit { padding-left: 1.3rem; } .name { flex: 1; }
+.amount { width: 6rem; text-align: right; font-variant-numeric: tabular-nums; } .chip { color: #fff; font-size: .78rem;
+  border-radius: 3px; padding: 0 .45em; } .several { background: var(--dim); }
+"""
+KINDS = {
+    "F": ("forward", "#3b7dd8"),
+    "B": ("backward", "#2e9e6b"),
+    "I": ("gradients of inputs", "#58b88a"),
+    "W": ("gradients of weights", "#d98e1f"),
+}
+
+
+def document(title: str, body: Iterable[str], style: str = "") -> str:
+    """A page: one file, no scripts, nothing loaded from elsewhere.
+
+    Args:
+        title: of its window.
+        body: markup.
+        style: rules beside those of all pages.
+    """
+    fills = [f".{kind} {{ fill: {fill}; }}\n" for kind, (_, fill) in KINDS.items()]
+    head = '<meta charset="utf-8">' + element("title", title) + element("style", STYLE, *fills, style)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>{"".join(body)}</body></html>'
+
+
+def keys(kinds: Iterable[str]) -> str:
+    """What the colours of these kinds of actions mean."""
+    present = set(kinds)
+    return " &emsp; ".join(
+        element("span", class_="key", style=f"background:{fill}") + f" {name}"
+        for kind, (name, fill) in KINDS.items()
+        if kind in present
+    )
+
+
+def section(title: str, caption: str, drawing: str) -> list[str]:
+    """A drawing with its title."""
+    return [element("h2", title), element("p", caption, class_="dim"), element("figure", drawing)]
+
+
+def row(kind: str, cells: Sequence[str]) -> str:
+    """A row of a table; ``kind`` is ``th`` or ``td``."""
+    return element("tr", *(element(kind, cell) for cell in cells))

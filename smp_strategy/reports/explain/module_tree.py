@@ -1,0 +1,117 @@
+"""The units of a partition as the tree of modules that they came from.
+
+Their qualified names tell the tree; inner nodes have the sums of what is below them. Siblings that are alike, forty
+blocks of one stage, are one line for a reader who has a terminal only.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import final
+
+from smp_strategy.planning.partition.costs import Held
+from smp_strategy.planning.partition.partition import PlacedUnit
+
+__all__ = ["Node", "Row", "abbreviate", "rows_of", "tree_of"]
+
+
+@final
+@dataclass(frozen=True)
+class Node:
+    """A module: a unit, or what stands above some."""
+
+    label: str
+    """The last part of its name; several parts where nothing else lies between."""
+    units: tuple[PlacedUnit, ...]
+    """The units in it, in execution order."""
+    children: "tuple[Node, ...]" = ()
+    """None for a unit."""
+
+    @property
+    def seconds(self) -> float:
+        """Work of one microbatch."""
+        return sum(unit.seconds for unit in self.units)
+
+    @property
+    def held(self) -> Held:
+        """Bytes of parameters, gradients and optimizer state; what units share counts in each of them."""
+        return Held(*map(sum, zip(*(unit.held for unit in self.units), strict=True)))
+
+    @property
+    def activation_bytes(self) -> int:
+        """Kept for the backward pass of one microbatch."""
+        return sum(unit.activation_bytes for unit in self.units)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Where its units are."""
+        return tuple(sorted({unit.stage for unit in self.units}))
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """A line of the tree."""
+
+    depth: int
+    label: str
+    node: Node
+
+
+def tree_of(units: Sequence[PlacedUnit]) -> tuple[Node, ...]:
+    """The outermost modules that hold ``units``."""
+    return _nodes([(unit.name.split("."), unit) for unit in units])
+
+
+def rows_of(nodes: Sequence[Node], depth: int = 0) -> Iterator[Row]:
+    """The lines of the tree from top to bottom; siblings in a row that are alike are one."""
+    for _, run in groupby(nodes, _looks):
+        alike = list(run)
+        label = alike[0].label
+        if len(alike) > 1:
+            label = f"{alike[0].label} .. {alike[-1].label} ({len(alike)} alike)"
+        whole = Node(label, tuple(unit for node in alike for unit in node.units))
+        yield Row(depth, label, whole)
+        if len(alike) == 1:
+            yield from rows_of(alike[0].children, depth + 1)
+
+
+def abbreviate(names: Sequence[str]) -> str:
+    """Runs of numbered siblings as one entry: ``h.0, h.1, h.2`` becomes ``h.0 .. h.2``."""
+    groups: list[list[str]] = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        previous = groups[-1][-1].rpartition(".") if groups else ("", "", "")
+        if last.isdigit() and previous[2].isdigit() and previous[0] == parent:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return ", ".join(group[0] if len(group) == 1 else f"{group[0]} .. {group[-1]}" for group in groups)
+
+
+def _nodes(named: Sequence[tuple[list[str], PlacedUnit]]) -> tuple[Node, ...]:
+    # A dict, not groupby: modules of one parent need not be executed one after the other.
+    groups: dict[str, list[tuple[list[str], PlacedUnit]]] = {}
+    for (first, *rest), unit in named:
+        groups.setdefault(first, []).append((rest, unit))
+    return tuple(_node(first, below) for first, below in groups.items())
+
+
+def _node(label: str, below: Sequence[tuple[list[str], PlacedUnit]]) -> Node:
+    units = tuple(unit for _, unit in below)
+    if not all(rest for rest, _ in below):
+        return Node(label, units)
+    children = _nodes(below)
+    if len(children) == 1:
+        (only,) = children
+        return Node(f"{label}.{only.label}", units, only.children)
+    return Node(label, units, children)
+
+
+def _looks(node: Node) -> object:
+    """Equal for siblings that differ in nothing but a number; nobody else is like an inner module."""
+    if node.children:
+        return id(node)
+    (unit,) = node.units
+    name = "".join("#" if letter.isdigit() else letter for letter in node.label)
+    return name.replace("##", "#"), unit.stage, unit.chunk, unit.held, unit.activation_bytes, unit.work, unit.relief

@@ -1,0 +1,1 @@
+"""Timelines: when each stage ran which pass, as text, a page, or a Chrome trace."""

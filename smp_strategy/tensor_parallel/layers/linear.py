@@ -1,0 +1,246 @@
+"""Linear layers of which each rank has some outputs, or some inputs.
+
+In backward the gradient of a column-parallel layer's input is added up over the ranks. The gradient of its weight does
+not need that sum, and is computed while it is under way (:class:`_Columns`). Where several column-parallel layers read
+one tensor, something else comes first: they share one sum (:mod:`~smp_strategy.tensor_parallel.region_boundary`).
+
+Besides ``nn.Linear`` there is the linear layer of GPT-2 as Hugging Face writes it, with its weight transposed.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, Self, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from smp_strategy.model.weight_gradient_formula import Formula, Kind
+from smp_strategy.tensor_parallel.autograd_collectives import add_up, copy
+from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.layers.base import CannotSplit, check_plain, cut_evenly
+from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
+from smp_strategy.tensor_parallel.region_boundary import Entered, Readers, as_computed, enter, enter_parts
+from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.sharded_tensor.parts import InParts
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+
+class ColumnParallelLinear(ColumnParallelLayer):
+    """A linear layer with some of the outputs."""
+
+    _is_transposed: bool
+
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Module,
+        group: TensorGroup,
+        *,
+        num_blocks: int = 1,
+        granule: int = 1,
+        gather_output: bool = False,
+        looks_whole: bool = False,
+        shares_input: bool = False,
+        randomness: SplitRandomness | None = None,
+    ) -> Self:
+        """Split ``layer`` in place.
+
+        Args:
+            layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
+            group: the ranks that get the parts.
+            num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
+            granule: outputs that stay together (the size of an attention head).
+            gather_output: see the class.
+            looks_whole: see the class; of one block.
+            shares_input: see the class.
+            randomness: see the class.
+
+        Raises:
+            CannotSplit: it is another layer, or too small.
+        """
+        form = _form_of(layer)
+        cut = cut_evenly(form.out_dim, getattr(layer, form.outputs), group, num_blocks=num_blocks, granule=granule)
+        cuts = {"weight": cut}
+        if layer.bias is not None:
+            cuts["bias"] = Cut(0, cut.blocks)
+        settings = {
+            "gather_output": gather_output,
+            "looks_whole": looks_whole,
+            "shares_input": shares_input,
+            # A split tensor knows what is drawn for parts, and what for the whole.
+            "randomness": None if gather_output or looks_whole else randomness,
+            "_features": -1,
+            "_is_transposed": form.out_dim == 1,
+        }
+        return cls._split(layer, group, cuts, {form.outputs: cut.length_of(group.rank)}, settings)
+
+    def _product(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self._is_transposed else self.weight
+        if isinstance(x, InParts):
+            return _product_of_parts(enter_parts(x, self.group, shares=self.shares_input), weight, self.bias)
+        if self.shares_input or not (x.requires_grad and torch.is_grad_enabled()):
+            return F.linear(enter(x, self.group), weight, self.bias)
+        bias = None if self.bias is None else as_computed(self.bias)
+        y: Tensor = _Columns.apply(as_computed(x), as_computed(weight), bias, self.group)  # type: ignore[no-untyped-call]
+        return y
+
+
+class RowParallelLinear(RowParallelLayer):
+    """A linear layer with some of the inputs."""
+
+    _is_transposed: bool
+
+    @classmethod
+    def from_dense(
+        cls,
+        layer: nn.Module,
+        group: TensorGroup,
+        *,
+        num_blocks: int = 1,
+        granule: int = 1,
+        splits_input: bool = False,
+        randomness: SplitRandomness | None = None,
+    ) -> Self:
+        """Split ``layer`` in place.
+
+        Args:
+            layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
+            group: the ranks that get the parts.
+            num_blocks: blocks of inputs of one size, each of which is split by itself.
+            granule: inputs that stay together (the size of an attention head).
+            splits_input: see the class.
+            randomness: see the class.
+
+        Raises:
+            CannotSplit: it is another layer, or too small.
+        """
+        form = _form_of(layer)
+        cut = cut_evenly(1 - form.out_dim, getattr(layer, form.inputs), group, num_blocks=num_blocks, granule=granule)
+        settings = {
+            "splits_input": splits_input,
+            "splits_output": None,
+            "randomness": randomness,
+            "_features": -1,
+            "_is_transposed": form.out_dim == 1,
+        }
+        return cls._split(layer, group, {"weight": cut}, {form.inputs: cut.length_of(group.rank)}, settings)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.weight.t() if self._is_transposed else self.weight
+        return _linear_of_its_own(x, weight, bias)
+
+
+def _linear_of_its_own(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear``, whose result with a bias is a view: no sum can be taken in it in place, and autograd Functions must
+    not return one that code after them changes (``nn.ReLU(inplace=True)``)."""
+    if bias is None:
+        return F.linear(x, weight)
+    rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return torch.ops.aten._unsafe_view.default(rows, [*x.shape[:-1], len(weight)])
+
+
+class _Form(NamedTuple):
+    """How a dense layer has its weight."""
+
+    out_dim: int
+    """The dim of the outputs; the inputs have the other one."""
+    outputs: str
+    """The attribute with their number."""
+    inputs: str
+
+
+def _form_of(layer: nn.Module) -> _Form:
+    if isinstance(layer, nn.Linear):
+        check_plain(layer, nn.Linear)
+        return _Form(0, "out_features", "in_features")
+    # Known by its name: the package works without transformers.
+    for kind in type(layer).__mro__:
+        if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+            check_plain(layer, kind)
+            return _Form(1, "nf", "nx")
+    raise CannotSplit(f"{type(layer).__name__} is no linear layer")
+
+
+@final
+class _Columns(torch.autograd.Function):
+    """A product of matrices whose input has its gradients added up while the weight's is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        ctx.later = frozenset()
+        return _linear_of_its_own(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = gradients[0].reshape(-1, len(weight))
+        of_x = rows.mm(weight) if ctx.needs_input_grad[0] else None
+        work = None
+        if torch.is_grad_enabled():  # somebody wants second derivatives
+            of_x, x = None if of_x is None else add_up(of_x, ctx.group), copy(x, ctx.group)
+        elif of_x is not None:
+            work = ctx.group.start_sum(of_x)
+        needs = [number for number in (1, 2) if ctx.needs_input_grad[number] and number not in ctx.later]
+        others = dict(zip(needs, _gradients(x, weight.is_contiguous(), needs, rows), strict=True))
+        if work is not None:
+            work.wait()
+        return None if of_x is None else of_x.view(x.shape), others.get(1), others.get(2), None
+
+    @staticmethod
+    def _make_later(node: Any, inputs: Sequence[int]) -> Formula:
+        node.later = frozenset(inputs)
+        x, weight = node.saved_tensors
+        return partial(_gradients, x.detach(), weight.is_contiguous(), inputs)
+
+    product = Kind(1, 2, ("_raw_saved_tensors",), _make_later)
+
+
+def _product_of_parts(came_in: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Of all parts of a tensor, of which only this rank's is kept."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return F.linear(came_in.whole, weight, bias)
+    bias = None if bias is None else as_computed(bias)
+    y: Tensor = _ColumnsOfParts.apply(  # type: ignore[no-untyped-call]
+        came_in.whole, came_in.part, as_computed(weight), bias, came_in.readers
+    )
+    return y
+
+
+@final
+class _ColumnsOfParts(torch.autograd.Function):
+    """A product of matrices whose input is put together again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers) -> Tensor:
+        ctx.save_for_backward(part, weight)
+        ctx.readers = readers
+        readers.left += 1
+        return _linear_of_its_own(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        part, weight = ctx.saved_tensors
+        rows = gradients[0].reshape(-1, len(weight))
+        of_x = rows.mm(weight).view(*gradients[0].shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        needs = [number for number in (1, 2) if ctx.needs_input_grad[number + 1]]
+        x = ctx.readers.gather(part)
+        found = dict(zip(needs, _gradients(x, weight.is_contiguous(), needs, rows), strict=True))
+        return of_x, None, found.get(1), found.get(2), None
+
+
+def _gradients(x: Tensor, has_rows: bool, inputs: Sequence[int], gradient: Tensor) -> list[Tensor]:
+    """Of the weight (1) and the bias (2), as autograd computes them: the weight's has the layout of the weight."""
+    rows, x = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+    found = {}
+    if 1 in inputs:
+        found[1] = rows.t().mm(x) if has_rows else x.t().mm(rows).t()
+    if 2 in inputs:
+        found[2] = rows.sum(0)
+    return [found[number] for number in inputs]

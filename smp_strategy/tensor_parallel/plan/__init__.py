@@ -1,0 +1,1 @@
+"""Which layers are split, and how: from annotations, Hugging Face plans, and patterns."""

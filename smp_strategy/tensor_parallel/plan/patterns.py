@@ -1,0 +1,191 @@
+"""Layers that the user names: ``{"*.mlp.up": "column", "*.mlp.down": "row"}``.
+
+A pattern is matched against the qualified names of all modules, as file names are (``*`` stands for anything, dots
+too). Of several that fit, the last one counts. What is named in one module belongs together: columns of one layer go
+into the rows of the other in parts. What lies between must work on parts, which only the user knows where it is more
+than elementwise; so it is proven or said:
+
+* it is elementwise, which a recorded run shows (:mod:`smp_strategy.tensor_parallel.pairs`), or
+* it works on heads, whose number the user names as well: ``{"*.attn.num_heads": "heads"}``. That attribute is divided
+  while the layers are split, and heads stay together.
+
+Elsewhere a layer by columns gathers its output, and one by rows cuts its input: right, if slower.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from smp_strategy.errors import ConfigError, SMPError
+from smp_strategy.tensor_parallel.plan.plan import Block, How, linear_sizes
+
+__all__ = ["STYLES", "heads_explained", "pattern_blocks"]
+
+STYLES = ("column", "row", "vocab", "embedding", "replicate", "heads")
+SOURCE = "pattern"
+
+_HOWS = {
+    "column": How("column"),
+    "row": How("row"),
+    "vocab": How("vocab"),
+    "embedding": How("embedding", is_whole_outside=True),
+    "replicate": How("whole"),
+}
+
+
+def pattern_blocks(
+    modules: Mapping[str, nn.Module],
+    patterns: Mapping[str, str],
+    goes_into: Callable[[str, str], bool] = lambda column, row: False,
+) -> Iterator[Block]:
+    """Blocks of the layers that ``patterns`` name.
+
+    Args:
+        modules: all modules by qualified name.
+        patterns: styles by pattern.
+        goes_into: whether what the first layer returns is known to go into the second one, elementwise operations in
+            between, and nowhere else.
+
+    Raises:
+        ConfigError: a style is unknown, or a pattern matches nothing.
+    """
+    styles, heads = _matched(modules, patterns)
+    by_parent: dict[str, dict[str, How]] = {}
+    for name, style in styles.items():
+        by_parent.setdefault(name.rpartition(".")[0], {})[name] = _HOWS[style]
+    for parent, layers in by_parent.items():
+        whole = {name: how for name, how in layers.items() if how.style == "whole"}
+        if whole:
+            yield Block(parent, SOURCE, whole)
+        split = {name: how for name, how in layers.items() if how.style != "whole"}
+        if not split:
+            continue
+        if parent in heads:
+            yield _with_heads(parent, split, heads[parent], modules)
+        else:
+            yield from _by_proof(parent, split, goes_into)
+
+
+@contextmanager
+def heads_explained(patterns: Mapping[str, str]) -> Iterator[None]:
+    """Add to an error of a step that was run in here with some of the heads what it may come from."""
+    try:
+        yield
+    except Exception as error:
+        heads = [pattern for pattern, style in patterns.items() if style == "heads"]
+        if heads and not isinstance(error, SMPError):
+            error.add_note(
+                f"`tensor_parallel` divides {', '.join(f'`{pattern}`' for pattern in heads)}: between the layers that "
+                "it names, code has some of the heads and their features only. Code that counts features otherwise "
+                "(`.split(self.n_embd)`, `C // self.n_head`) needs all of them: compute sizes by heads "
+                "(`.chunk(3, -1)`, `.view(B, T, self.n_head, -1)`), or leave the number of heads out of "
+                "`tensor_parallel`, which gathers all heads for it."
+            )
+        raise
+
+
+def _matched(
+    modules: Mapping[str, nn.Module], patterns: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Styles by layer, and attributes with numbers of heads by module."""
+    problems: list[str] = []
+    styles: dict[str, str] = {}
+    heads: dict[str, tuple[str, ...]] = {}
+    for pattern, style in patterns.items():
+        if style not in STYLES:
+            problems.append(f"`tensor_parallel` gives `{pattern}` the style {style!r}; known are {', '.join(STYLES)}.")
+        elif style == "heads":
+            found = _attributes(modules, pattern)
+            for owner, attribute in found:
+                heads[owner] = (*heads.get(owner, ()), attribute)
+            if not found:
+                problems.append(f"`tensor_parallel` calls `{pattern}` heads, but no module has such a whole number.")
+        else:
+            named = [name for name in modules if fnmatchcase(name, pattern)]
+            styles |= dict.fromkeys(named, style)
+            if not named:
+                problems.append(f"`tensor_parallel` names `{pattern}`, but no module has a name like that.")
+    if problems:
+        raise ConfigError(problems)
+    return _inner(styles, modules), heads
+
+
+def _inner(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """A module that stays whole stays so with all that it holds; other styles are for layers."""
+    found = {}
+    for name, style in styles.items():
+        if style != "replicate":
+            found[name] = style
+            continue
+        for inner, module in modules.items():
+            is_in = inner == name or inner.startswith(f"{name}.")
+            if is_in and styles.get(inner, style) == style and any(True for _ in module.parameters(recurse=False)):
+                found[inner] = style
+    return found
+
+
+def _attributes(modules: Mapping[str, nn.Module], pattern: str) -> list[tuple[str, str]]:
+    """Modules and names of their attributes that match ``pattern`` and hold a whole number."""
+    owners, _, attribute = pattern.rpartition(".")
+    return [
+        (name, found)
+        for name, module in modules.items()
+        if fnmatchcase(name, owners)
+        for found, value in vars(module).items()
+        if fnmatchcase(found, attribute) and isinstance(value, int) and not isinstance(value, bool)
+    ]
+
+
+def _with_heads(
+    parent: str, layers: Mapping[str, How], attributes: tuple[str, ...], modules: Mapping[str, nn.Module]
+) -> Block:
+    """A block in which code works on heads."""
+    # Of several numbers (heads, and fewer heads of keys), each belongs to the layers that it divides into equal heads.
+    numbers = sorted({int(getattr(modules[parent], attribute)) for attribute in attributes}, reverse=True)
+    lengths = {
+        name: sizes[1 if how.style == "column" else 0]
+        for name, how in layers.items()
+        if (sizes := linear_sizes(modules[name])) is not None
+    }
+    rows = [length for name, length in lengths.items() if layers[name].style == "row"]
+    widest = max(rows or lengths.values(), default=0)
+    head, rest = divmod(widest, numbers[0])
+    odd = [
+        name for name, length in lengths.items() if rest or length % head or length // head not in _multiples(numbers)
+    ]
+    hows = {}
+    for name, how in layers.items():
+        num_blocks = 1
+        if name in lengths and how.style == "column" and not odd and lengths[name] // head not in numbers:
+            num_blocks = lengths[name] // head // numbers[0]
+        hows[name] = replace(how, num_blocks=num_blocks, granule=head if name in lengths and not odd else 1)
+    named = {attribute: int(getattr(modules[parent], attribute)) for attribute in attributes}
+    block = Block(parent, SOURCE, hows, named, tuple((parent, attribute) for attribute in attributes))
+    if odd:
+        return block.refused(f"{lengths[odd[0]]} features of `{odd[0]}` are not those of {numbers} heads of one size")
+    if not rows or not any(how.style == "column" for how in hows.values()):
+        return block.refused("heads need layers by columns before them and one by rows after them, named in one module")
+    return block
+
+
+def _multiples(numbers: list[int]) -> set[int]:
+    """Numbers of heads that a layer may have: one of those, or queries, keys and values fused."""
+    return {*numbers, 2 * numbers[0], 3 * numbers[0]}
+
+
+def _by_proof(parent: str, layers: Mapping[str, How], goes_into: Callable[[str, str], bool]) -> Iterator[Block]:
+    """One block of what is known to go from columns into rows; the others by themselves."""
+    rows = [name for name, how in layers.items() if how.style == "row"]
+    proven = {
+        name: row for name, how in layers.items() if how.style == "column" for row in rows if goes_into(name, row)
+    }
+    for row in rows:
+        columns = [name for name, into in proven.items() if into == row]
+        if columns:
+            yield Block(parent, SOURCE, {name: replace(layers[name], looks_whole=True) for name in (*columns, row)})
+    for name, how in layers.items():
+        if name not in proven and name not in proven.values():
+            yield Block(name, SOURCE, {name: replace(how, is_whole_outside=how.style != "vocab")})

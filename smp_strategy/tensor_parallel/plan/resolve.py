@@ -1,0 +1,176 @@
+"""Which blocks are split: what several sources say, made one decision that holds together.
+
+Sources are asked in order, and the first that names a layer decides on it: what the user names (patterns), classes that
+the user has registered, what is known of models, PyTorch's own layers, and pairs found in the step. A block is left out
+where the user has disabled a layer of it, where hooks would see its parts, where an earlier source has taken some of
+its layers, where sizes or numbers of heads do not allow it, where a block that it is bonded with is left out, and where
+a weight in it is tied to a layer that is not split alike. Each of these may leave out others, so they are looked at
+until nothing changes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+from torch import nn
+
+from smp_strategy.tensor_parallel.plan.hooks import hook_problem
+from smp_strategy.tensor_parallel.plan.hugging_face import is_from_transformers
+from smp_strategy.tensor_parallel.plan.plan import Block, How, cut_key, problem_of
+
+__all__ = ["Choice", "choose"]
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """What is to be split, and why the rest is not."""
+
+    blocks: tuple[Block, ...]
+    """Those that are split, and those of which nothing is on purpose."""
+    reasons: Mapping[str, tuple[str, str]]
+    """By name of a layer that some source has named, but that stays whole: the source and the reason."""
+
+    def of(self, layer: str) -> tuple[Block, How] | None:
+        """The block that ``layer`` is split in, and how."""
+        return next(((block, block.layers[layer]) for block in self.blocks if layer in block.layers), None)
+
+
+def choose(
+    modules: Mapping[str, nn.Module],
+    blocks: Iterable[Block],
+    num_ranks: int,
+    disabled: Mapping[str, str],
+    refused: Mapping[str, str] | None = None,
+    readers: Mapping[int, frozenset[str]] | None = None,
+) -> Choice:
+    """Decide.
+
+    Args:
+        modules: all modules by all of their qualified names.
+        blocks: of all sources, in order.
+        num_ranks: over how many ranks layers are split.
+        disabled: modules that are not to be split, with the reason.
+        refused: blocks that have turned out not to be possible, by name, with the reason.
+        readers: by ``id`` of a parameter the modules whose code reads it, as far as that is known.
+    """
+    first_names: dict[int, str] = {}
+    for name, module in modules.items():
+        first_names.setdefault(id(module), name)
+    taken: dict[str, Block] = {}
+    found: list[Block] = []
+    for block in blocks:
+        layers = {first_names[id(modules[name])]: how for name, how in block.layers.items()}
+        block = replace(block, layers=layers)
+        claimed = {name: taken[name] for name in layers if name in taken}
+        if len(claimed) == len(layers):
+            continue
+        if claimed:
+            name, other = next(iter(claimed.items()))
+            block = block.refused(f"`{name}` follows {other.source}, and the rest of its block must not be split alone")
+        if (off := [name for name in layers if name in disabled]) and not _is_whole(block):
+            block = block.refused(disabled[off[0]] if len(off) == len(layers) else f"`{off[0]}`: {disabled[off[0]]}")
+        block = block.refused(refused[block.name]) if refused and block.name in refused else block
+        problem = problem_of(block, modules, num_ranks) or hook_problem(block, modules)
+        block = block if problem is None else block.refused(problem)
+        found.append(block)
+        for name in _claims(block, modules):
+            taken.setdefault(name, block)
+    found = [_unless_read_elsewhere(block, modules, readers or {}) for block in found]
+    settled = _settled(found, modules)
+    reasons: dict[str, tuple[str, str]] = {}
+    for block in settled:
+        if block.problem is not None:
+            reasons |= {name: (block.source, block.problem) for name in block.layers if taken[name].name == block.name}
+    return Choice(tuple(block for block in settled if block.problem is None), reasons)
+
+
+def _unless_read_elsewhere(
+    block: Block, modules: Mapping[str, nn.Module], readers: Mapping[int, frozenset[str]]
+) -> Block:
+    """``block``, refused if code outside of a layer reads a parameter that would be cut."""
+    for layer, how in block.layers.items() if block.problem is None else ():
+        for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer"):
+            if cut_key(modules[layer], how, own) is None:
+                continue
+            for reader in readers.get(id(parameter), ()):
+                is_owner = any(parameter is other for other in modules[reader].parameters(recurse=False))
+                if not is_owner and not f"{reader}.".startswith(f"{layer}."):
+                    return block.refused(f"code of `{reader or 'the step'}` reads the {own} of `{layer}`")
+    return block
+
+
+def _is_whole(block: Block) -> bool:
+    return all(how.style == "whole" for how in block.layers.values())
+
+
+def _claims(block: Block, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    for layer, how in block.layers.items():
+        yield layer
+        if how.style == "layer":
+            yield from (name for name in modules if name.startswith(f"{layer}."))
+
+
+def _settled(blocks: list[Block], modules: Mapping[str, nn.Module]) -> list[Block]:
+    """``blocks`` with the problems that follow from those of others."""
+    while True:
+        problems = {**_tied_problems(blocks, modules), **_bond_problems(blocks)}
+        if not problems:
+            return blocks
+        blocks = [
+            block.refused(problems[number]) if number in problems else block for number, block in enumerate(blocks)
+        ]
+
+
+def _bond_problems(blocks: list[Block]) -> dict[int, str]:
+    broken = {block.bond: block for block in blocks if block.bond is not None and block.problem is not None}
+    return {
+        number: f"it works together with `{broken[block.bond].name}`, which stays whole: {broken[block.bond].problem}"
+        for number, block in enumerate(blocks)
+        if block.problem is None and block.bond in broken
+    }
+
+
+def _tied_problems(blocks: list[Block], modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Blocks that cut a parameter which other layers do not cut alike."""
+    owners: dict[int, dict[str, str]] = {}
+    seen: set[int] = set()
+    for name, module in modules.items():
+        if id(module) not in seen:
+            seen.add(id(module))
+            for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                owners.setdefault(id(parameter), {})[name] = own
+    hows = {name: how for block in blocks if block.problem is None for name, how in block.layers.items()}
+    found: dict[int, str] = {}
+    for number, block in enumerate(blocks):
+        for layer, how in block.layers.items() if block.problem is None else ():
+            problem = _tied_problem(layer, how, hows, owners, modules)
+            if problem is not None:
+                found.setdefault(number, problem)
+    return found
+
+
+def _tied_problem(
+    layer: str,
+    how: How,
+    hows: Mapping[str, How],
+    owners: Mapping[int, Mapping[str, str]],
+    modules: Mapping[str, nn.Module],
+) -> str | None:
+    for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer", remove_duplicate=False):
+        mine = cut_key(modules[layer], how, own)
+        if mine is None:
+            continue
+        for other, name in owners[id(parameter)].items():
+            if other == layer or (how.style == "layer" and other.startswith(f"{layer}.")):
+                continue
+            theirs = cut_key(modules[other], hows[other], name) if other in hows else None
+            if theirs != mine and not _is_declared(layer, other, modules):
+                alike = "is whole" if theirs is None else "is split otherwise"
+                return f"its {own} is tied to `{other}`, which {alike}"
+    return None
+
+
+def _is_declared(layer: str, other: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether ``other`` is a head of Hugging Face that lists the bias of its layer a second time, for old files."""
+    return layer.rpartition(".")[0] == other and is_from_transformers(modules[other])

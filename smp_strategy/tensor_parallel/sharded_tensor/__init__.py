@@ -1,0 +1,1 @@
+"""Tensors of which each rank of a tensor-parallel group has a part."""

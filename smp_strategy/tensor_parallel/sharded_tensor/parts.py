@@ -1,0 +1,205 @@
+"""The parts behind split tensors, and their graph of autograd.
+
+Operations work on parts, which are ordinary tensors with an ordinary graph. The split tensor hangs on it by a node of
+its own (:class:`_Border`), so that it is a tensor of the graph as well; nothing passes there as long as all its users
+take the part. Code that gets past Python takes the split tensor itself: such a user's gradient comes by the border,
+split or whole. And what it makes of split tensors is a split tensor behind a node of *its*: then the part is reached by
+crossing the other way (:class:`_Inside`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from smp_strategy.model.trace.pytree import leaves_of
+from smp_strategy.tensor_parallel import autograd_collectives as functions
+from smp_strategy.tensor_parallel.group import TensorGroup
+from smp_strategy.tensor_parallel.sharded_tensor.shapes import Split
+
+__all__ = ["Along", "InParts", "part_of", "put_together"]
+
+
+class Along(NamedTuple):
+    """How a tensor is split."""
+
+    group: TensorGroup
+    """The ranks that have the parts."""
+    dim: int
+    """Which is cut; not negative."""
+    lengths: tuple[int, ...]
+    """Of the ranks' parts along it."""
+
+
+class InParts(Tensor):
+    """What a ``SplitTensor`` is to autograd and to its operations.
+
+    Attributes:
+        along: how it is split.
+        cutting: the sizes that rules go by; quicker than to ask the tensor.
+    """
+
+    along: Along
+    cutting: Split
+    _part: Tensor
+    _part_node: Any
+    _crossed: Any
+    _base_parts: "InParts | None"
+
+    @classmethod
+    def of(cls, part: Tensor, along: Along, base: "InParts | None" = None) -> Self:
+        """The split tensor of which this rank has ``part``.
+
+        Args:
+            part: its gradient is that of this part.
+            along: where it is split.
+            base: the split tensor that it is a view of.
+        """
+        assert part.shape[along.dim] == along.lengths[along.group.rank], "a part has another length than it should have"
+        if part.requires_grad:
+            with torch.enable_grad():
+                made: Self = _Border.apply(part, cls, along)
+        else:
+            made = cls._hollow(part, along)
+        made._part, made._part_node = part, part.grad_fn
+        made._crossed, made._base_parts = None, base
+        return made
+
+    @classmethod
+    def _hollow(cls, part: Tensor, along: Along) -> Self:
+        sizes = list(part.shape)
+        sizes[along.dim] = sum(along.lengths)
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, sizes, strides=_strides(part, sizes), dtype=part.dtype, device=part.device
+        )
+        made.along = along
+        made.cutting = Split(tuple(sizes), along.dim, along.lengths, along.group.rank)
+        return made
+
+    @property
+    def part(self) -> Tensor:
+        """What this rank has."""
+        node = self.node
+        if node is None or type(node) in _BORDERS or node is self._crossed or not torch.is_grad_enabled():
+            return self._part
+        self._part, self._crossed = _Inside.apply(self), node
+        self._part_node = self._part.grad_fn
+        return self._part
+
+    @property
+    def node(self) -> Any:
+        """Of the graph, that made it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return vars(torch._C.TensorBase)["grad_fn"].__get__(self)
+
+    def whole(self) -> Tensor:
+        """All parts together, on all ranks; collective. All ranks go on alike with it."""
+        return functions.gather(self.part, *self.along)
+
+    def changed(self) -> Self:
+        """To be called after the part was changed in place."""
+        parts: InParts | None = self
+        while parts is not None:
+            if parts._part.grad_fn is not parts._part_node:
+                _BorderAgain.apply(parts, parts._part)
+                parts._part_node = parts._part.grad_fn
+            parts = parts._base_parts
+        return self
+
+    def begin(self, requires_grad: bool) -> Self:
+        """``requires_grad_``."""
+        part = self.part
+        if requires_grad and not part.requires_grad:
+            self._part = part.detach().requires_grad_()  # the flag is not for others that have this part
+            _BorderAgain.apply(self, self._part)
+        elif not requires_grad:
+            part.requires_grad_(False)
+            with torch._C.DisableTorchFunctionSubclass():
+                self.detach_()
+        return self
+
+
+def part_of(whole: Tensor, along: Along) -> Tensor:
+    """This rank's part of a tensor that is whole, or split along any dim."""
+    if isinstance(whole, InParts):
+        if whole.along == along:
+            return whole.part
+        whole = whole.whole()
+    if whole.requires_grad and torch.is_grad_enabled():
+        return functions.split(whole, *along)
+    rank = along.group.rank
+    return whole.narrow(along.dim, sum(along.lengths[:rank]), along.lengths[rank])
+
+
+def put_together(tree: Any) -> Any:
+    """``tree`` with whole tensors in the place of split ones; all ranks of the group call it."""
+    if not any(isinstance(leaf, InParts) for leaf in leaves_of(tree)):
+        return tree
+    return pytree.tree_map_only(InParts, InParts.whole, tree)
+
+
+class _Border(torch.autograd.Function):
+    """From a part to its split tensor."""
+
+    # Not what a pipeline puts into its place: no placed tensor comes here.
+    apply = vars(torch.autograd.Function)["apply"]
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, kind: type[InParts], along: Along) -> Tensor:
+        ctx.along = along
+        ctx.set_materialize_grads(False)
+        return kind._hollow(part, along)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None if gradients[0] is None else part_of(gradients[0], ctx.along), None, None
+
+
+class _BorderAgain(torch.autograd.Function):
+    """The same, for a split tensor that exists and whose part has changed."""
+
+    apply = vars(torch.autograd.Function)["apply"]
+
+    @staticmethod
+    def forward(ctx: Any, split: InParts, part: Tensor) -> Tensor:
+        ctx.along = split.along
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(split)
+        return split
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None if gradients[0] is None else part_of(gradients[0], ctx.along)
+
+
+class _Inside(torch.autograd.Function):
+    """From a split tensor to its part."""
+
+    apply = vars(torch.autograd.Function)["apply"]
+
+    @staticmethod
+    def forward(ctx: Any, split: InParts) -> Tensor:
+        ctx.kind, ctx.along = type(split), split.along
+        ctx.set_materialize_grads(False)
+        return split._part.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None if gradients[0] is None else ctx.kind.of(gradients[0], ctx.along)
+
+
+_BORDERS: frozenset[Any] = frozenset(kind._backward_cls for kind in (_Border, _BorderAgain))
+
+
+def _strides(part: Tensor, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Those of a whole tensor whose elements stand in the order of the part's."""
+    order = range(part.dim())
+    if not part.is_contiguous():
+        order = sorted(order, key=lambda dim: part.stride(dim), reverse=True)  # type: ignore[assignment]
+    strides, step = [0] * part.dim(), 1
+    for dim in reversed(order):
+        strides[dim] = step if part.stride(dim) or part.is_contiguous() else 0
+        step *= sizes[dim] if strides[dim] else 1
+    return tuple(strides)

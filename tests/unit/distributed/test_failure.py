@@ -1,0 +1,138 @@
+"""Who failed first."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from smp_strategy.distributed.failure import blame, first_failure, publish, publish_own, raise_lost
+from smp_strategy.errors import PeerFailedError, UnsupportedError
+from smp_strategy.testing import run_ranks
+
+
+def test_the_first_failure_stays():
+    store = dist.HashStore()
+    assert first_failure(store) is None
+    assert publish(store, 1, "the cause")
+    assert not publish(store, 0, "a consequence")
+    assert publish(store, 1, "the cause once more")
+    assert first_failure(store) == "rank 1 failed first: the cause"
+
+
+def test_who_fails_after_the_store_is_gone_is_the_first_as_far_as_it_knows():
+    class Gone:
+        def compare_set(self, key, expected, desired):
+            raise dist.DistNetworkError("Broken pipe")
+
+    assert publish(Gone(), 1, "the cause")
+    assert first_failure(Gone()) is None
+
+
+def blame_after_rank_one_failed():
+    own = blame(ValueError("mistake")) if dist.get_rank() == 1 else None
+    dist.barrier()
+    if own is None:
+        own = blame(RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"))
+    return type(own).__name__, str(own)
+
+
+def test_a_broken_connection_names_the_rank_that_failed():
+    (kind, text), own = run_ranks(blame_after_rank_one_failed, 2)
+    assert kind == PeerFailedError.__name__
+    assert text == "rank 1 failed first: ValueError: mistake"
+    assert own == ("ValueError", "mistake")
+
+
+def mistake_of_the_user():
+    raise ValueError("two\nlines")
+
+
+def published_by(rank):
+    """What the others are told of an error of ``rank``, and who is the first."""
+    is_first = None
+    if dist.get_rank() == rank:
+        with pytest.raises(ValueError, match="two") as caught:
+            mistake_of_the_user()
+        is_first = publish_own(caught.value)
+    dist.barrier()
+    told = blame(RuntimeError("Connection reset by peer"))
+    return is_first, publish_own(ValueError("later")), publish_own(told), str(told)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_error_is_told_with_the_line_of_the_user_where_it_arose(rank):
+    for each, (is_first, later, of_another, told) in enumerate(run_ranks(published_by, 3, rank)):
+        assert is_first == (True if each == rank else None)
+        assert later == (each == rank)
+        assert not of_another
+        line = mistake_of_the_user.__code__.co_firstlineno + 1
+        words = f"rank {rank} failed first: ValueError: two\nlines ({__file__}, line {line}, in mistake_of_the_user)"
+        assert told == words
+
+
+def long_mistake():
+    raise ValueError("the first\n" + "between\n" * 10 + "the last")
+
+
+def published_long():
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="first") as caught:
+            long_mistake()
+        publish_own(caught.value)
+    dist.barrier()
+    return str(blame(RuntimeError("Connection reset by peer")))
+
+
+def test_of_a_long_message_the_others_are_told_the_beginning_and_the_end():
+    line = long_mistake.__code__.co_firstlineno + 1
+    words = f"rank 1 failed first: ValueError: the first ... the last ({__file__}, line {line}, in long_mistake)"
+    assert run_ranks(published_long, 2) == [words] * 2
+
+
+def without_rank_zero():
+    """Rank 0, which serves the store, ends without a word."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    port = int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, world_size=2, is_master=rank == 0, timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    before = publish_own(PeerFailedError("no")), first_failure(store)
+    dist.barrier()
+    if rank == 0:
+        os._exit(0)
+    with pytest.raises(RuntimeError) as caught:
+        dist.barrier()
+    told = blame(caught.value)
+    Path(os.environ["TOLD"]).write_text(f"{before}|{type(told).__name__}|{told}")
+
+
+def test_where_rank_zero_is_gone_it_is_named(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    with pytest.raises(RuntimeError, match="rank 0:\nthe process ended without a result"):
+        run_ranks(without_rank_zero, 2)
+    before, kind, told = (tmp_path / "told").read_text().split("|")
+    assert (before, kind) == ("(False, None)", "PeerFailedError")
+    assert told == "Rank 0 is gone: it was killed, or has ended. Rank 1 ends because of that."
+    # Each call of a store that is gone prints a screen.
+    assert "TCPStore" not in capfd.readouterr().err
+
+
+def test_without_process_group_an_error_is_its_own():
+    error = RuntimeError("connection")
+    assert blame(error) is error
+
+
+def test_a_connection_that_breaks_names_the_other_rank():
+    message = r"While sending a tensor to rank 3, the connection failed: reset by peer"
+    with pytest.raises(PeerFailedError, match=message) as caught:
+        raise_lost(RuntimeError("reset by peer"), 3, "sending a tensor to")
+    assert str(caught.value.__cause__) == "reset by peer"
+
+
+def test_an_error_of_this_package_is_raised_as_it_is():
+    error = UnsupportedError("no")
+    with pytest.raises(UnsupportedError) as caught:
+        raise_lost(error, 3, "sending a tensor to")
+    assert caught.value is error

@@ -1,0 +1,47 @@
+"""Memory that a microbatch's thread has freed is there for the next one."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+# A thread makes tensors which the main thread frees, as backward does; prints the page faults of later rounds.
+ROUNDS = """
+import resource, sys, threading
+import torch
+from smp_strategy.distributed.malloc import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+held = []
+def microbatch():
+    for _ in range(4):
+        go.acquire()
+        held.extend(torch.ones(256 * 1024) for _ in range(100))
+        done.release()
+go, done = threading.Semaphore(0), threading.Semaphore(0)
+threading.Thread(target=microbatch, daemon=True).start()
+for number in range(4):
+    if number == 1:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    go.release()
+    done.acquire()
+    held.clear()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(mode: str, **environment: str) -> int:
+    command = [sys.executable, "-c", ROUNDS, mode]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=120, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no thresholds")
+def test_freed_memory_is_used_again_unless_the_user_has_chosen_otherwise():
+    kept = page_faults("keep")
+    assert page_faults("leave") > 4 * kept
+    assert page_faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > 4 * kept

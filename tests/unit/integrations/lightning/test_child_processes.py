@@ -1,0 +1,123 @@
+"""Processes that one process has started: how their end is told, and that none is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from smp_strategy.integrations.lightning.child_processes import how_it_ended
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "its process (7) ended with exit code 3."),
+        (-signal.SIGSEGV, "its process (7) was killed by SIGSEGV (signal 11)."),
+        (-signal.SIGKILL, "its process (7) was killed by SIGKILL (signal 9), as the system does when memory runs out"),
+        (-41, "its process (7) was killed by signal 41 (signal 41)."),
+    ],
+)
+def test_a_signal_is_named(code, words):
+    assert how_it_ended(7, code).startswith(words)
+
+
+# Importing what is tested takes seconds, so it is done once, and the processes that are started do without.
+LAUNCHER = """
+    import os, sys, time
+    from smp_strategy.integrations.lightning import child_processes as children
+    children.GRACE_SECONDS = 0.2
+    processes = []
+    ours = children.Children(processes)
+    for rank, body in enumerate(sys.argv[1:], 1):
+        ours.start(rank, [sys.executable, "-c", body], dict(os.environ), None)
+    ours.watch()
+"""
+
+
+def launched(then: str, *bodies: str):
+    script = textwrap.dedent(LAUNCHER) + textwrap.dedent(then)
+    return subprocess.run(
+        [sys.executable, "-c", script, *bodies], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_child_that_is_killed_ends_a_process_that_waits_for_it_for_ever():
+    killed = "import os; os.kill(os.getpid(), 9)"
+    done = launched("time.sleep(50)", "import time; time.sleep(50)", killed)
+    assert done.returncode == 128 + 9
+    assert done.stderr.startswith("rank 2 failed first: its process (")
+    assert "was killed by SIGKILL (signal 9)" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("code", "expected"), [(3, 3), (0, 0), (143, 0)])
+def test_an_exit_code_ends_it_unless_the_child_ended_on_purpose(code, expected):
+    done = launched("time.sleep(1.5)", f"raise SystemExit({code})")
+    assert done.returncode == expected
+    assert ("rank 1 failed first" in done.stderr) == (expected != 0)
+
+
+def test_a_child_that_is_expected_to_end_is_ended_in_silence():
+    done = launched("ours.end(patience=0.1); time.sleep(1)", "import time; time.sleep(50)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sigterm_ends_the_children_as_well_as_long_as_nobody_handles_it(tmp_path):
+    pid = f"pathlib.Path({str(tmp_path / 'pid')!r})"
+    body = f"import os, pathlib, time; {pid}.write_text(str(os.getpid())); time.sleep(50)"
+    then = f"""
+        import pathlib, signal
+        while not {pid}.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(50)
+    """
+    assert launched(then, body).returncode == -signal.SIGTERM
+    assert not is_alive(int((tmp_path / "pid").read_text()))
+
+
+CHILD = """
+import os, pathlib, sys, threading, time
+sys.path[:0] = {path!r}
+from smp_strategy.integrations.lightning import child_processes as children
+children.GRACE_SECONDS = 0.2
+children.end_with_launcher()
+assert "SMP_LAUNCHER" not in os.environ
+pathlib.Path("begun").write_text(str(os.getpid()))
+time.sleep({seconds})
+pathlib.Path("done").touch()
+"""
+WAITING = """
+    import pathlib
+    while not pathlib.Path("begun").exists():
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "goes_on"), [("os.kill(os.getpid(), 9)", False), ("os._exit(1)", False), ("", True), ("1 / 0", True)]
+)
+def test_a_child_ends_if_the_process_is_killed_that_has_started_it(end, goes_on, tmp_path, monkeypatch):
+    """One that ends as it should, or says why it does not, has seen to the others itself."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[4]), *sys.path]))
+    launched(textwrap.dedent(WAITING) + end, CHILD.format(path=sys.path, seconds=2 if goes_on else 50))
+    child = int((tmp_path / "begun").read_text())
+    deadline = time.monotonic() + 30
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+    assert (tmp_path / "done").exists() == goes_on
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs; one that has ended, and that nobody has asked for its exit code, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

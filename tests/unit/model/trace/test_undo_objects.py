@@ -1,0 +1,134 @@
+"""What code does to objects, generators and iterators is undone."""
+
+import collections
+import itertools
+import logging
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from smp_strategy.model.trace.undo_iterators import iterators_rewound
+from smp_strategy.model.trace.undo_objects import objects_restored
+
+
+class Meter:
+    def __init__(self):
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value):
+        self.sum += value
+        self.count += 1
+        self.average = self.sum / self.count
+
+
+def test_objects_of_the_users_classes_are_as_before():
+    meter, inside, namespace, array = Meter(), Meter(), SimpleNamespace(step=1), np.zeros(2)
+    with objects_restored([meter, {"inner": [inside]}, namespace, array]):
+        meter.update(1.0)
+        inside.update(2.0)
+        namespace.step += 1
+        namespace.new = True
+        array += 1
+    assert vars(meter) == vars(inside) == {"sum": 0.0, "count": 0}
+    assert vars(namespace) == {"step": 1}
+    assert array.tolist() == [0, 0]
+
+
+def test_lists_dicts_and_sets_in_them_are_as_before():
+    namespace = SimpleNamespace(values=[1.0], by_name={"a": [0]}, seen={1}, latest=collections.deque([1], maxlen=2))
+    with objects_restored([{"inner": namespace}]):
+        namespace.values.append(2.0)
+        namespace.by_name["a"].append(1)
+        namespace.by_name["b"] = []
+        namespace.seen.add(2)
+        namespace.latest.append(2)
+        namespace.latest.append(3)
+    assert namespace.values == [1.0]
+    assert namespace.by_name == {"a": [0]}
+    assert namespace.seen == {1}
+    assert namespace.latest == collections.deque([1], maxlen=2)
+
+
+def test_they_are_after_an_error_too():
+    meter = Meter()
+    with pytest.raises(ZeroDivisionError), objects_restored([meter]):
+        meter.update(1 / 0)
+    assert meter.count == 0
+
+
+def test_of_objects_of_libraries_numbers_are():
+    logger = logging.Logger("a name")
+    handler = logging.NullHandler()
+    with objects_restored([logger]):
+        logger.setLevel(logging.ERROR)
+        logger.parent = handler
+    assert logger.level == logging.NOTSET
+    assert logger.parent is handler, "what they have made meanwhile stays"
+
+
+def test_classes_and_circles_are_no_obstacle():
+    meter = Meter()
+    meter.itself = [meter]
+    with objects_restored([Meter, meter, collections.Counter("aa")]):
+        meter.update(1.0)
+    assert meter.count == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda generator: torch.rand((), generator=generator).item()),
+        (lambda: np.random.default_rng(1), lambda generator: generator.random()),
+        (lambda: np.random.Generator(np.random.MT19937(1)), lambda generator: generator.random()),
+        (lambda: np.random.RandomState(1), lambda generator: generator.rand()),
+        (lambda: random.Random(1), lambda generator: generator.random()),
+    ],
+)
+def test_generators_go_on_where_they_were(make, draw):
+    expected = make()
+    wanted = [draw(expected) for _ in range(3)]
+    generator = make()
+    found = [draw(generator)]
+    with objects_restored([{"inner": generator}]):
+        draw(generator)
+        draw(generator)
+    assert [*found, draw(generator), draw(generator)] == wanted
+
+
+def numbers():
+    yield from range(1, 10)
+
+
+@pytest.mark.parametrize(
+    "make", [numbers, lambda: iter([1, 2, 3, 4, 5, 6]), lambda: itertools.count(1), lambda: map(abs, range(-1, -9, -1))]
+)
+def test_iterators_give_once_more_what_they_have_given(make):
+    holder = {"it": make(), "other": 1}
+    found = [next(holder["it"])]
+    for _ in range(2):
+        with iterators_rewound([holder]):
+            assert next(holder["it"]) == 2
+            assert next(holder["it"]) == 3
+    found += [next(holder["it"]) for _ in range(2)]
+    with iterators_rewound([holder]):
+        next(holder["it"])
+    assert [*found, *itertools.islice(holder["it"], 2)] == [1, 2, 3, 4, 5]
+
+
+def test_an_iterator_that_nobody_has_asked_is_itself_again():
+    holder = {"it": numbers()}
+    before = holder["it"]
+    with iterators_rewound([holder]):
+        assert holder["it"].gi_frame is before.gi_frame, "in all else it is that iterator"
+    assert holder["it"] is before
+
+
+def test_an_iterator_ends_when_it_ended():
+    holder = {"it": iter([1, 2])}
+    with iterators_rewound([holder]):
+        assert list(holder["it"]) == [1, 2]
+    assert list(holder["it"]) == [1, 2]
+    assert list(holder["it"]) == []

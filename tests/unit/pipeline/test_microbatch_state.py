@@ -1,0 +1,103 @@
+"""Turns of two microbatches on shared objects, without programs."""
+
+import weakref
+
+import torch
+from torch import nn
+
+from smp_strategy.pipeline.microbatch_state import MOST_ENTRIES, PrivateState
+
+
+class Glue(nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        vars(self).update(attributes)
+
+
+def turn(state, microbatch, body):
+    state.enter(microbatch)
+    body()
+    state.leave(microbatch)
+
+
+def tensors(count):
+    return [torch.full((), float(number)) for number in range(count)]
+
+
+def test_places_of_a_list_belong_to_whoever_fills_them():
+    a, b, c = tensors(3)
+    glue = Glue(places=[None, None])
+    state = PrivateState([glue], [])
+    state.begin()
+    turn(state, 0, lambda: glue.places.__setitem__(0, a))
+    turn(state, 1, lambda: glue.places.__setitem__(0, b))
+    assert glue.places == [None, None]
+
+    def fill():
+        assert glue.places[0] is a
+        glue.places[1] = c
+
+    turn(state, 0, fill)
+    state.end()
+    assert glue.places[0] is b
+    assert glue.places[1] is c
+
+
+def test_items_keep_their_places_among_what_is_shared():
+    a, b, c = tensors(3)
+    glue = Glue(mixed=[1])
+    state = PrivateState([glue], [])
+    state.begin()
+    turn(state, 0, lambda: glue.mixed.extend([a, 2, b]))
+    turn(state, 1, lambda: glue.mixed.append(c))
+    assert glue.mixed == [1, 2]
+    turn(state, 0, lambda: [item is other or 1 / 0 for item, other in zip(glue.mixed, [1, a, 2, b], strict=True)])
+    state.end()
+    assert [item for item in glue.mixed if isinstance(item, int)] == [1, 2]
+    assert [item for item in glue.mixed if isinstance(item, torch.Tensor)] == [a, b, c]
+
+
+def test_what_holds_no_tensors_is_shared():
+    glue = Glue(count=0, names=[])
+    state = PrivateState([glue], [])
+    state.begin()
+    for microbatch in (0, 1, 0, 1):
+
+        def count():
+            glue.count += 1
+            glue.names.append("x")
+
+        turn(state, microbatch, count)
+    state.end()
+    assert (glue.count, glue.names) == (4, ["x"] * 4)
+
+
+def test_statistics_of_real_tensors_are_shared_in_every_step():
+    glue = Glue(mean=torch.zeros(()))
+    state = PrivateState([glue], [])
+    for _ in range(2):
+        state.begin()
+        for microbatch in (0, 1, 0, 1):
+            turn(state, microbatch, lambda: setattr(glue, "mean", glue.mean + 1))
+        state.end()
+    assert glue.mean == 8
+
+
+def test_large_containers_are_left_alone():
+    glue = Glue(history=[0] * (MOST_ENTRIES + 1))
+    state = PrivateState([glue], [])
+    state.begin()
+    (a,) = tensors(1)
+    turn(state, 0, lambda: glue.history.append(a))
+    assert glue.history[-1] is a
+
+
+def test_nothing_is_held_after_the_step():
+    glue = Glue(kept=None)
+    state = PrivateState([glue], [])
+    state.begin()
+    turn(state, 0, lambda: setattr(glue, "kept", torch.zeros(2)))
+    state.end()
+    reference = weakref.ref(glue.kept)
+    glue.kept = None
+    assert reference() is None

@@ -1,0 +1,57 @@
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from smp_strategy.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_does_not_wait_for_pytorch():
+    code = (
+        "import sys\nfrom smp_strategy.cli.main import main\n"
+        "try:\n    main(['export', '--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert shown.startswith("usage: smp export")
+    assert shown.splitlines()[-1] == "False"
+
+
+def test_the_command_is_installed():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts["smp"] == "smp_strategy.cli.main:main"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["explode"], "invalid choice"),
+        (["export", "a"], "out"),
+        (["export", "a", "b", "--max-shard-size", "5 apples"], "no amount of memory"),
+        (["export", "a", "b", "--max-shard-size", "0"], "no room"),
+        (["export", "a", "b", "--hf", "c", "--form", "full"], "not allowed with"),
+        (["import", "a", "b", "--form", "safetensors"], "invalid choice"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_told(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "export", "import"])
+def test_what_is_not_there_is_told(command, tmp_path, capsys):
+    out = [] if command == "inspect" else [str(tmp_path / "out")]
+    assert main([command, str(tmp_path / "none"), *out]) == 2
+    assert capsys.readouterr().err == f"smp {command}: {tmp_path / 'none'} does not exist.\n"
+
+
+@pytest.mark.parametrize(("name", "said"), [("float99", "no floating point type"), ("int8", "no floating point type")])
+def test_a_wrong_dtype_is_told_before_anything_is_read(name, said, tmp_path, capsys):
+    assert main(["export", str(tmp_path / "none"), str(tmp_path / "out"), "--dtype", name]) == 2
+    assert said in capsys.readouterr().err
