@@ -63,8 +63,8 @@ from torch.optim import SGD
 from workloads import GPT, Batch, Chain, EngineSteps
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.model.placement import set_partition
-from smp_strategy.model.trace.work_trace import Link
+from smp_strategy.model.annotations import set_partition
+from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.planning.schedule.policies import Policy, candidates

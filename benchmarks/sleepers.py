@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workloads import Batch, Chain
 
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import Flow, route
 
 __all__ = ["Sleepers"]

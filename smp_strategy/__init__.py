@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from smp_strategy.integrations.lightning.strategy import SMPHooks as SMPStrategy
     from smp_strategy.integrations.sagemaker import resume_from_checkpoint as resume_from_checkpoint
     from smp_strategy.integrations.sagemaker import save_checkpoint as save_checkpoint
-    from smp_strategy.model.placement import partition as partition
-    from smp_strategy.model.placement import set_partition as set_partition
+    from smp_strategy.model.annotations import partition as partition
+    from smp_strategy.model.annotations import set_partition as set_partition
     from smp_strategy.model.trace.device_model import Machine as Machine
     from smp_strategy.model.units import unit as unit
     from smp_strategy.tensor_parallel.plan.annotations import set_tensor_parallelism as set_tensor_parallelism
@@ -74,12 +74,12 @@ _HOME = {
     "SMPPlugin": "smp_strategy.integrations.accelerate.plugin",
     "UnsupportedError": "smp_strategy.errors",
     "checkpoint_sequential": "smp_strategy.activations.checkpoint_sequential",
-    "partition": "smp_strategy.model.placement",
+    "partition": "smp_strategy.model.annotations",
     "plan_partition": "smp_strategy.engine.offline_planning",
     "resume_from_checkpoint": "smp_strategy.integrations.sagemaker",
     "save_checkpoint": "smp_strategy.integrations.sagemaker",
     "set_activation_checkpointing": "smp_strategy.activations.annotations",
-    "set_partition": "smp_strategy.model.placement",
+    "set_partition": "smp_strategy.model.annotations",
     "set_tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
     "tensor_parallelism": "smp_strategy.tensor_parallel.plan.annotations",
     "tp_register": "smp_strategy.tensor_parallel.plan.registry",

@@ -36,7 +36,7 @@ from smp_strategy.activations.offload_stats import Traffic
 from smp_strategy.activations.offload_tensors import Parcel, Parcels, Saved, storages_of
 from smp_strategy.activations.pinned_pool import HostMemory
 from smp_strategy.model.trace.func_transforms import without_transforms
-from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["Offload", "ReadBack"]
 

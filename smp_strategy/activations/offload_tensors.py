@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from smp_strategy.activations.copy_stream import Copies, Moment
 from smp_strategy.activations.pinned_pool import HostMemory, Lease
 from smp_strategy.errors import changed_in_place
-from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["Parcel", "Parcels", "Saved", "storages_of"]
 

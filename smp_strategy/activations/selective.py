@@ -7,6 +7,13 @@ as the call can be run again. Hooks on saved tensors do not see them: only input
 Not kept is what something is written into before the call is over (an activation in place), nor what the call returns:
 the caller may change it, or keep it longer. These products are simply done again. Writes are noted below autograd, too,
 by the memory that they go to: version counters miss some, as those of PyTorch's own recurrent layers.
+
+Which kernels' results are worth keeping where the rest is computed again: those of products.
+
+Matrix products, convolutions, attention and recurrent layers are nearly all of the work, and their results a part of
+what is kept. What stands between them (norms, activations, additions) is cheap to compute again. A kernel that draws
+random numbers (attention with dropout) is none of these: left out, it would leave the stream where it is, and the next
+one would draw other numbers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,12 +24,32 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.matmul_ops import is_product
-from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.dispatch import draws
+from smp_strategy.model.trace.tensor_spec import storage_of
 
-__all__ = ["Products"]
+__all__ = ["Products", "is_product"]
+
+_aten = torch.ops.aten
+
+# Those that PyTorch's table of products lacks.
+_OTHERS = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu,
+        _aten._grouped_mm,
+        _aten.mkldnn_rnn_layer,
+        _aten._cudnn_rnn,
+    }
+)
+
+
+def is_product(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the kernel ``func`` is a product that comes out the same each time, in memory of its own."""
+    kind = func.overloadpacket
+    is_one = kind in _OTHERS or kind in flop_registry
+    return is_one and not func._schema.is_mutable and not draws(func, args, kwargs)
 
 
 class _Made(NamedTuple):

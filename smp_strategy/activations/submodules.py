@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.activations.ambient import random_of_now
+from smp_strategy.activations.checkpoint_state import random_of_now
 from smp_strategy.activations.policy import Treatment
 from smp_strategy.activations.unit_wrapper import Activations, UnitCall
 from smp_strategy.model.patching import StandIns

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from smp_strategy.activations.ambient import autocast_of_now, random_of_now
 from smp_strategy.activations.checkpoint import Recomputed
 from smp_strategy.activations.checkpoint_groups import Groups
 from smp_strategy.activations.checkpoint_inputs import Inputs
-from smp_strategy.activations.checkpoint_state import Bystanders, Found
+from smp_strategy.activations.checkpoint_state import Bystanders, Found, autocast_of_now, random_of_now
 from smp_strategy.activations.copy_stream import copies_of
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.policy import KEEP, Treatment, Treatments

@@ -7,6 +7,10 @@ Each concern is a small dataclass of its own (:mod:`smp_strategy.config.options`
 
 Two rules hold for every option: a value of the wrong type or range is an error, and so is an unknown name. All mistakes
 are reported at once. This module does not import torch: Hydra reads it while it composes a configuration.
+
+The options of checkpoints: in what form they are written, and when.
+
+Beside the others (:mod:`smp_strategy.config.options`), which are about the run itself.
 """
 
 import dataclasses
@@ -14,9 +18,8 @@ import difflib
 import os
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from smp_strategy.config.checkpoint_options import CheckpointOptions
 from smp_strategy.config.options import (
     ActivationOptions,
     PartitionOptions,
@@ -28,21 +31,45 @@ from smp_strategy.config.options import (
     TraceOptions,
     UnitOptions,
 )
-from smp_strategy.config.parsing import as_dict, as_tuple, parse, wrong_types
+from smp_strategy.config.parsing import as_dict, as_tuple, one_of, parse, wrong_types
 from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.config.recipe import MICROBATCHES_PER_STAGE, parse_recipe
 from smp_strategy.errors import ConfigError
 
 __all__ = [
+    "CheckpointOptions",
     "DOOR_OPTIONS",
     "ENV_PREFIX",
     "RestoreModule",
     "SMPConfig",
     "Schedule",
+    "StateDictType",
     "canonical",
     "option_types",
     "unknown_option",
 ]
+
+StateDictType = Literal["full", "sharded"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """Checkpoints. Either form is read under any layout, whatever these options say."""
+
+    state_dict_type: StateDictType = "full"
+    """``full``: one ordinary file, as one process writes it. ``sharded``: a directory in the format of
+    ``torch.distributed.checkpoint``, to which each rank writes what it holds."""
+    async_save: bool = False
+    """Go on with training while files are written: it stops for the copy to host memory only."""
+
+    checkpoint_weights_only: bool = True
+    """Load nothing but tensors and plain values, so that no file can run code. ``False``: whatever there is in the
+    full form, which only files that you trust should make you say. What is given to ``trainer.fit(..., weights_only=)``
+    goes first."""
+
+    def _problems(self) -> list[str]:
+        return one_of(self, "state_dict_type", typing.get_args(StateDictType))
+
 
 ENV_PREFIX = "SMP_"
 ALIASES = {"partitions": "pipeline_parallel_degree"}

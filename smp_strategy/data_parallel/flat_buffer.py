@@ -46,7 +46,7 @@ from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.collectives.messages import Pending, wait_for
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.precision.dtypes import gradient_dtype
-from smp_strategy.precision.gradient_dtype import set_gradient_dtype
+from smp_strategy.precision.master_weights import set_gradient_dtype
 
 __all__ = ["FlatBuffer"]
 

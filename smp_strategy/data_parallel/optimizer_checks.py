@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.optimizer_dependence import can_be_dealt_out
-from smp_strategy.data_parallel.twin import step_by_values, take_step, twin_of
+from smp_strategy.data_parallel.optimizer_probe import step_by_values, take_step, twin_of
 
 __all__ = ["difference_in_parts", "difference_in_pieces", "problems_of_cuts"]
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.twin import step_by_values, take_step, twin_with
+from smp_strategy.data_parallel.optimizer_probe import step_by_values, take_step, twin_with
 from smp_strategy.model.guarded_tensors import Home, Sight, StageTensor
 
 __all__ = ["Updater", "can_be_dealt_out", "dependence", "problems_of_dependence"]

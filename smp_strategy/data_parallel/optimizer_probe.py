@@ -3,20 +3,123 @@
 Any optimizer may be used, so it is asked: a twin with the same options takes one step with a small stand-in of the
 parameter. Each dim of the stand-in has a size of its own, so the shape of a state tensor says which dims it follows:
 for a parameter of 5 x 7 a moment is 5 x 7, the rows of Adafactor are 5 x 1.
+
+Optimizers that are asked what they do: a twin with the same options steps on a stand-in for a parameter.
+
+Nothing that the twin does may reach the original, its parameters or its schedulers, whatever the optimizer keeps
+where: groups, attributes with parameters in them (LBFGS), an inner optimizer that shares its groups (SAM, Lookahead).
+So everything is copied, and in the copies the stand-in is where the parameter was, an empty parameter without a
+gradient where others were, and there is no state.
 """
 
+import copy
+import itertools
 import logging
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from types import MethodType
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
+from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.twin import take_step, twin_of
+__all__ = [
+    "StateSize",
+    "moments",
+    "optimizer_state_bytes",
+    "optimizer_state_sizes",
+    "step_by_values",
+    "take_step",
+    "twin_of",
+    "twin_with",
+    "with_inner",
+]
 
-__all__ = ["StateSize", "moments", "optimizer_state_bytes", "optimizer_state_sizes"]
+# How a step is computed, but not what: some of it is for accelerators only.
+_HOW = ("capturable", "foreach", "fused")
+
+
+def twin_of(optimizer: Optimizer, parameter: Tensor, stand_in: nn.Parameter) -> Optimizer:
+    """An optimizer with the options that ``parameter`` has in ``optimizer``, for ``stand_in`` alone."""
+    return twin_with(optimizer, {parameter: stand_in})
+
+
+def twin_with(optimizer: Optimizer, stand_ins: Mapping[Tensor, nn.Parameter]) -> Optimizer:
+    """An optimizer with the options that each parameter has in ``optimizer``, for its stand-in, and for no others."""
+    members = with_inner(optimizer)
+    nothing = nn.Parameter(next(iter(stand_ins.values())).detach().new_empty(0))
+    memo: dict[int, Any] = {}
+    for member in members:
+        memo[id(member)] = object.__new__(type(member))
+        memo[id(vars(member).get("state"))] = defaultdict(dict)
+        for group in _groups(member):
+            memo.update(zip(map(id, group["params"]), itertools.repeat(nothing)))
+            memo[id(group["params"])] = [stand_ins[each] for each in group["params"] if each in stand_ins]
+    memo.update((id(parameter), stand_in) for parameter, stand_in in stand_ins.items())
+    memo.pop(id(None), None)
+    for member in members:
+        _fill(memo[id(member)], member, memo)
+        _begin_state(memo[id(member)])
+        if callable(begin := getattr(memo[id(member)], "train", None)):  # it may be evaluating just now
+            begin()
+    twin: Optimizer = memo[id(optimizer)]
+    return twin
+
+
+def step_by_values(twin: Optimizer) -> None:
+    """Let steps be as large as values, whatever the learning rates are: warm-ups begin at zero."""
+    for group in twin.param_groups:
+        if isinstance(rate := group.get("lr"), (int, float, Tensor)):
+            group["lr"] = torch.ones_like(rate) if isinstance(rate, Tensor) else 1.0
+
+
+def take_step(twin: Optimizer, closure: Callable[[], Tensor] | None = None) -> None:
+    """Nothing of it is left but in the twin; random numbers go on as before."""
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+        twin.step() if closure is None else twin.step(closure)  # type: ignore[arg-type]
+
+
+def _begin_state(twin: Optimizer) -> None:
+    """Do what the constructor does: Adagrad keeps something from the beginning under torch 2.11, not from a step on."""
+    if type(twin) is not Adagrad:
+        return
+    for group in twin.param_groups:
+        for parameter in group["params"]:
+            total = torch.full_like(parameter, group["initial_accumulator_value"])
+            twin.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Itself and the optimizers in its attributes, and in theirs."""
+    found = [optimizer]
+    for member in found:  # which grows
+        own = {name: value for name, value in vars(member).items() if name not in ("param_groups", "state")}
+        inner = (leaf for leaf in pytree.tree_leaves(own) if isinstance(leaf, Optimizer))
+        found += dict.fromkeys(each for each in inner if each not in found)
+    return found
+
+
+def _groups(optimizer: Optimizer) -> Iterable[dict[str, Any]]:
+    return vars(optimizer).get("param_groups", ())
+
+
+def _fill(twin: Optimizer, original: Optimizer, memo: dict[int, Any]) -> None:
+    for name, value in vars(original).items():
+        # Schedulers put a method of the original on it, and so do others.
+        if not (callable(value) and callable(getattr(type(original), name, None))):
+            vars(twin)[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+    step = type(twin).step
+    if getattr(step, "hooked", False):  # by what others have hung on the steps of all optimizers
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    vars(twin)["step"] = MethodType(step, twin)
+    if "param_groups" in vars(twin):
+        twin.param_groups[:] = [group for group in twin.param_groups if group["params"]]
+    for group in _groups(twin):
+        group.update({name: False for name in _HOW if name in group})
+
 
 _log = logging.getLogger(__name__)
 

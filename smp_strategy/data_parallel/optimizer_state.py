@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.twin import take_step, twin_of
+from smp_strategy.data_parallel.optimizer_probe import take_step, twin_of
 from smp_strategy.errors import UnsupportedError
 
 __all__ = ["cut_state", "has_one_per_element", "kept_per_element"]

@@ -3,6 +3,13 @@
 In one process they find all weights and gradients as they are before and after the step. So they are taken out of the
 step: those before it run before a rank hides what others update, and those after it when the new values are known
 everywhere, with everything in sight like any other hook.
+
+Closures of optimizers, which evaluate the loss.
+
+Optimizers that train one point and have an average evaluated, and exchange them in ``train`` and ``eval``.
+
+The exchange changes all weights by what is kept for each of them, so ranks do it together, each with those that it
+updates (Defazio et al. 2024).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +21,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["has_step_hooks", "hooks_around_step"]
+__all__ = ["MODES", "evaluated_once", "has_step_hooks", "has_to_switch", "hooks_around_step"]
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
@@ -68,3 +75,34 @@ def _call(hooks: list[Any], optimizer: Optimizer, args: Any, kwargs: Any) -> Non
                 "built yet for strategy 'smp' where ranks divide the parameters. Let it return None, and give the "
                 "optimizer its options otherwise."
             )
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+    """``closure``, which refuses to be called again.
+
+    An optimizer that evaluates the loss again does so at weights that it has changed by what it knows of all
+    gradients (a line search, a perturbation of a given norm); on a rank it knows those of one stage.
+    """
+    calls = 0
+
+    def once() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            raise UnsupportedError(
+                f"The optimizer {type(optimizer).__name__} evaluates the loss several times per step, which is not "
+                "built yet for strategy 'smp': it would decide by the gradients of one stage. Use an optimizer that "
+                "calls its closure once."
+            )
+        return closure()
+
+    return once
+
+
+MODES = ("train", "eval")
+
+
+def has_to_switch(optimizer: Optimizer, mode: str) -> bool:
+    """Whether a call of the method ``mode`` has anything to change."""
+    wanted = {group.get("train_mode", mode != "train") for group in optimizer.param_groups}
+    return callable(getattr(optimizer, mode, None)) and wanted != {mode == "train"}

@@ -43,7 +43,7 @@ from smp_strategy.engine.pending_state import Late
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
-from smp_strategy.model.placement import placed_modules
+from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.microbatch_runner import Job, Step, StepRun

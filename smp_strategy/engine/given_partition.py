@@ -16,7 +16,7 @@ from smp_strategy.activations.policy import Treatments
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.placement import placed_modules
+from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.units import Unit, choose_units
 from smp_strategy.planning.partition.file import read_partition
 from smp_strategy.planning.partition.manual import ByHand, some

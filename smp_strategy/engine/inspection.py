@@ -16,9 +16,8 @@ from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.explanation import Explanation
-from smp_strategy.reports.gathering import memory_report
-from smp_strategy.reports.memory_report import MemoryReport
-from smp_strategy.reports.timeline.gather import gather
+from smp_strategy.reports.memory_report import MemoryReport, memory_report
+from smp_strategy.reports.timeline.clocks import gather
 from smp_strategy.reports.timeline.timeline import Timeline
 
 __all__ = ["Inspection"]

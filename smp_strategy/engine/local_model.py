@@ -24,11 +24,10 @@ from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.config.config import RestoreModule, SMPConfig
 from smp_strategy.data_parallel.bucketed_all_reduce import Sums
 from smp_strategy.data_parallel.flat_unit import Keeping
-from smp_strategy.data_parallel.full_optimizer_state import StateView
+from smp_strategy.data_parallel.full_optimizer_state import StateView, mark_own_states
 from smp_strategy.data_parallel.gather_schedule import Timing
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
 from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
-from smp_strategy.data_parallel.partial_state_dict import mark_own_states
 from smp_strategy.data_parallel.reduction import Reduction
 from smp_strategy.data_parallel.sharded_module import ShardedUnits
 from smp_strategy.data_parallel.unscale import agreed, unscale_gradients
@@ -46,7 +45,7 @@ from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
 from smp_strategy.precision.grad_scaler import Found
-from smp_strategy.precision.gradient_dtype import WideGradients
+from smp_strategy.precision.master_weights import WideGradients
 from smp_strategy.tensor_parallel.split_module import SplitLayers
 
 __all__ = ["Share"]
@@ -170,7 +169,7 @@ class Share:
         )
 
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
-        """See :data:`smp_strategy.pipeline.weights.WithWeights`."""
+        """See :data:`smp_strategy.pipeline.stage_context.WithWeights`."""
         if self.sharded is not None:
             function = self.sharded.call(unit, function, token)
         else:

@@ -21,8 +21,13 @@ from smp_strategy.model.patching import StandIns
 from smp_strategy.model.trace.exposed_attributes import Leftovers
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.backward_hooks import hide_backward_hooks, show_backward_hooks
-from smp_strategy.pipeline.module_hooks import hide_weight_hooks, show_weight_hooks, with_weight_hooks
+from smp_strategy.pipeline.module_hooks import (
+    hide_backward_hooks,
+    hide_weight_hooks,
+    show_backward_hooks,
+    show_weight_hooks,
+    with_weight_hooks,
+)
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.switches import Switches
 from smp_strategy.pipeline.user_collectives import WatchedCollectives

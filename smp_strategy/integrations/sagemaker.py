@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
-from smp_strategy.checkpoint.storage.plain_content import check_content
 from smp_strategy.checkpoint.storage.reader import Stored
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
+from smp_strategy.checkpoint.storage.torch_load import check_content
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.active_engines import attached

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.meta_tensors import has_unset, unset
 from smp_strategy.model.rng import begin_at, derive_seed, seeded
-from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.tensor_spec import storage_of
 from smp_strategy.model.trace.undo_attributes import attributes_restored
 
 __all__ = ["Initialisers", "Place", "Rehearsal", "places_of"]

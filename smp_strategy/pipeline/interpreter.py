@@ -46,11 +46,11 @@ from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.backward_hooks import with_backward_hooks
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.kept_tensors import Kept, call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.microbatch_order import Gate
+from smp_strategy.pipeline.module_hooks import with_backward_hooks
 from smp_strategy.pipeline.outcome import MESSAGE, Ran, assemble, check_tensor, decode, encode, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor, number_of
 from smp_strategy.pipeline.record import Record

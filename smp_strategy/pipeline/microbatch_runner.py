@@ -19,7 +19,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.pipeline.backward import Backward
-from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, Coroutine
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, Coroutine, Threads
 from smp_strategy.pipeline.interpreter import Program
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.microbatch_state import PrivateState
@@ -29,7 +29,6 @@ from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.step_end import Ending
-from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.transport import Receipt
 
 __all__ = ["Barrier", "Job", "Step", "StepRun", "Turns", "trace_of"]

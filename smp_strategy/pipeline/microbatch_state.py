@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from smp_strategy.model.trace.context_containers import collectors
 from smp_strategy.model.trace.undo_variables import Chosen, ClassAttributes, Variable, Variables, variables_of
-from smp_strategy.pipeline.buffer_writes import BufferWrites
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.rehearsal import frozen
 from smp_strategy.pipeline.switches import MISSING, Switches, SwitchPlace
 from smp_strategy.pipeline.torch_switches import Frozen, TorchSettings
+from smp_strategy.pipeline.writes import BufferWrites
 
 __all__ = ["PrivateState", "reached_by_hooks"]
 

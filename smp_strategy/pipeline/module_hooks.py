@@ -3,6 +3,12 @@
 torch's pruning and its older weight norm and spectral norm are forward pre-hooks: before each call they make ``weight``
 out of ``weight_orig`` and a mask, say. What is hooked on a unit runs with the glue, on every stage, but only the unit's
 own has these tensors. So units hide such hooks there, and run them right before their ``forward``.
+
+Hooks on gradients run where the gradients are.
+
+``nn.Module.__call__`` puts backward hooks around ``forward``, which for a unit is code of the glue: the gradient
+of the input would be caught on one stage and that of the output on another. So units hide their backward hooks there,
+and the stage that runs the unit puts them around the real ``forward``.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,8 +18,18 @@ from torch import nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import BackwardHook
 
-__all__ = ["hide_weight_hooks", "show_weight_hooks", "with_weight_hooks"]
+from smp_strategy.errors import UnsupportedError
+
+__all__ = [
+    "hide_backward_hooks",
+    "hide_weight_hooks",
+    "show_backward_hooks",
+    "show_weight_hooks",
+    "with_backward_hooks",
+    "with_weight_hooks",
+]
 
 _KINDS = (BasePruningMethod, SpectralNorm, WeightNorm)
 
@@ -50,5 +66,39 @@ def with_weight_hooks(
         for hook in hidden.values():
             hook(unit, args)
         return function(*args, **kwargs)
+
+    return run
+
+
+def hide_backward_hooks(unit: nn.Module) -> None:
+    """Let calls of ``unit`` do without its backward hooks."""
+    vars(unit)["_get_backward_hooks"] = lambda: ([], [])
+    vars(unit)["_get_backward_pre_hooks"] = list
+
+
+def show_backward_hooks(unit: nn.Module) -> None:
+    """Undo :func:`hide_backward_hooks`."""
+    del vars(unit)["_get_backward_hooks"], vars(unit)["_get_backward_pre_hooks"]
+
+
+def with_backward_hooks(unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, the forward of ``unit``, with the unit's backward hooks around it.
+
+    Raises:
+        UnsupportedError: a hook was registered by the deprecated ``register_backward_hook``.
+    """
+    if not (unit._backward_hooks or unit._backward_pre_hooks):
+        return function
+    full, partial = nn.Module._get_backward_hooks(unit)
+    if partial:
+        raise UnsupportedError(
+            f"A hook was registered on {type(unit).__name__} by `register_backward_hook`, which is deprecated and sees "
+            "incomplete gradients. Use `register_full_backward_hook`."
+        )
+    before = nn.Module._get_backward_pre_hooks(unit)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hook = BackwardHook(unit, full, before)
+        return hook.setup_output_hook(function(*hook.setup_input_hook(args), **kwargs))
 
     return run

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, final
 
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 
 __all__ = ["MOST_MOVES", "Flow", "KeptBytes", "Move", "Placement", "Router", "SegmentId", "gradient_uses", "route"]
 

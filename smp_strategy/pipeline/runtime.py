@@ -20,9 +20,8 @@ from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.pipeline.attribute_writes import WatchedWrites
 from smp_strategy.pipeline.autograd_functions import watched_entrances
-from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, Threads
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import Program
 from smp_strategy.pipeline.microbatch_runner import Barrier, Job, Step, StepRun, Turns, trace_of
@@ -34,8 +33,8 @@ from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.threads import Threads
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
+from smp_strategy.pipeline.writes import WatchedWrites
 
 __all__ = ["Runtime"]
 

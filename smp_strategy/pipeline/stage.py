@@ -22,10 +22,9 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.record import Latest, Record
 from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.routing import Router
-from smp_strategy.pipeline.stage_context import Context
+from smp_strategy.pipeline.stage_context import Context, WithWeights, weights_are_there
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.pipeline.user_collectives import Replicas
-from smp_strategy.pipeline.weights import WithWeights, weights_are_there
 
 __all__ = ["Stage"]
 

@@ -1,8 +1,11 @@
-"""What the programs of a stage have in common: who predicts, who computes, and what is done around units."""
+"""What the programs of a stage have in common: who predicts, who computes, and what is done around units.
+
+Where a unit finds its weights when it is called.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 from smp_strategy.activations.unit_wrapper import Activations
 from smp_strategy.model.rng import Streams
@@ -10,9 +13,17 @@ from smp_strategy.model.trace.exposed_attributes import Leftovers
 from smp_strategy.model.trace.shape_inference import Oracle
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.rehearsal import Rehearsal
-from smp_strategy.pipeline.weights import WithWeights
 
-__all__ = ["Context"]
+__all__ = ["Context", "WithWeights", "weights_are_there"]
+
+WithWeights = Callable[[str, Callable[..., Any], object], Callable[..., Any]]
+"""Makes a call of a unit find its weights, which may be spread over ranks. Gets the unit's name, what to call, and
+something that stands for the thread: equal for calls that are made one after the other."""
+
+
+def weights_are_there(unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
+    """They are."""
+    return function
 
 
 @final

@@ -18,7 +18,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.measured_costs import Measured, with_measured_bytes, work_of
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.planning.activation_budget.allocate import Microbatch, Relief
 from smp_strategy.planning.profiling.profiler import MeasuringOptions, measure

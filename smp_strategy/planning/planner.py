@@ -16,14 +16,13 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, crowded
 from smp_strategy.planning.activation_budget.allocate import CallTable, Microbatch, Relief, relieve
-from smp_strategy.planning.partition.costs import Held
 from smp_strategy.planning.partition.from_trace import problem_of
 from smp_strategy.planning.partition.partition import Partition, Reliefs, UnitRelief
-from smp_strategy.planning.partition.problem import InFlight, Problem, Promise, Score, Setting
+from smp_strategy.planning.partition.problem import Held, InFlight, Problem, Promise, Score, Setting
 from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.planning.partition.solver import EFFORT, does_not_fit, solve
 from smp_strategy.planning.schedule.policies import Policy, candidates

@@ -9,9 +9,8 @@ from rich.table import Table
 
 from smp_strategy.config.sizes import show_bytes
 from smp_strategy.planning.memory.amounts import RankMemory
-from smp_strategy.planning.partition.costs import Held
-from smp_strategy.reports.explain.html import document, row
-from smp_strategy.reports.explain.svg import element
+from smp_strategy.planning.partition.problem import Held
+from smp_strategy.reports.explain.html import document, element, row
 from smp_strategy.reports.explain.text import WIDTH
 
 __all__ = ["page", "predicted_amounts", "text"]

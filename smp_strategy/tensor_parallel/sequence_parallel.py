@@ -11,7 +11,7 @@ Code of the layers goes on unchanged. A chain of them (:class:`SequenceParallel`
 and at each layer that gets it whole, as from another pipeline stage; at the end it is put together.
 
 Weights of norms meet the tokens of this rank only, so their gradients are summands. They are added up together, once
-for each layer (:mod:`~smp_strategy.tensor_parallel.copies`).
+for each layer (:mod:`~smp_strategy.tensor_parallel.autograd_collectives`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.tensor_parallel.copies import Copies
+from smp_strategy.tensor_parallel.autograd_collectives import Copies
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, SplitLayer
 from smp_strategy.tensor_parallel.region import RowParallelLayer

@@ -17,13 +17,15 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.attention import SomeHeads
-from smp_strategy.tensor_parallel.layers.base import CannotSplit
+from smp_strategy.tensor_parallel.layers.base import AmongParts, CannotSplit
 from smp_strategy.tensor_parallel.layers.conv import ColumnParallelConv, RowParallelConv
-from smp_strategy.tensor_parallel.layers.embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.layers.lm_head import VocabParallelHead
-from smp_strategy.tensor_parallel.layers.replicated import AmongParts
-from smp_strategy.tensor_parallel.layers.scaled_embedding import ScaledVocabParallelEmbedding, is_scaled_embedding
+from smp_strategy.tensor_parallel.layers.embedding import (
+    HiddenParallelEmbedding,
+    ScaledVocabParallelEmbedding,
+    VocabParallelEmbedding,
+    is_scaled_embedding,
+)
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 from smp_strategy.tensor_parallel.plan import annotations as notes
 from smp_strategy.tensor_parallel.plan import patterns as by_pattern
 from smp_strategy.tensor_parallel.plan.hugging_face import family_blocks, is_from_transformers, vocabulary_blocks

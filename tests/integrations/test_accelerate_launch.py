@@ -16,7 +16,7 @@ from accelerate_checks import on_ranks
 from torch import nn
 
 from smp_strategy import SMPPlugin
-from smp_strategy.integrations.accelerate.processes import ensure_group
+from smp_strategy.integrations.accelerate.plugin import ensure_group
 from smp_strategy.testing import free_port
 
 ROOT = Path(__file__).parents[2]

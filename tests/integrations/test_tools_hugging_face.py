@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from smp_strategy.cli.main import main
+from smp_strategy.cli import main
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 MODELS = {

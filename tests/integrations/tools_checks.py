@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from smp_strategy.cli.main import main
+from smp_strategy.cli import main
 
 __all__ = ["Tied", "fsdp_directory", "smp", "train"]
 

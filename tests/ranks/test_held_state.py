@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.checkpoint.gather import collect
+from smp_strategy.checkpoint.full_state_dict import collect
 from smp_strategy.checkpoint.sources import WholeState, flattened
 from smp_strategy.checkpoint.storage.held_tensor import Held
 from smp_strategy.config.config import SMPConfig

@@ -14,8 +14,7 @@ from smp_strategy.data_parallel.flat_unit import FlatUnit
 from smp_strategy.data_parallel.gather_schedule import MOST_REDUCING
 from smp_strategy.engine.engine import Engine
 from smp_strategy.planning.memory.sharded import most_gathered, most_unreduced
-from smp_strategy.reports.gathering import memory_report
-from smp_strategy.reports.memory_report import MemoryReport
+from smp_strategy.reports.memory_report import MemoryReport, memory_report
 from smp_strategy.testing import run_ranks
 from tests.parity.models import MODELS, batch_for
 from tests.ranks.sharded_models import Model, Skips, UsedTwice, batch

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.layers.lm_head import VocabParallelHead
+from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel
 from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 from smp_strategy.testing import run_ranks

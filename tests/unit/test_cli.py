@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from smp_strategy.cli.main import main
+from smp_strategy.cli import main
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_help_does_not_wait_for_pytorch():
     code = (
-        "import sys\nfrom smp_strategy.cli.main import main\n"
+        "import sys\nfrom smp_strategy.cli import main\n"
         "try:\n    main(['export', '--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
@@ -22,7 +22,7 @@ def test_help_does_not_wait_for_pytorch():
 
 def test_the_command_is_installed():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts["smp"] == "smp_strategy.cli.main:main"
+    assert scripts["smp"] == "smp_strategy.cli:main"
 
 
 @pytest.mark.parametrize(

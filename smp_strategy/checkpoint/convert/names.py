@@ -8,12 +8,36 @@ of what is kept decide, if there is one way only to find a group's parameters in
     state dict   embedding [9, 4]   weight [4, 4]   running_mean [4]   bias [4]
     group 0      [9, 4]             [4, 4]                                       one way
     group 1                                         [4]                          two ways: refused
+
+With which names does a model know its weights, that are called otherwise in the checkpoint of what surrounds it?
+
+A LightningModule has the model as an attribute, so its checkpoint says ``model.encoder.weight`` for what the model
+calls ``encoder.weight``. Here prefixes are found, taken away and put in front.
+
+Further names of tied weights, which files for exchange leave out and a module wants to find.
+
+Hugging Face saves ``shared.weight`` only; the state dict of the module has it as ``lm_head.weight``, too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
-__all__ = ["NAMES", "Shape", "find_parameters", "named_groups", "numbered_groups"]
+from smp_strategy.checkpoint.convert.contents import LazyTensor
+from smp_strategy.errors import CheckpointError
+
+__all__ = [
+    "NAMES",
+    "Shape",
+    "add_prefix",
+    "add_tied",
+    "find_parameters",
+    "find_prefix",
+    "named_groups",
+    "numbered_groups",
+    "strip_prefix",
+]
 
 Shape = tuple[int, ...]
 # Of a group: names that are known from elsewhere.
@@ -87,3 +111,67 @@ def numbered_groups(groups: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str,
         own = [numbers.setdefault(name, len(numbers)) for name in group["params"]]
         numbered.append({**group, "params": own})
     return numbered, numbers
+
+
+_COMPILED: Final = "_orig_mod."
+
+
+def find_prefix(names: Iterable[str]) -> str:
+    """The attribute of a LightningModule that has all of the weights, with a dot at its end.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    names = list(names)
+    found = Counter(f"{name.partition('.')[0]}." if "." in name else name for name in names)
+    if len(found) != 1:
+        listed = ", ".join(f"`{prefix}` ({number})" for prefix, number in found.most_common(8))
+        raise CheckpointError(
+            f"Which weights are those of the model cannot be told, as names begin with {listed or 'nothing'}. Say it: "
+            f"`--prefix {found.most_common(1)[0][0] if found else 'model.'}`, or `--prefix ''` for all of them."
+        )
+    [prefix] = found
+    return prefix + (_COMPILED if all(name.startswith(prefix + _COMPILED) for name in names) else "")
+
+
+def strip_prefix(weights: Mapping[str, Any], prefix: str) -> tuple[dict[str, Any], list[str]]:
+    """The weights below ``prefix``, by the rest of their names; and the names of the others.
+
+    Raises:
+        CheckpointError: there are none below it.
+    """
+    found = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if not found:
+        some = ", ".join(f"`{name}`" for name in list(weights)[:3])
+        raise CheckpointError(f"No weight has a name that begins with `{prefix}`; there are {some or 'none at all'}.")
+    return found, [name for name in weights if not name.startswith(prefix)]
+
+
+def add_prefix(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The same under names with ``prefix`` in front."""
+    return {prefix + name: value for name, value in values.items()}
+
+
+def add_tied(weights: dict[str, Any], like: Mapping[str, LazyTensor]) -> list[str]:
+    """Add the names to ``weights`` that ``like``, a checkpoint of the same model, has for tensors that are there.
+
+    Returns:
+        What was added.
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for name, tensor in like.items():
+        if tensor.memory is not None:
+            groups.setdefault(tensor.memory, []).append(name)
+    said = []
+    for names in groups.values():
+        there = [name for name in names if isinstance(weights.get(name), LazyTensor)]
+        if not there or len(there) == len(names):
+            continue
+        first = there[0]
+        shared = replace(weights[first], memory=weights[first].memory or ("tied", first))
+        weights[first] = shared
+        for name in names:
+            if name not in weights:
+                weights[name] = shared
+                said.append(f"`{name}` was added: it is tied to `{first}`.")
+    return said

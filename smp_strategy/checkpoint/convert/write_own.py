@@ -1,16 +1,28 @@
-"""Contents as one of our own two forms: a directory that ranks read together, or one ordinary file of Lightning."""
+"""Contents as one of our own two forms: a directory that ranks read together, or one ordinary file of Lightning.
 
+Room on the disk for tensors that are needed all at once, as if they were in memory.
+
+PyTorch writes a file from tensors that are there. Those of a file that is mapped into memory are, though they take none
+until they are used, and can be dropped again. Others are read into a file that is mapped as well, and has no name: it
+goes with the process, however that ends.
+"""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Hashable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents, map_tensors
 from smp_strategy.checkpoint.convert.layouts import PARAMETER_NAMES
 from smp_strategy.checkpoint.convert.names import numbered_groups
-from smp_strategy.checkpoint.convert.scratch import Scratch
-from smp_strategy.checkpoint.convert.writing import Progress
+from smp_strategy.checkpoint.convert.write_hugging_face import Progress
 from smp_strategy.checkpoint.storage.atomic_commit import Check
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.held_tensor import Held
@@ -19,7 +31,49 @@ from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["lightning_rest", "save_full", "save_sharded"]
+__all__ = ["Scratch", "lightning_rest", "save_full", "save_sharded"]
+
+
+@final
+class Scratch:
+    """Reads tensors, each once, whatever the number of its names; a context manager.
+
+    Args:
+        folder: on the disk that has room.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self._size = 0
+        self._known: dict[Hashable, Tensor] = {}
+
+    def __enter__(self) -> "Scratch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._known.clear()
+        self._file.close()
+
+    def tensor(self, lazy: LazyTensor) -> Tensor:
+        """Its values; the same memory for tensors that share it."""
+        if lazy.memory is None:
+            return self._kept(lazy)
+        key = (lazy.memory, lazy.dtype)
+        if key not in self._known:
+            self._known[key] = self._kept(lazy)
+        return self._known[key]
+
+    def _kept(self, lazy: LazyTensor) -> Tensor:
+        values = lazy.read()
+        if lazy.is_mapped or not values.numel() or values.layout != torch.strided:
+            return values
+        start = -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._size = start + values.nbytes
+        # With room for all of it: writing to memory that has none on the disk ends the process.
+        os.posix_fallocate(self._file.fileno(), start, values.nbytes)
+        memory = mmap.mmap(self._file.fileno(), values.nbytes, offset=start)
+        kept = torch.frombuffer(memory, dtype=values.dtype).view(values.shape)
+        return kept.copy_(values)
 
 
 def lightning_rest(contents: Contents) -> dict[str, Any]:

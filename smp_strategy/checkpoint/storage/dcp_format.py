@@ -3,24 +3,29 @@
 Of a tensor it is a zip file, in which the values stand as they are in memory. What is before and behind them tells
 shape and dtype only, as long as no checksums are in it (ours are elsewhere, and are faster). So that is made once for
 all tensors of a shape, and a tensor is written as fast as its bytes.
+
+A nested state as PyTorch's distributed checkpoints have it: flat names, and for each the way to its place.
 """
 
 import io
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils.serialization import config as _config
 
 from smp_strategy.checkpoint.storage.checksums import DigestingFile
+from smp_strategy.checkpoint.storage.held_tensor import Held, Opaque
 from smp_strategy.checkpoint.storage.manifest import Region
 from smp_strategy.checkpoint.storage.staging import raw
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["Envelope", "Envelopes", "check_object", "object_item", "write_item"]
-
+__all__ = ["Envelope", "Envelopes", "FlatState", "Path", "check_object", "object_item", "write_item"]
 
 config: Any = _config  # without types
 
@@ -110,3 +115,50 @@ def write_item(file: DigestingFile, name: str, *stretches: bytes | memoryview) -
         digests += file.end_stretch()
     before, values, behind = map(len, stretches)
     return Region(name=name, offset=offset, before=before, values=values, behind=behind, digests=tuple(digests))
+
+
+Path = tuple[str | int, ...]
+
+
+@final
+@dataclass(frozen=True)
+class FlatState:
+    """The leaves of a state by their flat names."""
+
+    tensors: Mapping[str, Held]
+    objects: Mapping[str, Any]
+    paths: Mapping[str, Path]
+    """The way to each, and to each alias."""
+    aliases: Mapping[str, tuple[str, ...]]
+    """Further flat names of tensors that have some."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> "FlatState":
+        """Flatten dicts, and lists with dicts or tensors in them, as ``torch.distributed.checkpoint.save`` does.
+
+        Raises:
+            CheckpointError: two leaves have the same flat name.
+        """
+        try:
+            flat, found = flatten_state_dict(dict(state))
+        except ValueError as error:
+            raise CheckpointError(f"The state cannot be saved: {error}. Rename one of the two entries.") from error
+        tensors: dict[str, Held] = {}
+        objects: dict[str, Any] = {}
+        aliases: dict[str, tuple[str, ...]] = {}
+        paths: dict[str, Path] = dict(found)
+        for name, leaf in flat.items():
+            if isinstance(leaf, Tensor):
+                leaf = Held.whole(leaf.detach())
+            if not isinstance(leaf, Held):
+                objects[name] = leaf.value if isinstance(leaf, Opaque) else leaf
+                continue
+            tensors[name] = leaf
+            if leaf.aliases:
+                around = paths[name][:-1]
+                further = {".".join(map(str, (*around, alias))): (*around, alias) for alias in leaf.aliases}
+                if taken := sorted(further.keys() & flat.keys()):
+                    raise CheckpointError(f"`{taken[0]}` is in the state, and is a tied name of `{name}` as well.")
+                paths.update(further)
+                aliases[name] = tuple(further)
+        return cls(tensors, objects, paths, aliases)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from smp_strategy.checkpoint.storage.flat_state import Path
+from smp_strategy.checkpoint.storage.dcp_format import Path
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
 from smp_strategy.checkpoint.storage.rectangles import Rectangle
 from smp_strategy.checkpoint.storage.write_plan import Described

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from smp_strategy.checkpoint.storage.checksums import digest
+from smp_strategy.checkpoint.storage.dcp_format import Path as Way
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, Contents, Place
 from smp_strategy.checkpoint.storage.detect_sharded import Opened, is_sharded, opened, verify_whole
 from smp_strategy.checkpoint.storage.fallback import advice
-from smp_strategy.checkpoint.storage.flat_state import Path as Way
 from smp_strategy.checkpoint.storage.held_tensor import Held
 from smp_strategy.checkpoint.storage.reshard import WINDOW, check_cover, copies_of, scatter, tensor_in
 from smp_strategy.checkpoint.storage.staging import in_host_memory, raw

@@ -3,6 +3,15 @@
 ``torch.load(..., weights_only=True)`` makes no object of a class that is not on its list, so that a hostile file cannot
 run code. What people keep in hyper-parameters is not on it, though harmless: OmegaConf's containers, which every
 Hydra application has, paths, spans of time. They are values and run nothing when they are made.
+
+What users want to have in a checkpoint beside tensors, if it is of types that a file can be trusted with.
+
+Files are read without running anything that stands in them, so objects of other classes would be written and never
+read again. They are found before anything is written.
+
+Loading what ``torch.save`` has written, whoever did: values are read when they are used, and errors are clear.
+
+Nothing that a file names is run, unless its reader asks for that.
 """
 
 import collections
@@ -12,13 +21,20 @@ import pathlib
 import pickle
 import re
 import typing
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
+from torch import nn
 
-__all__ = ["allowing_plain_values", "load_failure"]
+from smp_strategy.errors import CheckpointError, ConfigError, DamagedError
+
+__all__ = ["allowing_plain_values", "check_content", "load_failure", "load_file"]
 
 # How PyTorch says which class or function it was.
 _NAMED = (
@@ -70,3 +86,88 @@ def _of_omegaconf() -> list[Any]:
         return []
     containers = [omegaconf.DictConfig, omegaconf.ListConfig, base.ContainerMetadata, base.Metadata]
     return [*containers, *(getattr(nodes, name) for name in _NODES)]
+
+
+_LEAVES: Final = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray),
+    *(torch.Tensor, nn.Parameter, torch.Size, torch.device, torch.dtype),
+)
+_SEQUENCES: Final = (list, tuple, set)
+_MAPPINGS: Final = (dict, OrderedDict)
+_REMEDIES: Final = {
+    "numpy": "Convert it: `tolist()` of an array or a number gives plain ones, `torch.as_tensor` a tensor.",
+    "omegaconf": "Convert it: `OmegaConf.to_container(...)`.",
+}
+_REMEDY: Final = "Give its state instead, for example `scheduler.state_dict()` or `vars(args)`."
+
+
+def check_content(value: Any, name: str) -> None:
+    """Refuse what would not be read again.
+
+    Args:
+        value: to be written.
+        name: what it is called, for messages.
+
+    Raises:
+        ConfigError: there is something else in it than dicts, lists, tuples and sets of tensors, numbers, strings,
+            bytes and ``None``.
+    """
+    for path, leaf in _leaves(value, name):
+        kind = type(leaf)
+        if kind not in _LEAVES:
+            remedy = _REMEDIES.get(kind.__module__.partition(".")[0], _REMEDY)
+            raise ConfigError(
+                f"`{path}` is of type {kind.__module__}.{kind.__qualname__}, which cannot be in a checkpoint: files "
+                "are read without making objects of such classes, and hold dicts, lists, tuples and sets of tensors, "
+                f"numbers, strings, bytes and None only. {remedy}"
+            )
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Everything that is no container, containers of other classes too, and where it is."""
+    if isinstance(value, Mapping) and type(value) in _MAPPINGS:
+        for key, item in value.items():
+            yield from _leaves(key, f"{path}: key {key!r}")
+            yield from _leaves(item, f"{path}[{key!r}]")
+    elif type(value) in _SEQUENCES:
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{number}]")
+    else:
+        yield path, value
+
+
+def load_file(path: Path, *, weights_only: bool) -> Any:
+    """What a file has, in host memory.
+
+    Args:
+        path: of the file.
+        weights_only: see ``torch.load``.
+
+    Raises:
+        CheckpointError: it cannot be loaded without running code.
+        DamagedError: it is damaged, or no checkpoint.
+        FileNotFoundError, PermissionError: it cannot be opened.
+    """
+    try:
+        with allowing_plain_values():
+            return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        if not _begins_well(path):
+            told = f"{path} is damaged, or no checkpoint: no file of PyTorch begins as it does."
+            raise DamagedError(told) from error
+        if weights_only and isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(
+                f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it; or "
+                "allow its classes, if you know them, by `torch.serialization.add_safe_globals`."
+            ) from error
+        if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
+            raise  # of a class of the user
+        raise DamagedError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error
+
+
+def _begins_well(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2).startswith((b"PK", b"\x80"))  # an archive, or a pickle

@@ -7,9 +7,9 @@ from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage import full_file_digests as full_digests
 from smp_strategy.checkpoint.storage.damage import Problem, problems_of_files
 from smp_strategy.checkpoint.storage.detect_sharded import opened
-from smp_strategy.checkpoint.storage.file_loading import load_file
 from smp_strategy.checkpoint.storage.full_file_digests import problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import has_manifest
+from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["Problem", "has_digests", "problems_of"]

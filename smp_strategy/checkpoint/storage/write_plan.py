@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 
 import torch
 
-from smp_strategy.checkpoint.storage.flat_state import FlatState, Path
+from smp_strategy.checkpoint.storage.dcp_format import FlatState, Path
 from smp_strategy.checkpoint.storage.rectangles import Rectangle, disjoint
 from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.errors import CheckpointError

@@ -18,10 +18,9 @@ from torch import Tensor
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage.checksums import DigestingFile
-from smp_strategy.checkpoint.storage.dcp_format import Envelopes, check_object, object_item, write_item
+from smp_strategy.checkpoint.storage.dcp_format import Envelopes, FlatState, check_object, object_item, write_item
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, Contents, Place
 from smp_strategy.checkpoint.storage.disk import to_disk
-from smp_strategy.checkpoint.storage.flat_state import FlatState
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.ranks import Ranks

@@ -7,15 +7,15 @@ import torch
 
 from smp_strategy.checkpoint.convert.contents import Contents
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
-from smp_strategy.checkpoint.convert.prefixes import strip_prefix
-from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
-from smp_strategy.checkpoint.convert.writing import (
+from smp_strategy.checkpoint.convert.names import strip_prefix
+from smp_strategy.checkpoint.convert.write_hugging_face import (
     Progress,
     cast,
     export_hugging_face,
     export_safetensors,
     plain_weights,
 )
+from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
 from smp_strategy.checkpoint.storage.atomic_commit import Check
 from smp_strategy.checkpoint.tools.common import check_output, num_entries, show_progress, tell
 from smp_strategy.config.sizes import show_count

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
 from smp_strategy.checkpoint.convert.summary import summary
-from smp_strategy.checkpoint.tools.verifying import VERDICTS, verdict
+from smp_strategy.checkpoint.tools.verify import VERDICTS, verdict
 from smp_strategy.config.sizes import show_bytes, show_count
 from smp_strategy.errors import printable
 

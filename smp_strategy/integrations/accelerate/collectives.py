@@ -21,8 +21,7 @@ from torch import Tensor
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.data import shard_of
-from smp_strategy.integrations.accelerate.host import Host
-from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.session import Host, Session
 
 __all__ = ["CollectiveHooks"]
 

@@ -34,8 +34,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device import generator_of, is_host
 from smp_strategy.distributed.rng_sync import Read, Readers
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.host import Host
-from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.session import Host, Session
 from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
 
 __all__ = ["LoaderHooks", "shard_of"]

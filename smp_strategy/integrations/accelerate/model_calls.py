@@ -11,6 +11,13 @@ batches. What a call becomes depends on what the script can do with its result:
 
 Which of these it is can be seen in what the model returns for one microbatch in a dry run, once for each way in which
 the script calls it.
+
+What a training step is told about the backward that will follow it.
+
+A call of the model computes gradients, and the script says later what they are multiplied by, what they are added to
+and whether they are the last before an optimizer's step. Right guesses give the additions of one process, in number
+and order; wrong ones give the same sums, rounded otherwise. Scripts do the same again and again, so what was found to
+be true of one call is the guess for the next.
 """
 
 import functools
@@ -23,11 +30,10 @@ from torch import Tensor, nn
 
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.guesses import Guesses
-from smp_strategy.integrations.accelerate.items import NAME, with_share_of_items
-from smp_strategy.integrations.accelerate.model_inputs import Inputs
+from smp_strategy.integrations.accelerate.model_inputs import NAME, Inputs, with_share_of_items
 from smp_strategy.integrations.accelerate.model_methods import Methods
 from smp_strategy.integrations.accelerate.model_outputs import (
+    OwnSamples,
     Packed,
     Ready,
     gradients_come_later,
@@ -36,12 +42,62 @@ from smp_strategy.integrations.accelerate.model_outputs import (
     pack,
     with_loss,
 )
-from smp_strategy.integrations.accelerate.own_samples import OwnSamples
 from smp_strategy.model.patching import StandIns
 from smp_strategy.model.samples import Samples, find_samples
 from smp_strategy.pipeline.join_results import merge
 
-__all__ = ["CallOptions", "ModelCalls"]
+__all__ = ["CallOptions", "Guesses", "ModelCalls"]
+
+
+@final
+class Guesses:
+    """See the module docstring.
+
+    Args:
+        scale: what losses are multiplied by beside what the script does (float16).
+        window: calls whose gradients are probably added up; the first guess for what losses are divided by.
+        syncs: whether the script says that this call's gradients are the last ones.
+    """
+
+    def __init__(self, scale: Callable[[], float], window: Callable[[], int], syncs: Callable[[], bool]) -> None:
+        self._scale = scale
+        self._window = window
+        self._syncs = syncs
+        self._seen: dict[int, float] = {}
+        self._zeroes_between = False
+
+    def factor(self) -> float:
+        """What the loss will be multiplied by before its backward."""
+        window = self._window()
+        return self._scale() * self._seen.get(window, 1 / window)
+
+    def continues(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether gradients will be added to those that there are."""
+        return not self._zeroes_between and _have_gradients(parameters)
+
+    def reduces(self) -> bool:
+        """Whether replicas will average the gradients when they are handed over."""
+        return self._syncs()
+
+    def learn(self, grad_output: Tensor, factor: float, parameters: Sequence[nn.Parameter], *, had: bool) -> None:
+        """Backward has come.
+
+        Args:
+            grad_output: what the loss was multiplied by.
+            factor: the guess for it.
+            parameters: as they are just before gradients are added to them.
+            had: whether they had gradients when the model was called.
+        """
+        given = grad_output.item()
+        if given and given != grad_output.new_tensor(factor).item():
+            self._seen[self._window()] = given / self._scale()
+        if had:
+            self._zeroes_between = not _have_gradients(parameters)
+
+
+def _have_gradients(parameters: Sequence[nn.Parameter]) -> bool:
+    return any(parameter.grad is not None for parameter in parameters)
+
 
 # Methods of models that call the model again and again, and what it has kept from call to call stays inside.
 _WHOLE = ("generate",)

@@ -3,8 +3,20 @@
 To the engine a batch is data. So each microbatch gets its part of such an input as a tensor of its own, where the
 gradient ends. A stage computes the gradients of those uses that it runs; together they are the gradient of the input,
 with which backward goes on in the script.
+
+``num_items_in_batch``, for a microbatch.
+
+Models of Transformers take the number of labels in all that an optimizer's step sees, so that the loss of each batch
+can be a sum over it divided by that number, and the losses of several batches add up. But most of them take any keyword
+argument, pass this one on, and average over what they are given. From outside it cannot be told which they do.
+
+So a microbatch gets its share of the number, by its samples, and losses are averaged over the samples as ever. With
+``S_i`` the sum over microbatch ``i``, ``w_i`` its part of the samples and ``N`` the number, that is for the first kind
+``sum(w_i * S_i / (w_i * N)) = S / N``, exactly where ``w_i`` is a power of two, and for the second kind what it is for
+all other models.
 """
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -13,10 +25,10 @@ from torch import Tensor
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.samples import Path, Samples, visited
+from smp_strategy.model.samples import Path, Samples, samples_in, visited
 from smp_strategy.model.trace.pytree import flatten
 
-__all__ = ["Inputs"]
+__all__ = ["Inputs", "NAME", "with_share_of_items"]
 
 
 @final
@@ -107,3 +119,23 @@ def _rows(total: Tensor, whole: Tensor, part: Tensor) -> Tensor:
         return total
     start = (part.storage_offset() - whole.storage_offset()) // whole.stride(0)
     return total[start : start + len(part)]
+
+
+NAME = "num_items_in_batch"
+
+
+def with_share_of_items(kwargs: Mapping[str, Any], microbatch: Any, samples: Samples) -> Mapping[str, Any]:
+    """``kwargs`` of a call for ``microbatch``, with its share of the number of items, if they name one.
+
+    Args:
+        kwargs: keyword arguments of the model.
+        microbatch: what it is called with, cut out of what one or more ranks have read.
+        samples: of the call, with what this rank has read.
+    """
+    items = kwargs.get(NAME)
+    if items is None:
+        return kwargs
+    mine, whole = samples_in(microbatch, samples), samples.number
+    if not mine or not whole or mine == whole:
+        return kwargs
+    return {**kwargs, NAME: items * (mine / whole)}

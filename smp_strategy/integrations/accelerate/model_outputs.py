@@ -4,6 +4,15 @@ The microbatches' results are real on every rank, but detached. Here they are hu
 each by one node: the node of a loss hands gradients over that exist already; the nodes of other results that came with
 it refuse, because their backward is over; and where backward is still to come, one node takes the gradients of all
 results of all microbatches. Results are merged by ordinary operations on top of that.
+
+Ranks that split layers between them and read samples of their own (``prescaled_batch=False``).
+
+A call of the model computes the samples of all of them. To the script each is a process of its own, with its own batch
+and its own loss of what the model returns for that. So each gets back its own samples; and where it computes the loss
+itself, gradients with respect to all samples are those of all ranks' losses, averaged as gradients of replicas are.
+
+A loss that the model computes is the mean over the samples of all of them, on each: what the mean over the processes
+would be.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import SMPError, UnsupportedError
@@ -22,7 +33,17 @@ from smp_strategy.integrations.accelerate.model_inputs import Inputs
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.join_results import merge
 
-__all__ = ["LeftBehind", "Packed", "Ready", "gradients_come_later", "is_differentiable", "loss_in", "pack", "with_loss"]
+__all__ = [
+    "LeftBehind",
+    "OwnSamples",
+    "Packed",
+    "Ready",
+    "gradients_come_later",
+    "is_differentiable",
+    "loss_in",
+    "pack",
+    "with_loss",
+]
 
 
 class Packed(NamedTuple):
@@ -256,3 +277,43 @@ class _Later(torch.autograd.Function):
         retain_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         of_inputs = ctx.run(gradients, retain_graph=retain_graph)
         return None, None, None, *of_inputs, *(None for _ in range(ctx.num_results))
+
+
+@final
+class OwnSamples:
+    """See the module docstring.
+
+    Args:
+        mesh: where the ranks stand.
+    """
+
+    def __init__(self, mesh: ProcessMesh) -> None:
+        self._mesh = mesh
+
+    def of(self, result: Any, own: int | None, total: int) -> Any:
+        """What this rank has asked for of ``result``. Collective over the ranks that split layers.
+
+        Args:
+            result: of the samples of all ranks.
+            own: how many samples of this rank are among them.
+            total: samples of all ranks.
+        """
+        if own is None:
+            return result
+        start = self._mesh.tp_rank * own
+        if own * self._mesh.tp != total:  # on each rank, if on one
+            counts = collectives.gather_numbers(own, "how many samples ranks have", self._mesh.tp_group)
+            start = sum(counts[: self._mesh.tp_rank])
+        leaves, structure = flatten(result)
+        return pytree.tree_unflatten([_rows(leaf, slice(start, start + own), total) for leaf in leaves], structure)
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """Of the mean of all ranks' losses, given the ``gradient`` of this rank's. Collective over them."""
+        summed = gradient.clone()
+        collectives.all_reduce(summed, group=self._mesh.tp_group, doing="gradients of outputs").wait()
+        return summed / self._mesh.tp
+
+
+def _rows(leaf: Any, part: slice, total: int) -> Any:
+    is_per_sample = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == total
+    return leaf[part] if is_per_sample else leaf

@@ -6,15 +6,26 @@ Accelerate has no registry of strategies. But ``Accelerator(parallelism_config=.
 Accelerator becomes one of ours.
 
 Accelerate's own degrees (``tp_size`` ...) stay 1, because they switch on code of its own.
+
+The Accelerator of this door: Accelerate's own, or a user's subclass of it, with our hooks in front.
+
+The object is the user's and exists already, so its class is replaced rather than the object. The new class keeps name
+and module: nothing that asks for them sees a difference.
+
+The processes: how they reach each other.
+
+The process group is Accelerate's own, unless it cannot carry what ranks tell each other.
 """
 
 import dataclasses
+import functools
 import os
 import sys
 import typing
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 
@@ -22,12 +33,75 @@ from smp_strategy.config.config import DOOR_OPTIONS, ENV_PREFIX, SMPConfig
 from smp_strategy.config.parsing import parse
 from smp_strategy.distributed.crash_report import keep_short
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate.accelerator import taken_over
-from smp_strategy.integrations.accelerate.processes import ensure_group
+from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
+from smp_strategy.integrations.accelerate.data import LoaderHooks
+from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
+from smp_strategy.integrations.accelerate.saving import BackgroundHooks
 from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
 
-__all__ = ["SMPPlugin"]
+__all__ = ["SMPHooks", "SMPPlugin", "ensure_group", "taken_over"]
+
+
+def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
+    """Make a default process group if there is none, or one in the place of the default one that lacks the host.
+
+    Accelerate makes groups for the accelerator alone (``nccl``), but ranks send tensors of the host as well. A script
+    that has one process has none.
+
+    Args:
+        device: where this rank computes.
+        timeout: of the group; ``None``: the backend's.
+
+    Raises:
+        ConfigError: a launcher has started several processes, but Accelerate takes each of them for the only one.
+    """
+    if not dist.is_initialized():
+        started = os.environ.get("WORLD_SIZE", "1")
+        if int(started) > 1:
+            raise ConfigError(
+                f"{started} processes were started, but Accelerate has found no accelerator for them, and each would "
+                "train alone. Use Accelerator(cpu=True), ACCELERATE_USE_CPU=true, or `use_cpu: true` in the file of "
+                "`accelerate launch` together with `smp_config`, to train on CPUs."
+            )
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    group = dist.distributed_c10d._get_default_group()
+    carried = {each.type for each in group._device_types}
+    if "cpu" in carried or device.type == "cpu":
+        return
+    backend = dist.get_backend(group)
+    # The store lives on: in it the ranks find each other again, wherever it is served.
+    store, rank, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        f"cpu:gloo,{device.type}:{backend}",
+        store=dist.PrefixStore("smp_strategy", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+
+
+class SMPHooks(BackgroundHooks, TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
+    """All hooks together."""
+
+
+def taken_over(accelerator: Any) -> SMPHooks:
+    """``accelerator`` itself, whose class has our hooks from now on."""
+    if not isinstance(accelerator, SMPHooks):
+        stock: Any = type(accelerator)
+        accelerator.__class__ = _with_hooks(stock)
+    hooks: SMPHooks = accelerator
+    return hooks
+
+
+@functools.cache
+def _with_hooks(stock: Any) -> Any:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (SMPHooks, stock), names)
+
 
 LossInModel = Literal["auto"] | bool
 LossReduction = Literal["mean", "sum"]
@@ -61,7 +135,8 @@ class SMPPlugin(ParallelismConfig):  # type: ignore[misc]  # published without t
             ``False`` backward runs when it is called, for any function of what the model returns; the activations of
             all microbatches are in memory then.
         loss_reduction: what a loss in the model is over its samples. Losses of microbatches are averaged, weighted by
-            samples (``mean``), or added up (``sum``). See also :mod:`smp_strategy.integrations.accelerate.items`.
+            samples (``mean``), or added up (``sum``). See also
+            :mod:`smp_strategy.integrations.accelerate.model_inputs`.
         training_outputs: what every rank gets of a call with a loss in training: ``all`` that the model returns, or
             the ``loss`` only, which saves sending logits of a large vocabulary.
         options: the fields of :class:`~smp_strategy.config.config.SMPConfig`, with the ``SMP_*`` environment as

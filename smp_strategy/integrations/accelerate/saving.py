@@ -7,9 +7,12 @@ is complete (:mod:`smp_strategy.integrations.accelerate.state_folders`). How a r
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All ranks must make these calls together, and are told so if they do not (:mod:`smp_strategy.distributed.rendezvous`).
+
+Saves that go on in the background: what has gone wrong is said at the next call, and the end waits for them.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -17,8 +20,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from accelerate.utils import save
-from torch import nn
+from torch import Tensor, nn
 
+from smp_strategy.checkpoint.storage.async_save import Background
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import alike, meet
@@ -27,14 +31,13 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states as whole_states
 from smp_strategy.integrations.accelerate import rng_files as random_states
 from smp_strategy.integrations.accelerate import state_folders as folders
-from smp_strategy.integrations.accelerate.host import Host
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving_calls import StateCalls
-from smp_strategy.integrations.accelerate.session import Session
+from smp_strategy.integrations.accelerate.session import Host, Session
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
 
-__all__ = ["OWN_FILE", "SavingHooks"]
+__all__ = ["BackgroundHooks", "OWN_FILE", "SavingHooks"]
 
 OWN_FILE: Final = "smp_strategy.bin"
 
@@ -283,3 +286,41 @@ class SavingHooks(Host):
             with alike(f"moving files to {target}"):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)
+
+
+class BackgroundHooks(Host):
+    """In front of the other hooks: what they end is needed until files are there."""
+
+    def begin(self, session: Session, plugin: Any) -> None:
+        """Nothing is being saved yet."""
+        self._smp_background = Background()
+        super().begin(session, plugin)
+
+    def smp_settle(self) -> None:
+        """Wait until everything that is being saved is there, and fail on all ranks if it failed on one. Collective."""
+        if self.smp.config.async_save:
+            with alike("saving in the background"):
+                self._smp_background.wait()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As always; a checkpoint that could not be saved meanwhile is an error here, in the next step."""
+        self._smp_background.check()
+        super().backward(loss, **kwargs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Wait for what is being saved, then let go of everything that is prepared."""
+        self._smp_background.wait()
+        return super().free_memory(*objects)
+
+    def end_training(self) -> None:
+        """Wait for what is being saved, then end. Collective."""
+        self.smp_settle()
+        super().end_training()
+
+    def _smp_leave(self) -> None:
+        try:
+            self._smp_background.wait()
+        except Exception as error:
+            warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
+        leave: Any = super()
+        leave._smp_leave()

@@ -2,6 +2,12 @@
 
 Scripts ask for the number of processes, and prepare data loaders, before the model is known. So the degrees are
 settled here, from the options and the number of ranks alone, and the engine is made when the model comes.
+
+What the hooks of the Accelerate door stand on: an Accelerator with a :class:`Session`.
+
+An Accelerator becomes one of ours in the middle of its construction, by another class (see
+:mod:`smp_strategy.integrations.accelerate.plugin`). So no ``__init__`` of ours runs; what hooks need is made in
+:meth:`begin`.
 """
 
 import dataclasses
@@ -11,6 +17,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor
 
 from smp_strategy.config.config import SMPConfig
@@ -22,7 +29,7 @@ from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.model.trace.pytree import flatten
 
-__all__ = ["Session"]
+__all__ = ["Host", "Session"]
 
 
 @final
@@ -180,3 +187,26 @@ def _with_degree(config: SMPConfig, world_size: int) -> SMPConfig:
 
 def _is_floating(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+class Host(Accelerator):  # type: ignore[misc]  # published without type information
+    """Base of all hooks.
+
+    Attributes:
+        smp: options, this rank's place, and the engine.
+    """
+
+    smp: Session
+
+    def begin(self, session: Session, plugin: Any) -> None:
+        """Called once, when only the processes are known. Hooks extend it with what they need.
+
+        Args:
+            session: becomes :attr:`smp`.
+            plugin: the :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`.
+        """
+        self.smp = session
+
+    def check_even(self, training: bool) -> None:
+        """Called before each call of the model; see the hooks of data loaders."""
+        raise NotImplementedError

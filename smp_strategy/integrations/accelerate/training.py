@@ -1,10 +1,17 @@
-"""The hooks of training: what is prepared, and what happens between forward and the optimizer's step."""
+"""The hooks of training: what is prepared, and what happens between forward and the optimizer's step.
+
+Which of the models that a script prepares is spread over the ranks: the one that is trained.
+
+Others are kept whole on every rank: criteria without parameters, and models that are evaluated only, a teacher, say.
+Nothing says for sure what a model is for when it is prepared; a frozen one, or one in evaluation mode that no known
+optimizer trains, is spread until one comes that is trained.
+"""
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -14,15 +21,10 @@ from torch.optim import Optimizer
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
-from smp_strategy.integrations.accelerate.guesses import Guesses
-from smp_strategy.integrations.accelerate.host import Host
-from smp_strategy.integrations.accelerate.model_calls import CallOptions, ModelCalls
+from smp_strategy.integrations.accelerate.model_calls import CallOptions, Guesses, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
-from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, unwrapped
-from smp_strategy.integrations.accelerate.places import Place
-from smp_strategy.integrations.accelerate.scheduler import SMPScheduler
-from smp_strategy.integrations.accelerate.session import Session
-from smp_strategy.integrations.accelerate.unprepared import Unprepared
+from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, Unprepared, unwrapped
+from smp_strategy.integrations.accelerate.session import Host, Session
 from smp_strategy.integrations.accelerate.validation import (
     prepared_elsewhere,
     refuse_compiled,
@@ -32,7 +34,65 @@ from smp_strategy.integrations.accelerate.validation import (
 from smp_strategy.precision.grad_scaler import GradientScaler
 from smp_strategy.precision.loss_scale import ScalingRules
 
-__all__ = ["TrainingHooks"]
+__all__ = ["Place", "TrainingHooks"]
+
+
+@final
+class Place:
+    """Of the model that is spread.
+
+    Attributes:
+        chosen: the model that is to be spread, out of those that are prepared together.
+        others: models that are whole on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.chosen: nn.Module | None = None
+        self.others: list[nn.Module] = []
+        self._evaluated: list[nn.Module] = []
+        self._coming: list[Optimizer] = []
+
+    def clear(self) -> None:
+        """Nothing is prepared any more."""
+        self.chosen = None
+        for each in (self.others, self._evaluated, self._coming):
+            each.clear()
+
+    def begin(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], prepared: Iterable[Optimizer]
+    ) -> None:
+        """``models`` and ``optimizers`` are about to be prepared, beside optimizers that are ``prepared``."""
+        self._coming = list(optimizers)
+        known = [*prepared, *optimizers]
+        wanting = [model for model in models if not self.may_stay_whole(model, prepared)]
+        trained = [model for model in wanting if _is_trained_by(known, model)]
+        for candidates in (trained, wanting):
+            if len(candidates) == 1:
+                self.chosen = candidates[0]
+                return
+
+    def evaluates(self, model: nn.Module) -> None:
+        """The script says that ``model`` is not trained."""
+        self._evaluated.append(model)
+
+    def may_stay_whole(self, model: nn.Module, prepared: Iterable[Optimizer]) -> bool:
+        """Whether ``model`` need not be spread, as far as one knows, with the optimizers that are ``prepared``."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return True
+        known = [*prepared, *self._coming]
+        is_evaluated = any(model is each for each in self._evaluated)
+        return is_evaluated or (not model.training and not _is_trained_by(known, model))
+
+    def other_of(self, optimizer: Optimizer) -> nn.Module | None:
+        """One of :attr:`others` that ``optimizer`` trains, if there is one."""
+        return next((model for model in self.others if _is_trained_by([optimizer], model)), None)
+
+
+def _is_trained_by(optimizers: Iterable[Optimizer], model: nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(
+        id(each) in own for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+    )
 
 
 class TrainingHooks(Host):

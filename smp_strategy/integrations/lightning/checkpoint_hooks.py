@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.edited import EditedState
+from smp_strategy.checkpoint.sources import EditedState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.held_tensor import Held
@@ -36,11 +36,10 @@ from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
-from smp_strategy.integrations.lightning.async_saves import Saves
+from smp_strategy.integrations.lightning.async_saves import KeptCheckpoints, Saves
 from smp_strategy.integrations.lightning.checkpoint_content import divided, listed, put_together, snapshot
-from smp_strategy.integrations.lightning.interruption import have_all_stopped
-from smp_strategy.integrations.lightning.keeping import KeptCheckpoints
-from smp_strategy.integrations.lightning.resume_hooks import ResumeHooks
+from smp_strategy.integrations.lightning.resume import ResumeHooks
+from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 
 __all__ = ["CheckpointHooks", "unwrap"]
 

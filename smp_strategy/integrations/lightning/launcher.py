@@ -2,14 +2,19 @@
 
 Lightning's launcher runs the script again for each further rank. Ours differs in these points:
 
-1. In a Hydra sweep the ranks run the job that rank 0 runs (see :mod:`smp_strategy.integrations.lightning.command`), and
-  the next
-   job starts from a clean slate: number of ranks and everything else may differ from job to job.
+1. In a Hydra sweep the ranks run the job that rank 0 runs, and the next job starts from a clean slate: number of ranks
+   and everything else may differ from job to job.
 2. What cannot be trained by so many ranks is refused before any is started.
 3. An exception leaves on every rank with what the rank that failed first has said
-  (:mod:`smp_strategy.distributed.failure`).
+   (:mod:`smp_strategy.distributed.failure`).
 4. When one rank fails the others get a few seconds to say so, and are then ended, whichever rank it was
    (:mod:`smp_strategy.integrations.lightning.child_processes`).
+
+The command that starts another rank of the running script.
+
+For a plain script that is the script with its arguments. A Hydra app is harder: rank 0 may be one job of a sweep
+(``-m smp=pp2,pp4``), and the same arguments would start the whole sweep again, in other directories. So a rank is
+told to run exactly the job that rank 0 is running: its overrides, in its directory, without writing a config there.
 """
 
 import os
@@ -23,15 +28,86 @@ import torch.distributed as dist
 from smp_strategy.distributed.crash_report import keep_short, shorten
 from smp_strategy.distributed.failure import blame
 from smp_strategy.integrations.lightning.child_processes import GRACE_SECONDS, Children, end_with_launcher
-from smp_strategy.integrations.lightning.command import child_command, running_hydra_job
 from smp_strategy.integrations.lightning.tree import Tree
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Host
 else:
     Host = object  # make_launcher() adds the base class of the tree in use
+import sys
+from collections.abc import Iterable, Sequence
 
-__all__ = ["SMPLauncherHooks", "make_launcher", "start_new_job"]
+from smp_strategy.config.start_folder import STARTED_IN
+
+__all__ = ["SMPLauncherHooks", "child_command", "make_launcher", "running_hydra_job", "start_new_job"]
+
+# What rank 0's own command says about directories, sweeps and launchers must not reach the other ranks.
+_OWN = (
+    "hydra.run.",
+    "hydra.sweep.",
+    "hydra.sweeper",
+    "hydra.launcher",
+    "hydra.mode",
+    "hydra.job.",
+    "hydra.output_subdir",
+)
+_CONFIG_FLAGS = ("--config-name", "-cn", "--config-path", "-cp", "--config-dir", "-cd")
+
+
+def running_hydra_job() -> Any | None:
+    """Hydra's own config while a Hydra app runs a job, else ``None``."""
+    hydra = sys.modules.get("hydra.core.hydra_config")  # imported by every app that is one
+    return hydra.HydraConfig.get() if hydra is not None and hydra.HydraConfig.initialized() else None
+
+
+def child_command(local_rank: int) -> tuple[list[str], str | None]:
+    """The command for a rank of this machine and the folder to run it in: that of rank 0 (``None``: this one)."""
+    import __main__
+
+    job = running_hydra_job()
+    # The script may have gone elsewhere meanwhile, and will do so again.
+    folder = STARTED_IN if job is None else job.runtime.cwd
+    if __main__.__spec__ is not None:
+        script = ["-m", __main__.__spec__.name.removesuffix(".__main__")]
+    else:
+        script = [os.path.join(folder or os.getcwd(), sys.argv[0])]
+    if job is None:
+        return [sys.executable, *script, *sys.argv[1:]], folder
+    arguments = _hydra_arguments(job, config_flags(sys.argv[1:]), local_rank)
+    return [sys.executable, *script, *arguments], folder
+
+
+def config_flags(arguments: Sequence[str]) -> list[str]:
+    """Those of Hydra's arguments that say where its configs are."""
+    kept: list[str] = []
+    follows = False
+    for argument in arguments:
+        if follows or argument.split("=")[0] in _CONFIG_FLAGS:
+            kept.append(argument)
+            follows = not follows and "=" not in argument
+    return kept
+
+
+def _hydra_arguments(job: Any, flags: Iterable[str], local_rank: int) -> list[str]:
+    folder = job.runtime.output_dir.replace("\\", "\\\\").replace('"', '\\"')
+    # Overrides of a group (hydra/launcher=...) and of a value (hydra.launcher.x=...) are written differently.
+    others = [
+        text for text in job.overrides.hydra if not text.lstrip("+~").replace("hydra/", "hydra.").startswith(_OWN)
+    ]
+    arguments = [
+        *flags,
+        *job.overrides.task,
+        *others,
+        "hydra.mode=RUN",
+        f'hydra.run.dir="{folder}"',
+        "hydra.output_subdir=null",
+        f"hydra.job.name={job.job.name}_rank{local_rank}",
+    ]
+    # Only the jobs of a sweep have a number; configs may refer to it.
+    if "num" in job.job and job.job.get("num") is not None:
+        arguments += [f"hydra.job.num={job.job.num}", f"hydra.job.id='{job.job.id}'"]
+    return arguments
+
 
 _VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 

@@ -1,7 +1,7 @@
 """``train`` and ``eval`` of optimizers that have them: hooks call these on what ``configure_optimizers`` has returned.
 
 They are replaced on the instances while a run lasts, and the ranks switch together
-(:mod:`smp_strategy.data_parallel.optimizer_modes`). Those of a ``LightningOptimizer`` are of its class, so they are
+(:mod:`smp_strategy.data_parallel.step_hooks`). Those of a ``LightningOptimizer`` are of its class, so they are
 replaced as well.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from smp_strategy.data_parallel.optimizer_modes import MODES, has_to_switch
+from smp_strategy.data_parallel.step_hooks import MODES, has_to_switch
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
 

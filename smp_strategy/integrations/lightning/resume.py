@@ -14,6 +14,8 @@ order (:mod:`smp_strategy.integrations.lightning.resume_progress`). It is applie
 code may have drawn what it likes in `setup`, and loaders may have been iterated. Nothing is drawn any more until the
 loop does what it would have done next. A pass that had been begun goes on from its place; and where the last one was
 complete, the next begins with the restored generators, however many Lightning has begun before.
+
+The strategy's hooks for going on with a run: what it adds to a checkpoint, and what it does with that.
 """
 
 import warnings
@@ -22,17 +24,28 @@ from typing import Any, Final
 
 import torch
 
+from smp_strategy.checkpoint.sources import EditedState
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
+from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.data.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
+from smp_strategy.integrations.lightning.collectives import CommunicationHooks
 from smp_strategy.integrations.lightning.data import DataStream
-from smp_strategy.integrations.lightning.other_shares import dealt_out_again, go_on_after
-from smp_strategy.integrations.lightning.resume_progress import do_due, is_epoch_read, progress_of, put_in_order
-from smp_strategy.integrations.lightning.sums import go_on_adding, sums_of
+from smp_strategy.integrations.lightning.resume_progress import (
+    dealt_out_again,
+    do_due,
+    go_on_adding,
+    go_on_after,
+    is_epoch_read,
+    progress_of,
+    put_in_order,
+    sums_of,
+)
 from smp_strategy.integrations.lightning.tree import Tree
 
-__all__ = ["KEY", "Resumption"]
+__all__ = ["CHECKPOINT_KEY", "KEY", "ResumeHooks", "Resumption"]
 
 # Where all this stands in the engine's part of a checkpoint.
 KEY: Final = "resume"
@@ -271,3 +284,70 @@ def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
         generators = generators_of(loader)
         if len(generators) == len(states):
             set_generators(generators, states)
+
+
+# Where the engine's own state stands in a checkpoint; plain Lightning passes over both.
+CHECKPOINT_KEY: Final = "smp_strategy"
+_GRADIENTS: Final = "gradients"
+
+
+class ResumeHooks(CommunicationHooks):
+    """See the module's docstring."""
+
+    config: SMPConfig
+    _engine: Engine | None
+    _resumption: Resumption | None = None
+    _has_stepped: bool = True  # under manual optimization: an optimizer has used the gradients of the last batch
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the module that is being trained; exists from ``setup`` on."""
+        raise NotImplementedError
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _is_accumulating(self) -> bool:
+        """Whether the next batches add to the gradients of the last ones."""
+        if self._resumption is None or self._resumption.is_over:
+            return False
+        if not self._trainer.lightning_module.automatic_optimization:
+            return not self._has_stepped
+        return bool(self._trainer.fit_loop._should_accumulate())
+
+    def _add_own_state(self, checkpoint: dict[str, Any]) -> None:
+        """Add what plain Lightning passes over; on global rank 0 it is complete. Collective."""
+        own: dict[str, Any] = {**self.engine.state_dict(), "layout": self.engine.mesh.shape.degrees}
+        if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
+            own[KEY] = self._resumption.collected(self._trainer)
+            if self._is_accumulating and self.config.state_dict_type == "sharded":
+                checkpoint[_GRADIENTS] = self.engine.held_state((), gradients=True).get(_GRADIENTS, {})
+            elif self._is_accumulating:
+                checkpoint[_GRADIENTS] = self.engine.full_gradients()
+        checkpoint[CHECKPOINT_KEY] = own
+
+    def _load_own_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on with it; Lightning's counters have been read."""
+        own = checkpoint.get(CHECKPOINT_KEY)
+        if own is None:
+            return
+        self.engine.load_state(own)
+        if self._resumption is not None and KEY in own:
+            self._resumption.read(own, self._trainer)
+        if _GRADIENTS in checkpoint:
+            self.engine.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
+
+    def on_train_start(self) -> None:
+        """Go on with the data and the random numbers of an earlier run. See [Note: going on]."""
+        if self._resumption is not None:
+            own = self._resumption.training_starts(self._trainer, lambda: self.engine.load_gradients({}))
+            if own is not None:
+                self.engine.load_state(dict(own))  # a trial of validation has counted its batches
+
+    def on_train_end(self) -> None:
+        """Lightning lets go of the data."""
+        if self._resumption is not None:
+            self._resumption.training_ends(self._trainer)

@@ -6,12 +6,38 @@ metrics, and what hooks do at the end of the epoch; a run that `max_steps` has s
 under `max_steps` Lightning trains on a batch too many after the end of an epoch. So that a resumed run does everything
 once, it is said in the checkpoint how far the last batch has come (:func:`progress_of`), and what is missing is done
 first, by the loop itself (:func:`do_due`).
+
+A pass over data that was dealt out to so many ranks, gone on with by more or fewer of them.
+
+Which samples a rank reads, in which order, depends on how many ranks share them. Samplers that deal out one order of
+all samples (torch's DistributedSampler, which Lightning puts in) have read the first ``batches x batch size x ranks``
+samples of it after so many batches, whoever has read which. So the others go on after as many of their own batches as
+make up these samples::
+
+    4 ranks, batches of 8        12 batches each: 384 samples
+    2 ranks, batches of 16       12 batches each
+    2 ranks, batches of 8        24 batches each
+
+What has been logged in an epoch so far: means over an epoch that is interrupted are those of all of it.
+
+Callbacks and schedulers may go by them, so they decide on weights as well. Lightning adds values up in metrics that it
+makes when something is logged for the first time. So the sums of before are put in there just before the first value
+is added.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["do_due", "is_epoch_read", "progress_of", "put_in_order"]
+__all__ = [
+    "dealt_out_again",
+    "do_due",
+    "go_on_adding",
+    "go_on_after",
+    "is_epoch_read",
+    "progress_of",
+    "put_in_order",
+    "sums_of",
+]
 
 
 def is_epoch_read(fit: Any) -> bool:
@@ -112,3 +138,78 @@ def _set_restarting(fit: Any, value: bool) -> None:
     fit._restarting = value
     fit.epoch_loop.restarting = value
     fit.epoch_loop.val_loop.restarting = True  # validation is not tried out in the middle of a run
+
+
+def dealt_out_again(
+    places: Sequence[Mapping[str, Any] | None], batch_sizes: Sequence[int | None], num_before: int, num_now: int
+) -> tuple[list[dict[str, Any] | None], str | None]:
+    """Places of passes for another number of ranks.
+
+    Args:
+        places: of one of the ranks before, a place for each loader; see
+            :meth:`~smp_strategy.integrations.data.resumable_loader.Pass.place`.
+        batch_sizes: that the loaders have now.
+        num_before, num_now: ranks that share the samples.
+
+    Returns:
+        The places, ``None`` for a loader that begins anew, and what is not as it was, if anything.
+    """
+    found: list[dict[str, Any] | None] = []
+    left_over, unknown = 0, 0
+    for place, batch_size in zip(places, batch_sizes, strict=True):
+        before = None if place is None else place.get("batch_size")
+        if place is None or before is None or batch_size is None:
+            found.append(None)
+            unknown += 1
+            continue
+        samples = (place["num_given"] - place["num_unused"]) * before * num_before
+        number, left = divmod(samples, batch_size * num_now)
+        left_over += left
+        own = {name: value for name, value in place.items() if name != "loader"}
+        found.append({**own, "num_given": number, "num_unused": 0, "is_of_others": True})
+    told = []
+    if left_over:
+        told.append(f"{left_over} samples are no whole batch of each rank now, and are read again")
+    if unknown:
+        told.append(f"{unknown} loaders, of which nobody knows how large their batches are, begin their epoch anew")
+    return found, "; ".join(told) or None
+
+
+def go_on_after(batches: Any, number: int) -> None:
+    """Let Lightning's counter of the batches of this epoch say that there were so many."""
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(batches.current, name, number)
+
+
+_STATES = ("value", "cumulated_batch_size")
+
+
+def sums_of(results: Any) -> dict[str, dict[str, Any]]:
+    """The sums of numbers that are logged per epoch.
+
+    Args:
+        results: Lightning's collection of them.
+    """
+    return {
+        key: {name: getattr(metric, name).detach().cpu().clone() for name in _STATES if hasattr(metric, name)}
+        for key, metric in results.items()
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+    }
+
+
+def go_on_adding(results: Any, sums: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let what is logged next be added to ``sums``."""
+    left = dict(sums)
+    update = results.update_metrics
+
+    def update_metrics(key: str, value: Any, batch_size: int) -> None:
+        kept = left.pop(key, None)
+        if kept is not None and results[key].is_tensor:
+            for name, number in kept.items():
+                setattr(results[key], name, number.to(value.device))
+        update(key, value, batch_size)
+        if not left:
+            del results.update_metrics
+
+    if left:
+        results.update_metrics = update_metrics

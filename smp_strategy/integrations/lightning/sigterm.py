@@ -12,13 +12,22 @@ numbers of batches: then it goes on to its end, and so does prediction, as in on
 Lightning then ends the script with exit code 0. That is fine for somebody at a terminal. A scheduler takes it for a
 run that is done, and does not start it again: where there is no terminal, or SLURM has started the script, the exit
 code is 143, as that of any process that SIGTERM ends.
+
+Whether ranks that an error has stopped can still save a checkpoint together.
+
+Saving takes all ranks. If an error has stopped one of them, the others wait for it elsewhere, and it would wait for
+them for ever. If it has stopped all of them in the same place between two steps (a signal that the Trainer has noticed,
+a callback that gives up), nothing of what they have is half done, and they can save. They find that out in the store of
+the process group: each tells its place, the last to come says yes, and who has waited too long says no. One answer
+counts, that which was first.
 """
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO, final
+from typing import Any, Final, TextIO, final
 
 import torch
 import torch.distributed as dist
@@ -27,7 +36,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
 
-__all__ = ["StopSignal", "end_as_stopped", "is_at_terminal"]
+__all__ = ["StopSignal", "end_as_stopped", "have_all_stopped", "is_at_terminal"]
 
 
 @final
@@ -117,3 +126,35 @@ def is_at_terminal(environ: Mapping[str, str], streams: Sequence[TextIO | None])
     return "SLURM_JOB_ID" not in environ and any(
         stream is not None and not stream.closed and stream.isatty() for stream in streams
     )
+
+
+_KEY: Final = "smp_strategy/stopped"
+PATIENCE_SECONDS: Final = 5.0
+_PAUSE_SECONDS: Final = 0.05
+_YES, _NO = "yes", "no"
+
+
+def have_all_stopped(place: str | None) -> bool:
+    """Whether all ranks ask this, of the same place; the answer is the same on all that do.
+
+    Args:
+        place: where this rank has stopped; ``None``: in the middle of something.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return place is not None
+    store = dist.distributed_c10d._get_default_store()
+    key = f"{_KEY}/{store.add(f'{_KEY}/count/{dist.get_rank()}', 1)}"
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    if place is not None and store.add(f"{key}/at/{place}", 1) == dist.get_world_size():
+        answer = _answered(store, key, _YES)
+    elif place is None:
+        answer = _answered(store, key, _NO)
+    else:
+        while not store.check([f"{key}/answer"]) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+        answer = _answered(store, key, _NO)
+    return answer == _YES
+
+
+def _answered(store: dist.Store, key: str, answer: str) -> str:
+    return store.compare_set(f"{key}/answer", "", answer).decode()

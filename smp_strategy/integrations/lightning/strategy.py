@@ -30,8 +30,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.data_parallel.closures import evaluated_once
-from smp_strategy.data_parallel.step_hooks import has_step_hooks, hooks_around_step
+from smp_strategy.data_parallel.step_hooks import evaluated_once, has_step_hooks, hooks_around_step
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
@@ -46,14 +45,17 @@ from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks, unwrap
 from smp_strategy.integrations.lightning.data import DataStream, following
 from smp_strategy.integrations.lightning.environment import backend_for, devices_of_launcher, submitit_environment
-from smp_strategy.integrations.lightning.gradients import for_all_ranks, forget_gradients
 from smp_strategy.integrations.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
 from smp_strategy.integrations.lightning.metrics import MetricUpdates, metrics_of
 from smp_strategy.integrations.lightning.optimizer_modes import switching_together
-from smp_strategy.integrations.lightning.precision_plugin import make_scaler, passing_over_skipped
+from smp_strategy.integrations.lightning.precision_plugin import (
+    for_all_ranks,
+    forget_gradients,
+    make_scaler,
+    passing_over_skipped,
+)
 from smp_strategy.integrations.lightning.resume import Resumption
-from smp_strategy.integrations.lightning.signature import with_options
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
@@ -75,17 +77,15 @@ class SMPHooks(CheckpointHooks):
         trainer.fit(module, datamodule)
 
     Args:
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in all of Lightning's
-            strategies; the Trainer fills them in.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: the Trainer fills them in.
         process_group_backend: default: gloo, and for accelerators that no ranks share what torch recommends for them.
         timeout: of the process groups; default: torch's.
-        options: the fields of ``SMPConfig``, with the ``SMP_*`` environment as defaults.
+        options: fields of ``SMPConfig``; the ``SMP_*`` environment has their defaults.
 
     Raises:
         ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
     """
 
-    @with_options
     def __init__(
         self,
         accelerator: Any = None,

@@ -1,12 +1,20 @@
-"""Combine our hooks with the base classes of one Lightning tree.
+"""Make ``SMPStrategy`` for one of Lightning's two trees, with its options in the signature.
 
 Lightning checks ``isinstance`` against its own classes, and there are two sets of them. The hooks are therefore plain
 mixins that inherit nothing at run time, and the classes that Lightning sees are put together here, once per tree.
+
+The hooks take any options and say of unknown ones what may have been meant. The signature names each option with its
+type and default, for LightningCLI, ``help()`` and editors.
 """
 
+import dataclasses
 import functools
+import inspect
+from collections.abc import Callable
 from types import new_class
+from typing import Any
 
+from smp_strategy.config.config import SMPConfig, option_types
 from smp_strategy.integrations.lightning.strategy import SMPHooks
 from smp_strategy.integrations.lightning.tree import Tree
 
@@ -19,6 +27,36 @@ def make_strategy(root: str) -> type[SMPHooks]:
     tree = Tree(root)
     base = tree.pytorch("strategies.parallel").ParallelStrategy
     where = "smp_strategy.integrations.lightning" if root == "lightning.pytorch" else "smp_strategy.pytorch_lightning"
-    body = {"tree": tree, "__module__": where, "__doc__": SMPHooks.__doc__}
+    body = {
+        "__init__": _with_options(SMPHooks.__init__),
+        "tree": tree,
+        "__module__": where,
+        "__doc__": SMPHooks.__doc__,
+    }
     strategy: type[SMPHooks] = new_class("SMPStrategy", (SMPHooks, base), exec_body=lambda names: names.update(body))
     return strategy
+
+
+def _with_options(init: Callable[..., None]) -> Callable[..., None]:
+    """``init``, which takes ``**options``, with a signature that names them."""
+
+    @functools.wraps(init)
+    def named(self: object, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+
+    types = option_types()
+    signature = inspect.signature(init)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=types[field.name]
+        )
+        for field in dataclasses.fields(SMPConfig)
+    ]
+    vars(named)["__signature__"] = signature.replace(parameters=[*own, *options])
+    named.__annotations__ = init.__annotations__ | {option.name: option.annotation for option in options}
+    return named
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

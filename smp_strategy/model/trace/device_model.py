@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.trace.effort import Effort
 from smp_strategy.model.trace.events import Event
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Effort, Link, Work
 
 __all__ = ["HostLink", "Machine", "modelled_work"]
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.flops import Tally
 from smp_strategy.model.trace.pytree import leaves_of
-from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["Meter", "draws"]
 
@@ -32,7 +32,8 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         random: whether something has drawn random numbers.
-        written: storages that operations have written to (see :func:`~smp_strategy.model.trace.storage.storage_of`).
+        written: storages that operations have written to (see
+            :func:`~smp_strategy.model.trace.tensor_spec.storage_of`).
     """
 
     def __init__(self, tally: Tally, assumed: int | None = None, unit: str | None = None) -> None:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
-from smp_strategy.model.trace.effort import Efforts
-from smp_strategy.model.trace.work import Kept
+from smp_strategy.model.trace.work import Efforts, Kept
 
 __all__ = ["Event", "Trace", "Value"]
 

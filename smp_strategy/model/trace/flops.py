@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from smp_strategy.model.trace.effort import Effort, Efforts
 from smp_strategy.model.trace.pytree import leaves_of
-from smp_strategy.model.trace.storage import storage_of
+from smp_strategy.model.trace.tensor_spec import storage_of
+from smp_strategy.model.trace.work import Effort, Efforts
 
 __all__ = ["Product", "Tally"]
 

@@ -11,7 +11,7 @@ from typing import final
 
 from smp_strategy.model.trace.device_model import Machine, modelled_work
 from smp_strategy.model.trace.events import Event, Trace
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 
 __all__ = ["Measured", "with_measured_bytes", "work_of"]
 

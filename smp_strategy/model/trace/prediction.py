@@ -11,12 +11,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.effort import Efforts
 from smp_strategy.model.trace.exposed_attributes import Exposed, exposing
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.model.trace.storage import storage_of
-from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.model.trace.work import Kept
+from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
+from smp_strategy.model.trace.work import Efforts, Kept
 
 __all__ = [
     "IMMUTABLE",

@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.model.trace.effort import Effort
 from smp_strategy.model.trace.flops import Product, Tally
 from smp_strategy.model.trace.func_transforms import stepping_aside
-from smp_strategy.model.trace.storage import storage_of
-from smp_strategy.model.trace.work import Kept, Memory
+from smp_strategy.model.trace.tensor_spec import storage_of
+from smp_strategy.model.trace.work import Effort, Kept, Memory
 
 __all__ = ["counting_saved", "watching_kept"]
 

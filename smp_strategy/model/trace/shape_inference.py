@@ -33,8 +33,7 @@ from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, U
 from smp_strategy.model.trace.pytree import flatten, unflatten_call
 from smp_strategy.model.trace.saved_tensors import watching_kept
 from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
-from smp_strategy.model.trace.storage import storage_of
-from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
 from smp_strategy.model.trace.undo_attributes import attributes_restored, tensors_restored
 
 __all__ = ["Oracle"]

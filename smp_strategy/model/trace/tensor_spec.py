@@ -1,4 +1,7 @@
-"""A tensor without its values: what every stage knows of a tensor that lives on one of them."""
+"""A tensor without its values: what every stage knows of a tensor that lives on one of them.
+
+Which memory a tensor stands in: several tensors may be views of one storage.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from smp_strategy.distributed.device import local
 
-__all__ = ["TensorSpec"]
+__all__ = ["TensorSpec", "storage_of"]
 
 
 @final
@@ -56,3 +59,8 @@ def _from_elsewhere(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> TensorSpec:
     return TensorSpec(size, stride, dtype, local(device), requires_grad)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What stands for the storage of ``tensor``, while that is alive."""
+    return tensor.untyped_storage()._cdata

@@ -3,14 +3,43 @@
 Bytes alone do not say what could be kept instead. A call that is computed again keeps its inputs; one that computes the
 cheap part again keeps the results of products, too. Nothing has to be computed again that comes after the last thing
 that backward needs: the product at the end of a block is never done twice.
+
+How long things take: the work of a call, split as a schedule may split it, and the way between two stages.
+
+What a call has a device do, in counts: what a model of the device turns into seconds (:mod:`.machine`).
 """
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from smp_strategy.model.trace.effort import Effort
+__all__ = ["Effort", "Efforts", "Kept", "Link", "Memory", "Work"]
 
-__all__ = ["Kept", "Memory"]
+
+class Effort(NamedTuple):
+    """What one pass has a device do."""
+
+    flops: int = 0
+    """Floating-point operations of products of matrices and of convolutions; others do not count beside the bytes."""
+    product_bytes: int = 0
+    """Bytes that these products read and write."""
+    other_bytes: int = 0
+    """Bytes that all other kernels read and write."""
+    kernels: int = 0
+    """Calls of the device."""
+
+    def plus(self, other: "Effort") -> "Effort":
+        """Both, one after the other."""
+        return Effort(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class Efforts(NamedTuple):
+    """What the passes of a call have a device do, split like :class:`~smp_strategy.model.trace.work.Work`."""
+
+    forward: Effort = Effort()
+    input_gradient: Effort = Effort()
+    """The part of backward that the makers of the call's inputs wait for."""
+    weight_gradient: Effort = Effort()
+    """The part of backward that nobody waits for but the optimizer."""
 
 
 class Memory(NamedTuple):
@@ -44,3 +73,43 @@ class Kept(NamedTuple):
         return sum(
             memory.nbytes for memory in self.memories if memory.origin in wanted and memory.is_saved >= saved_only
         )
+
+
+class Work(NamedTuple):
+    """Seconds of one call, or of several that run together."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    """The part of backward that earlier stages wait for."""
+    weight_gradient: float = 0.0
+    """The part of backward that nobody waits for but the optimizer (Zero Bubble, arXiv:2401.10241)."""
+
+    @property
+    def backward(self) -> float:
+        """Both parts."""
+        return self.input_gradient + self.weight_gradient
+
+    def scaled(self, factor: float) -> "Work":
+        """The same, taking ``factor`` times as long."""
+        return Work(*(factor * seconds for seconds in self))
+
+    def plus(self, other: "Work") -> "Work":
+        """Both, one after the other."""
+        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class Link(NamedTuple):
+    """What lies between two stages."""
+
+    latency: float
+    """Seconds until the first byte of a message arrives."""
+    bytes_per_second: float
+
+    @classmethod
+    def instant(cls) -> Self:
+        """Messages that take no time."""
+        return cls(0.0, float("inf"))
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a message of ``nbytes`` is under way."""
+        return self.latency + nbytes / self.bytes_per_second

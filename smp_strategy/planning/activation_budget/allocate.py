@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 from smp_strategy.activations.policy import Recompute, Treatment, Treatments
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId, route
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.call_costs import call_costs, treated

@@ -14,7 +14,7 @@ from typing import NamedTuple, final
 from smp_strategy.activations.policy import KEEP, Treatment, Treatments
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Event, Trace
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 
 __all__ = ["CallCosts", "call_costs", "treated"]
 

@@ -22,7 +22,7 @@ from smp_strategy.data_parallel.optimizer_probe import StateSize, moments, optim
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.memory.sharded import flat_groups, most_gathered, most_unreduced, share_of
-from smp_strategy.planning.partition.costs import Held
+from smp_strategy.planning.partition.problem import Held
 from smp_strategy.precision.dtypes import gradient_dtype
 
 __all__ = ["Holdings", "Spreading", "holdings_of"]

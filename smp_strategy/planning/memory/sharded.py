@@ -17,7 +17,7 @@ from itertools import combinations, pairwise, product
 from typing import TypeVar, final
 
 from smp_strategy.data_parallel.flat_layout import Entry, FlatLayout, UnitLayout
-from smp_strategy.planning.partition.costs import Held
+from smp_strategy.planning.partition.problem import Held
 
 __all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of"]
 

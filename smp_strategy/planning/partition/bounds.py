@@ -19,8 +19,7 @@ Ways through the program are longest paths of the trace, so the bound holds for 
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from smp_strategy.planning.partition.costs import Held
-from smp_strategy.planning.partition.problem import Problem, Promise, Window
+from smp_strategy.planning.partition.problem import Held, Problem, Promise, Window
 
 __all__ = ["Bounds", "Load"]
 

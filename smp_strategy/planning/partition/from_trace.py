@@ -9,9 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import final
 
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work_trace import Work
-from smp_strategy.planning.partition.costs import Held, UnitCost
-from smp_strategy.planning.partition.problem import Problem, Setting, Window
+from smp_strategy.model.trace.work import Work
+from smp_strategy.planning.partition.problem import Held, Problem, Setting, UnitCost, Window
 
 __all__ = ["chain_of", "problem_of"]
 

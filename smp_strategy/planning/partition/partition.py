@@ -13,11 +13,10 @@ from typing import Any, NamedTuple, Self, final
 
 from smp_strategy.activations.policy import KEEP, Treatment
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.output_file import write_atomically
-from smp_strategy.planning.partition.costs import Held, UnitCost
 from smp_strategy.planning.partition.file import FORMAT
-from smp_strategy.planning.partition.problem import Problem, Score
+from smp_strategy.planning.partition.problem import Held, Problem, Score, UnitCost
 
 __all__ = ["Partition", "PlacedUnit", "Reliefs", "StageLoad", "UnitRelief"]
 

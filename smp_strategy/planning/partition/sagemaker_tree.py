@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from smp_strategy.planning.partition.costs import Held, UnitCost
+from smp_strategy.planning.partition.problem import Held, UnitCost
 
 __all__ = ["Node", "d_hondt", "in_execution_order", "module_tree", "segments", "tree_partition"]
 

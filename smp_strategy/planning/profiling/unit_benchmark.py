@@ -23,7 +23,7 @@ from smp_strategy.model.trace.pytree import flatten, unflatten_call
 from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.model.trace.undo_attributes import attributes_restored, refill
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports

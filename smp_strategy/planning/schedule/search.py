@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from smp_strategy.model.trace.work_trace import Link
+from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, crowded, end_of
 from smp_strategy.planning.schedule.annealing import anneal

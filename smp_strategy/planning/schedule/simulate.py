@@ -13,7 +13,7 @@ The simulated order is a linear order of the dependency graph, so stages that fo
 
 from collections.abc import Iterator, Sequence
 
-from smp_strategy.model.trace.work_trace import Link
+from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule

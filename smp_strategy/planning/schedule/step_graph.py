@@ -11,7 +11,7 @@ wait for ever is repaired: the pass that can start first goes first. So what com
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, final
 
-from smp_strategy.model.trace.work_trace import Link
+from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import Flow, SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan, Times
 from smp_strategy.planning.schedule.published import Pass

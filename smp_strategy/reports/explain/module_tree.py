@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import final
 
-from smp_strategy.planning.partition.costs import Held
 from smp_strategy.planning.partition.partition import PlacedUnit
+from smp_strategy.planning.partition.problem import Held
 
 __all__ = ["Node", "Row", "abbreviate", "rows_of", "tree_of"]
 

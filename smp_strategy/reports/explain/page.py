@@ -7,9 +7,8 @@ from smp_strategy.config.sizes import show_bytes, show_seconds
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.drawings import colour, loads, strip, timetable
-from smp_strategy.reports.explain.html import document, keys, row, section
+from smp_strategy.reports.explain.html import document, element, keys, row, section
 from smp_strategy.reports.explain.module_tree import Node, abbreviate, tree_of
-from smp_strategy.reports.explain.svg import element
 from smp_strategy.reports.explain.text import sends_on, summary, waiting
 from smp_strategy.reports.explain.text_activations import RELIEF_CAPTION, RELIEF_COLUMNS, relief_rows
 

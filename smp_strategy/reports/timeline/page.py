@@ -1,15 +1,20 @@
-"""The picture: each stage as it was, and right under it as it was predicted, on one axis of time."""
+"""The picture: each stage as it was, and right under it as it was predicted, on one axis of time.
 
+The timeline as a page for a browser.
+"""
+
+from collections.abc import Sequence
 from html import escape
 from math import floor, log10
 
 from smp_strategy.config.sizes import show_seconds
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.reports.explain.drawings import LABEL, WIDTH, block
-from smp_strategy.reports.explain.svg import element, svg
+from smp_strategy.reports.explain.html import document, element, keys, row, section, svg
 from smp_strategy.reports.timeline.comparison import Comparison
+from smp_strategy.reports.timeline.text import Cells, summary, tables
 
-__all__ = ["STYLE", "drawing"]
+__all__ = ["STYLE", "drawing", "page"]
 
 AXIS = 18.0
 MEASURED, PREDICTED, GAP = 22.0, 15.0, 12.0
@@ -97,3 +102,28 @@ def _distance(length: float) -> float:
 
 def _upright(x: float, top: float, bottom: float, kind: str) -> str:
     return element("line", x1=x, x2=x, y1=top, y2=bottom, class_=kind)
+
+
+def page(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
+    """The page as text."""
+    what, *more = (escape(line) for line in summary(comparison, step))
+    present = keys(action.kind for actions in comparison.plan.stages for action in actions)
+    caption = (
+        f"{present} &emsp; pale: waits for messages &emsp; lines: the end of the step, measured and (dashed) predicted"
+    )
+    parts = [
+        element("h1", what),
+        *(element("p", line) for line in more),
+        *section("As it was, over what was predicted", caption, drawing(comparison)),
+        *(part for table in tables(comparison, ranks) for part in _table(table)),
+    ]
+    return document("Timeline", parts, STYLE)
+
+
+def _table(table: Cells) -> list[str]:
+    rows = [row("td", [escape(cell) for cell in cells]) for cells in table.rows]
+    return [
+        element("h2", table.title),
+        element("table", row("th", table.columns), *rows),
+        element("p", table.caption, class_="dim"),
+    ]

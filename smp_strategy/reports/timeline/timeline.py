@@ -10,7 +10,7 @@ from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.output_file import save_report
 from smp_strategy.reports.timeline.chrome_trace import chrome_trace
 from smp_strategy.reports.timeline.comparison import Comparison
-from smp_strategy.reports.timeline.page_timeline import page
+from smp_strategy.reports.timeline.page import page
 from smp_strategy.reports.timeline.text import text
 
 __all__ = ["Timeline"]

@@ -7,6 +7,10 @@ values, so an optimizer that has them goes on with them. Attributes that tell si
 
 Code of the layer's own (a ``forward`` of a subclass, weights that are computed from others) was written for whole
 weights. Such layers are refused, with the reason.
+
+A layer that is the same on all ranks, but gets parts: the norm of each head's queries, say.
+
+Each rank sees what its own heads do to the parameters. Their gradients must be added up, or ranks would go apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,10 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from smp_strategy.errors import UnsupportedError
+from smp_strategy.tensor_parallel.autograd_collectives import copy
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["CannotSplit", "SplitLayer", "check_plain", "cut_evenly"]
+__all__ = ["AmongParts", "CannotSplit", "SplitLayer", "check_plain", "cut_evenly"]
 
 
 class CannotSplit(Exception):
@@ -160,3 +165,30 @@ def _join_in_place(parameter: Tensor | None, cut: Cut, group: TensorGroup) -> No
     lengths = [cut.length_of(rank) for rank in range(group.size)]
     parts = group.gather(parameter.data, cut.dim, lengths)
     parameter.data = cut.join(parts.split(lengths, cut.dim)) if len(cut.blocks) > 1 else parts
+
+
+class AmongParts(SplitLayer):
+    """A layer whose parameters have their gradients added up over the ranks."""
+
+    @classmethod
+    def from_dense(cls, layer: nn.Module, group: TensorGroup) -> Self:
+        """Change ``layer`` in place.
+
+        Raises:
+            CannotSplit: its parameters are those of layers in it.
+        """
+        if any(layer.children()):
+            raise CannotSplit("it is made of other layers")
+        return cls._split(layer, group, {}, {}, {})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the dense layer computes."""
+        own = self._parameters
+        # Its code asks for `self.weight`.
+        vars(self)["_parameters"] = {
+            name: None if parameter is None else copy(parameter, self.group) for name, parameter in own.items()
+        }
+        try:
+            return type(self)._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            vars(self)["_parameters"] = own

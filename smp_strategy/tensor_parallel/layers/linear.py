@@ -5,6 +5,11 @@ not need that sum, and is computed while it is under way (:class:`_Columns`). Wh
 one tensor, something else comes first: they share one sum (:mod:`~smp_strategy.tensor_parallel.region_boundary`).
 
 Besides ``nn.Linear`` there is the linear layer of GPT-2 as Hugging Face writes it, with its weight transposed.
+
+The layer that makes scores for the tokens of a vocabulary, of which each rank has some.
+
+Its result is a split tensor: losses exchange two numbers of each token, and nobody puts the scores together unless
+somebody looks at them.
 """
 
 from collections.abc import Sequence
@@ -25,8 +30,9 @@ from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallel
 from smp_strategy.tensor_parallel.region_boundary import Entered, Readers, as_computed, enter, enter_parts
 from smp_strategy.tensor_parallel.region_rng import SplitRandomness
 from smp_strategy.tensor_parallel.sharded_tensor.parts import InParts
+from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelHead"]
 
 
 class ColumnParallelLinear(ColumnParallelLayer):
@@ -244,3 +250,12 @@ def _gradients(x: Tensor, has_rows: bool, inputs: Sequence[int], gradient: Tenso
     if 2 in inputs:
         found[2] = rows.sum(0)
     return [found[number] for number in inputs]
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """A linear layer whose outputs are tokens of a vocabulary."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scores of all tokens."""
+        (lengths,) = self.cuts["weight"].blocks
+        return SplitTensor.from_part(super().forward(x), self.group, -1, lengths)

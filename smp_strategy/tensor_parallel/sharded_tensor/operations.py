@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel import autograd_collectives as functions
-from smp_strategy.tensor_parallel.copies import Copies
+from smp_strategy.tensor_parallel.autograd_collectives import Copies
 from smp_strategy.tensor_parallel.region_rng import SplitRandomness
 from smp_strategy.tensor_parallel.sharded_tensor import cross_entropy as loss
 from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts, part_of

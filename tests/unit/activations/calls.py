@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.activations.ambient import random_of_now
+from smp_strategy.activations.checkpoint_state import random_of_now
 from smp_strategy.activations.policy import Treatment
 from smp_strategy.activations.unit_wrapper import Activations, UnitCall
 

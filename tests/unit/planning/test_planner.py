@@ -10,13 +10,11 @@ from smp_strategy.activations.policy import Treatment
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import HostLink, Machine
-from smp_strategy.model.trace.effort import Effort, Efforts
 from smp_strategy.model.trace.events import Event, Trace
-from smp_strategy.model.trace.work import Kept, Memory
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Effort, Efforts, Kept, Link, Memory, Work
 from smp_strategy.planning.activation_budget.allocate import Relief
-from smp_strategy.planning.partition.costs import Held
 from smp_strategy.planning.partition.partition import Partition, UnitRelief
+from smp_strategy.planning.partition.problem import Held
 from smp_strategy.planning.planner import Program, as_given, best_partition, policies_of, problem_under, simulated
 from smp_strategy.planning.schedule.policies import Policy
 from tests.unit.planning.partition.problems import chain, programs

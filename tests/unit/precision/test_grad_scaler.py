@@ -10,8 +10,8 @@ from smp_strategy.data_parallel.sharded_gradient import PieceGradient
 from smp_strategy.data_parallel.unscale import unscale_gradients
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.grad_scaler import Found, GradientScaler
-from smp_strategy.precision.gradient_dtype import set_gradient_dtype
 from smp_strategy.precision.loss_scale import ScalingRules
+from smp_strategy.precision.master_weights import set_gradient_dtype
 
 
 def unscale(optimizer, scale):

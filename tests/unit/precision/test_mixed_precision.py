@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, gradient_dtype, halve, halved, reduce_dtype
-from smp_strategy.precision.gradient_dtype import WideGradients
+from smp_strategy.precision.master_weights import WideGradients
 from smp_strategy.precision.mixed_precision import HalfUnits
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.memory.amounts import RankMemory
-from smp_strategy.planning.partition.costs import Held
+from smp_strategy.planning.partition.problem import Held
 from smp_strategy.reports.memory_report import MemoryReport
 from tests.unit.reports.pages import Page
 

@@ -8,7 +8,16 @@ from torch import nn
 
 from smp_strategy.checkpoint.convert.contents import LazyTensor
 from smp_strategy.checkpoint.convert.layouts import parameter_shapes, read_optimizer
-from smp_strategy.checkpoint.convert.names import find_parameters, named_groups, numbered_groups
+from smp_strategy.checkpoint.convert.names import (
+    add_prefix,
+    add_tied,
+    find_parameters,
+    find_prefix,
+    named_groups,
+    numbered_groups,
+    strip_prefix,
+)
+from smp_strategy.errors import CheckpointError
 
 SHAPES = [(2,), (3,), (2, 3)]
 
@@ -90,3 +99,34 @@ def test_tied_parameters_are_one():
     optimizer, weights = trained(module, [{"params": list(module.parameters())}])
     found = read_optimizer(lazy(optimizer.state_dict()), parameter_shapes(weights), "optimizer", [])
     assert found.groups[0]["params"] == ["0.weight", "0.bias", "1.bias"]
+
+
+def test_the_attribute_that_has_all_weights_is_the_prefix():
+    assert find_prefix(["model.model.layers.0.weight", "model.model.norm.weight"]) == "model."
+    assert find_prefix(["net._orig_mod.a.weight", "net._orig_mod.b"]) == "net._orig_mod."
+
+
+def test_several_attributes_are_listed():
+    with pytest.raises(CheckpointError, match=r"`model\.` \(2\), `loss\.` \(1\).*--prefix model\."):
+        find_prefix(["model.a", "model.b", "loss.weight"])
+
+
+def test_a_prefix_is_taken_away_and_put_in_front():
+    weights = {"model.a": 1, "loss.weight": 2}
+    assert strip_prefix(weights, "model.") == ({"a": 1}, ["loss.weight"])
+    assert add_prefix({"a": 1}, "model.") == {"model.a": 1}
+    with pytest.raises(CheckpointError, match=r"begins with `net\.`; there are `model\.a`"):
+        strip_prefix(weights, "net.")
+
+
+def test_names_of_tied_tensors_are_added():
+    weight, other = torch.randn(3, 2), torch.randn(3, 2)
+    like = {"embed": LazyTensor.of(weight), "body": LazyTensor.of(other), "head": LazyTensor.of(weight)}
+    stored = LazyTensor((3, 2), torch.float32, lambda: weight)
+    weights = {"head": stored, "body": LazyTensor((3, 2), torch.float32, lambda: other)}
+    assert add_tied(weights, like) == ["`embed` was added: it is tied to `head`."]
+    assert weights["embed"] is weights["head"]
+    assert weights["embed"].memory is not None
+    assert weights["embed"].read() is weight
+    assert weights["body"].memory is None
+    assert add_tied(weights, like) == []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor
+from smp_strategy.checkpoint.convert.write_hugging_face import export_safetensors
 from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
-from smp_strategy.checkpoint.convert.writing import export_safetensors
 from smp_strategy.checkpoint.storage.async_save import Background
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
 from smp_strategy.checkpoint.storage.reader import Stored

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from smp_strategy.checkpoint.storage import full_file_digests as full_digests
-from smp_strategy.checkpoint.storage.file_loading import load_file
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
+from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.checkpoint.storage.verify import problems_of
 from smp_strategy.errors import CheckpointError, DamagedError
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from smp_strategy.checkpoint.storage.flat_state import FlatState
+from smp_strategy.checkpoint.storage.dcp_format import FlatState
 from smp_strategy.checkpoint.storage.held_tensor import Block, Held, Opaque
 from smp_strategy.checkpoint.storage.rectangles import Rectangle
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, assign

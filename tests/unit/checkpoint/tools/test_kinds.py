@@ -11,7 +11,7 @@ from smp_strategy.checkpoint.storage.folder_digests import describe
 from smp_strategy.checkpoint.storage.full_file import write_full
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
-from smp_strategy.cli.main import main
+from smp_strategy.cli import main
 
 
 def smp(*arguments):

@@ -12,7 +12,7 @@ from smp_strategy.distributed.rng_state import global_state, set_global_state
 from smp_strategy.distributed.rng_sync import Readers
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
-from smp_strategy.integrations.lightning.other_shares import dealt_out_again
+from smp_strategy.integrations.lightning.resume_progress import dealt_out_again
 
 SAMPLES = 20
 

@@ -3,9 +3,8 @@
 import pytest
 
 from smp_strategy.model.trace.device_model import Machine, modelled_work
-from smp_strategy.model.trace.effort import Effort, Efforts
 from smp_strategy.model.trace.events import Event
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Effort, Efforts, Link, Work
 
 MACHINE = Machine(100.0, 10.0, 0.5, Link.instant())
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.effort import Effort, Efforts
 from smp_strategy.model.trace.prediction import Callee, Prediction
 from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.work import Effort, Efforts
 
 ROWS, WIDTH, WIDE = 5, 8, 16
 PRODUCT = 2 * ROWS * WIDTH * WIDE

@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 
 from smp_strategy.activations.policy import KEEP, Treatment
 from smp_strategy.model.trace.device_model import HostLink, Machine
-from smp_strategy.model.trace.effort import Effort, Efforts
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work import Kept, Memory
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Effort, Efforts, Kept, Link, Memory, Work
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.allocate import Microbatch, Relief, relieve

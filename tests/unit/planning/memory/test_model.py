@@ -10,9 +10,8 @@ from smp_strategy.data_parallel.flat_unit import FlatUnit, Keeping
 from smp_strategy.model.units import choose_units
 from smp_strategy.planning.memory.model import Holdings, Spreading, holdings_of
 from smp_strategy.planning.memory.sharded import FlatGroup, flat_groups
-from smp_strategy.planning.partition.costs import Held
 from smp_strategy.planning.partition.from_trace import chain_of, problem_of
-from smp_strategy.planning.partition.problem import Problem, Setting
+from smp_strategy.planning.partition.problem import Held, Problem, Setting
 from tests.parity.models import MODELS, Text
 from tests.pieces import pieces_shown
 from tests.unit.data_parallel.world import World

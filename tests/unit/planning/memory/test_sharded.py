@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from smp_strategy.data_parallel.flat_layout import BLOCK_BYTES, Entry, UnitLayout
 from smp_strategy.planning.memory.sharded import flat_groups, most_gathered, most_unreduced, share_of
-from smp_strategy.planning.partition.costs import Held
+from smp_strategy.planning.partition.problem import Held
 
 SIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # Two moments and a counter.

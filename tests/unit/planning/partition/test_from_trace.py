@@ -3,10 +3,9 @@
 import pytest
 
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work_trace import Work
-from smp_strategy.planning.partition.costs import Held
+from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.partition.from_trace import chain_of, problem_of
-from smp_strategy.planning.partition.problem import Setting
+from smp_strategy.planning.partition.problem import Held, Setting
 from tests.unit.planning.partition.problems import chain
 
 PARAMETERS = {"embed": {0: Held(100)}, "a": {1: Held(10)}, "b": {2: Held(20)}, "head": {0: Held(100), 3: Held(5)}}

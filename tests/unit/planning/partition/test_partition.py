@@ -5,11 +5,10 @@ import json
 import pytest
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.trace.work_trace import Work
-from smp_strategy.planning.partition.costs import Held
+from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.partition.from_trace import problem_of
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.planning.partition.problem import Score, Setting
+from smp_strategy.planning.partition.problem import Held, Score, Setting
 from tests.unit.planning.partition.problems import chain
 
 TIED = Held(100, 100, 200)

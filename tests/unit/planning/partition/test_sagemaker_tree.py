@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.model.trace.work_trace import Work
-from smp_strategy.planning.partition.costs import Held, UnitCost
+from smp_strategy.model.trace.work import Work
+from smp_strategy.planning.partition.problem import Held, UnitCost
 from smp_strategy.planning.partition.sagemaker_tree import (
     Node,
     d_hondt,

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.trace.work_trace import Work
-from smp_strategy.planning.partition.costs import Held
-from smp_strategy.planning.partition.problem import Setting
+from smp_strategy.model.trace.work import Work
+from smp_strategy.planning.partition.problem import Held, Setting
 from smp_strategy.planning.partition.solver import equal_counts, solve
 from tests.unit.planning.partition.problems import Case, cases, chain
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from smp_strategy.model.trace.device_model import Machine, modelled_work
 from smp_strategy.model.trace.measured_costs import with_measured_bytes, work_of
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.profiling import profiler as sharing
 from smp_strategy.planning.profiling.profiler import MeasuringOptions, Ranks, assign, measure, ranks_of
 from smp_strategy.planning.profiling.unit_benchmark import Sample

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import Flow, Router, gradient_uses, route
 from smp_strategy.pipeline.schedule import Plan
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.routing import route
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.fill_bubbles import fill_waits

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId, route
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.schedule.peak_memory import moments, peak_saved_bytes, used_bytes

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.routing import Flow, route
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.check_plan import check

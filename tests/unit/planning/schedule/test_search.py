@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_matrix
 
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work_trace import Link, Work
+from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.routing import SegmentId, route
 from smp_strategy.planning.schedule import annealing
 from smp_strategy.planning.schedule.check_plan import check

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.model.trace.work_trace import Work
+from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import route
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.policies import Policy

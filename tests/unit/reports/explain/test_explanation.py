@@ -7,15 +7,15 @@ from textwrap import dedent
 import pytest
 
 from smp_strategy.activations.policy import Treatment
+from smp_strategy.cli import main
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.trace.work_trace import Link, Work
-from smp_strategy.planning.partition.costs import Held
+from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.planning.partition.partition import Partition, PlacedUnit, StageLoad, UnitRelief
+from smp_strategy.planning.partition.problem import Held
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
 from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
-from smp_strategy.reports.explain.__main__ import main
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.explain.module_tree import abbreviate, rows_of, tree_of
 from smp_strategy.reports.explain.text import sends_on, summary
@@ -189,9 +189,9 @@ def test_the_ending_of_a_file_says_the_form(tmp_path):
 
 def test_a_partition_file_is_explained_on_the_command_line(tmp_path, capsys):
     partition().save(tmp_path / "partition.json")
-    main([str(tmp_path / "partition.json")])
+    assert main(["explain", str(tmp_path / "partition.json")]) == 0
     assert capsys.readouterr().out == f"{Explanation(partition())}\n"
-    main([str(tmp_path / "partition.json"), str(tmp_path / "page.html")])
+    assert main(["explain", str(tmp_path / "partition.json"), str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text() == Explanation(partition()).to_html() + "\n"
 
 

@@ -3,7 +3,7 @@
 import sys
 from types import SimpleNamespace
 
-from smp_strategy.integrations.lightning import command
+from smp_strategy.integrations.lightning import launcher as command
 
 
 class Job(dict):

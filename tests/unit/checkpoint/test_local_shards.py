@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.checkpoint.blocks import blocks_of_part, blocks_of_run, rectangles_of_run
+from smp_strategy.checkpoint.local_shards import blocks_of_part, blocks_of_run, rectangles_of_run
 from smp_strategy.checkpoint.storage.held_tensor import Block
 from smp_strategy.tensor_parallel.cut import Cut
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from smp_strategy.checkpoint.storage.plain_content import check_content
+from smp_strategy.checkpoint.storage.torch_load import check_content
 from smp_strategy.errors import ConfigError
 
 PLAIN = {

@@ -7,6 +7,8 @@ along what the others have not read yet. A rank that fails ends at once, so that
 
 Forking is only safe while the parent runs one OpenMP thread: call ``torch.set_num_threads(1)`` before anything
 computes (``tests/conftest.py`` does).
+
+A port on this machine for ranks to meet at.
 """
 
 import contextlib
@@ -16,6 +18,8 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import secrets
+import socket
 import sys
 import tempfile
 import time
@@ -29,9 +33,28 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed.malloc import keep_freed_memory
-from smp_strategy.testing.ports import free_port
 
-__all__ = ["run_ranks"]
+__all__ = ["free_port", "run_ranks"]
+
+# Systems give outgoing connections the ports above: Linux from 32768 on, others from 49152 (IANA, RFC 6335).
+_LOWEST, _HIGHEST = 20000, 32767
+
+
+def free_port() -> int:
+    """A port that nobody listens at, and that the system gives to nobody by itself.
+
+    Binding to port 0 asks for one of the ports of outgoing connections. Until the ranks listen there, seconds later,
+    any connection of another process may have got the same one; here only somebody who asks for just this port.
+    """
+    while True:
+        port = _LOWEST + secrets.randbelow(_HIGHEST - _LOWEST + 1)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:  # taken
+                continue
+            return port
+
 
 # After one rank fails, the others get this long to end by themselves, so that their errors can be compared.
 GRACE_SECONDS = 5.0

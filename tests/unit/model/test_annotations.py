@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.model.placement import partition, placed_modules, set_partition
+from smp_strategy.model.annotations import partition, placed_modules, set_partition
 from smp_strategy.model.units import choose_units, unit
 
 

@@ -1,6 +1,6 @@
-"""``smp``: what can be asked for, and what becomes of errors.
+"""The command ``smp``: its arguments, and its exit status when something fails.
 
-Help must not wait for PyTorch, so the parts that need it are imported when a command runs.
+``python -m smp_strategy.cli`` is the same. Help must not wait for PyTorch, so a command imports its module late.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = _parser().parse_args(arguments)
     try:
-        return import_module(f"smp_strategy.checkpoint.tools.{given.run}").run(given)
+        return import_module(f"smp_strategy.{given.run}").run(given)
     except (SMPError, OSError) as error:
         status, told = FAILED, str(error)
     except RecursionError:
@@ -40,13 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="smp", description="Checkpoints: write them as other programs want them, take theirs over, look, verify."
+        prog="smp",
+        description="Checkpoints: write them as other programs want them, take theirs over, look, verify. "
+        "Partitions: explain them.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_export(commands)
     _add_import(commands)
     _add_inspect(commands)
     _add_verify(commands)
+    _add_explain(commands)
     return parser
 
 
@@ -91,7 +94,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     parser.add_argument("--dtype", help="write floating point weights in this: bfloat16, float16, float32")
     _add_common(parser)
-    parser.set_defaults(run="export")
+    parser.set_defaults(run="checkpoint.tools.export")
 
 
 def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -122,7 +125,7 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "together, and which names are of the same tensor",
     )
     _add_common(parser)
-    parser.set_defaults(run="import_")
+    parser.set_defaults(run="checkpoint.tools.import_")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +143,7 @@ def _add_inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--verify", action="store_true", help="read everything and compare it with its digests")
     parser.add_argument("--summary", action="store_true", help="leave out the list of tensors")
     parser.add_argument("--weights", metavar="KEY", help="where the weights are, if it is unusual: ema.model")
-    parser.set_defaults(run="inspect")
+    parser.set_defaults(run="checkpoint.tools.inspect")
 
 
 def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -150,4 +153,15 @@ def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="Exit status: 0 all are intact; 1 one is damaged; 2 one cannot be verified.",
     )
     parser.add_argument("checkpoints", nargs="+", metavar="checkpoint", help="sharded or full")
-    parser.set_defaults(run="verifying")
+    parser.set_defaults(run="checkpoint.tools.verify")
+
+
+def _add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("explain", help="say which units each stage has, and why")
+    parser.add_argument("partition", help="what `partition_file` or `save_partition` has written")
+    parser.add_argument("out", nargs="?", help="a file: .txt, .json or .html; without it the explanation is printed")
+    parser.set_defaults(run="reports.explain.command")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

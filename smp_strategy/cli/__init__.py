@@ -1,1 +1,0 @@
-"""The command ``smp``: checkpoints written as other programs want them, taken over from those, looked at, verified."""
