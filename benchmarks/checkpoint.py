@@ -42,8 +42,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from workloads import GPT
 
-from smp_strategy.checkpoint.storage.held_tensor import Held
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.testing import run_ranks
 
@@ -79,7 +79,7 @@ class Sides:
         self.folder, self.rank = folder, dist.get_rank()
         self.tensors = share(workload, self.rank)
         self.num_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
-        self.state = {"state_dict": {name: Held.whole(tensor) for name, tensor in self.tensors.items()}}
+        self.state = {"state_dict": {name: HeldTensor.whole(tensor) for name, tensor in self.tensors.items()}}
         self.writer = ShardedWriter(partial(dist.new_group, backend="gloo"))
         self.targets = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
         self.memory = [torch.zeros_like(tensor) for tensor in self.tensors.values()]
@@ -154,8 +154,8 @@ class Sides:
         """Ours, into tensors that are there."""
 
         def load() -> None:
-            wanted = {f"state_dict.{name}": Held.whole(tensor) for name, tensor in self.targets.items()}
-            Stored.open(self.folder / "ours").fill(wanted)
+            wanted = {f"state_dict.{name}": HeldTensor.whole(tensor) for name, tensor in self.targets.items()}
+            CheckpointReader.open(self.folder / "ours").fill(wanted)
 
         return self.checked(load)
 

@@ -22,7 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from smp_strategy.engine.unit_calls import UnitCalls
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import choose_units
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
@@ -48,7 +48,7 @@ def ghost_forward(ids: torch.Tensor) -> tuple[Callable[[], Any], int]:
         number=1,
         stage_of={unit.name: 0 for unit in units},
         num_stages=2,
-        oracle=Oracle(CPU),
+        oracle=ShapeInference(CPU),
         transport=None,
         device=CPU,
     )

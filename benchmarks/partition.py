@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.offline_planning import trace_program
 from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
-from smp_strategy.planning.planner import Program, best_partition, problem_under, simulated
+from smp_strategy.planning.planner import PlanningInput, best_partition, problem_under, simulated
 from smp_strategy.planning.schedule.policies import Policy
 
 __all__ = ["MODELS", "main", "program_of"]
@@ -128,7 +128,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 }
 
 
-def program_of(name: str, config: SMPConfig, num_stages: int) -> Program:
+def program_of(name: str, config: SMPConfig, num_stages: int) -> PlanningInput:
     """A microbatch of the model, priced."""
     with META:
         module, batch = MODELS[name]()

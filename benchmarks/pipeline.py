@@ -69,7 +69,7 @@ from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.planning.schedule.policies import Policy, candidates
 from smp_strategy.planning.schedule.simulate import simulate
-from smp_strategy.planning.schedule.step_graph import Entry, StepGraph
+from smp_strategy.planning.schedule.step_graph import ScheduledPass, StepGraph
 from smp_strategy.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -348,7 +348,10 @@ def ideal(setting: Setting, stage_of: Mapping[str, int], plan: Plan, steps: int)
     flow = setting.workload.flow(stage_of, setting.num_ranks)
     graph = StepGraph(flow, setting.num_microbatches, Link.instant(), 0.0)
     orders = [
-        [Entry(action.kind, graph.segments.index(SegmentId(stage, action.segment)), action.microbatch) for action in do]
+        [
+            ScheduledPass(action.kind, graph.segments.index(SegmentId(stage, action.segment)), action.microbatch)
+            for action in do
+        ]
         for stage, do in enumerate(plan.stages)
     ]
     _, row = graph.follow_in_a_row(orders, steps)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from smp_strategy.errors import SMPError as SMPError
     from smp_strategy.errors import UnsupportedError as UnsupportedError
     from smp_strategy.integrations.accelerate.plugin import SMPPlugin as SMPPlugin
-    from smp_strategy.integrations.lightning.strategy import SMPHooks as SMPStrategy
+    from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
     from smp_strategy.integrations.sagemaker import resume_from_checkpoint as resume_from_checkpoint
     from smp_strategy.integrations.sagemaker import save_checkpoint as save_checkpoint
     from smp_strategy.model.annotations import partition as partition

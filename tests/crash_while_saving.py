@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
-from smp_strategy.checkpoint.storage.async_save import Background
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
-from smp_strategy.checkpoint.storage.held_tensor import Block, Held
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.verify import problems_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.testing import run_ranks
@@ -95,7 +95,7 @@ def crash(kills: int, folder: Path, seed: int = 0) -> Outcome:
 def run(place: Path, form: str, in_background: bool) -> None:
     """Save until somebody ends this process."""
     os.write(_log(place / "pids"), f"{_rank()} {os.getpid()}\n".encode())
-    background = Background()
+    background = BackgroundSave()
     writer = ShardedWriter((lambda: dist.new_group(backend="gloo")) if dist.is_initialized() else None)
     step = newest(place) + 1
     while True:
@@ -111,7 +111,7 @@ def run(place: Path, form: str, in_background: bool) -> None:
         step += 1
 
 
-def writing(path: Path, form: str, step: int, writer: ShardedWriter, background: Background) -> Callable[[], None]:
+def writing(path: Path, form: str, step: int, writer: ShardedWriter, background: BackgroundSave) -> Callable[[], None]:
     """What writes the checkpoint of a step."""
     tensors = values(step)
     if form == "full":
@@ -124,13 +124,13 @@ def writing(path: Path, form: str, step: int, writer: ShardedWriter, background:
     return lambda: prepared.write(path, rest={"global_step": step}, note={"step": step})
 
 
-def share(tensor: torch.Tensor) -> Held:
+def share(tensor: torch.Tensor) -> HeldTensor:
     """This rank's rows."""
     if not tensor.ndim or not dist.is_initialized():
-        return Held.whole(tensor)
+        return HeldTensor.whole(tensor)
     begin, end = (len(tensor) * rank // dist.get_world_size() for rank in (_rank(), _rank() + 1))
-    block = Block((begin, *[0] * (tensor.ndim - 1)), tensor[begin:end])
-    return Held(shape=tuple(tensor.shape), dtype=tensor.dtype, blocks=(block,))
+    block = HeldRectangle((begin, *[0] * (tensor.ndim - 1)), tensor[begin:end])
+    return HeldTensor(shape=tuple(tensor.shape), dtype=tensor.dtype, blocks=(block,))
 
 
 def _rank() -> int:
@@ -272,7 +272,7 @@ def look(place: Path, form: str, counts: Counter[str]) -> None:
     check(place / "last.ckpt", form, {last, last + 1})
     counts["saves"] += len(found) + 1
     # The next save, by this process alone.
-    writing(place / "last.ckpt", form, found[-1], ShardedWriter(), Background())()
+    writing(place / "last.ckpt", form, found[-1], ShardedWriter(), BackgroundSave())()
     check(place / "last.ckpt", form, {found[-1]})
     hidden = [each.name for each in place.iterdir() if each.name.startswith(".")]
     assert not hidden, f"{hidden} are left"
@@ -287,7 +287,7 @@ def check(path: Path, form: str, allowed: set[int]) -> None:
         content = read_full(path)
         step, found = content["global_step"], content["state_dict"]
     else:
-        stored = Stored.open(path)
+        stored = CheckpointReader.open(path)
         step, found = stored.rest()["global_step"], {name: stored.read(f"state_dict.{name}") for name in SHAPES}
         assert stored.note == {"step": step}
     assert step in allowed, f"{path} is of step {step}, not of {allowed}"

@@ -13,18 +13,18 @@ from smp_strategy.config.options import group_size
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.annotations import ModuleNotes
 
-__all__ = ["Asked", "asked_for", "set_activation_checkpointing"]
+__all__ = ["CheckpointRequest", "asked_for", "set_activation_checkpointing"]
 
 
 @final
-class Asked(NamedTuple):
+class CheckpointRequest(NamedTuple):
     """What the user has asked for a module."""
 
     strategy: str
     preserve_rng_state: bool
 
 
-_ASKED = ModuleNotes[Asked]("_smp_checkpointing")
+_ASKED = ModuleNotes[CheckpointRequest]("_smp_checkpointing")
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -48,10 +48,10 @@ def set_activation_checkpointing(
     """
     if group_size(strategy) == 0:
         raise ConfigError(f"`strategy` must be each, contiguous or group_N with N from 1 on, but is {strategy!r}.")
-    _ASKED.leave_on_alone(module, Asked(strategy, preserve_rng_state))
+    _ASKED.leave_on_alone(module, CheckpointRequest(strategy, preserve_rng_state))
     return module
 
 
-def asked_for(module: nn.Module) -> Asked | None:
+def asked_for(module: nn.Module) -> CheckpointRequest | None:
     """What the user has asked for ``module`` itself."""
     return _ASKED.of(module)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.activations.checkpoint_inputs import Inputs
+from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
 from smp_strategy.activations.selective import Products
 from smp_strategy.errors import UnsupportedError, changed_in_place
 from smp_strategy.model.trace.func_transforms import without_transforms
@@ -34,7 +34,7 @@ class _Enough(BaseException):
     """All that backward may open is there. No ``Exception``: the user's code must not stop it."""
 
 
-class _Place:
+class _SavedSlot:
     """Where a tensor will be that autograd has wanted to keep."""
 
     __slots__ = ("__weakref__", "_content", "_kind", "_version")
@@ -85,7 +85,7 @@ class Recomputed:
         name: str,
         function: Callable[..., Any],
         structure: Any,
-        inputs: Inputs,
+        inputs: CheckpointInputs,
         as_before: Callable[[], AbstractContextManager[Any]],
         *,
         earlier: "Recomputed | None" = None,
@@ -98,7 +98,7 @@ class Recomputed:
         self._inputs = inputs
         self._as_before = as_before
         self._products = products
-        self._places: list[weakref.ref[_Place]] = []
+        self._places: list[weakref.ref[_SavedSlot]] = []
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """The call itself, with the arguments that it was given."""
@@ -114,12 +114,12 @@ class Recomputed:
         self._products.settle(flatten(result)[0])
         return result
 
-    def _note(self, tensor: Tensor) -> _Place:
-        place = _Place(tensor)
+    def _note(self, tensor: Tensor) -> _SavedSlot:
+        place = _SavedSlot(tensor)
         self._places.append(weakref.ref(place))
         return place
 
-    def _open(self, place: _Place) -> Tensor:
+    def _open(self, place: _SavedSlot) -> Tensor:
         if place.is_filled:
             return place.take()
         group = [self]

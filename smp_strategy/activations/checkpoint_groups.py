@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smp_strategy.activations.checkpoint import Recomputed
 
-__all__ = ["Groups", "Joined"]
+__all__ = ["CheckpointGroups", "Joined"]
 
 
 class Joined(NamedTuple):
@@ -39,7 +39,7 @@ class _Latest(NamedTuple):
 
 
 @final
-class Groups:
+class CheckpointGroups:
     """Those of a stage. Nothing here keeps a call or a tensor alive."""
 
     def __init__(self) -> None:

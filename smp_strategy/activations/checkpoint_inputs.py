@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["KeptTensors", "Inputs"]
+__all__ = ["KeptTensors", "CheckpointInputs"]
 
 
 class _Keep(torch.autograd.Function):
@@ -69,7 +69,7 @@ class KeptTensors:
 
 
 @final
-class Inputs:
+class CheckpointInputs:
     """The flattened arguments of one call.
 
     Args:

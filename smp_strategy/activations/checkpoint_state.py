@@ -36,7 +36,7 @@ from smp_strategy.model.trace.context_containers import additions
 from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
 from smp_strategy.model.trace.undo_attributes import attributes_restored, containers_in, refill
 
-__all__ = ["Bystanders", "Found", "autocast_of_now", "random_of_now"]
+__all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now", "random_of_now"]
 
 Bystanders = Callable[[nn.Module], tuple[Sequence[nn.Module], Sequence[Any]]]
 """Modules and containers outside of a unit that hooks in it may change."""
@@ -49,7 +49,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 @final
-class Found:
+class ModuleSnapshot:
     """What a call of a unit finds; made as it begins.
 
     Args:

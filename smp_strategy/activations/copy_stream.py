@@ -12,17 +12,17 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-__all__ = ["Copies", "Moment", "copies_of"]
+__all__ = ["CopyStream", "StreamEvent", "copies_of"]
 
 
-class Moment(Protocol):
+class StreamEvent(Protocol):
     """A place in the work of a stream."""
 
     def query(self) -> bool:
         """Whether the device has come there."""
 
 
-class Copies(Protocol):
+class CopyStream(Protocol):
     """Copies of bytes. Tensors have the type ``uint8`` and one dimension."""
 
     device: torch.device
@@ -31,20 +31,20 @@ class Copies(Protocol):
     def host_memory(self, nbytes: int) -> Tensor:
         """Memory on the host that can be copied to and from."""
 
-    def now(self) -> Moment:
+    def now(self) -> StreamEvent:
         """Everything is computed that has been asked for by now."""
 
-    def store(self, source: Tensor, target: Tensor, *, after: list[Moment]) -> Moment:
+    def store(self, source: Tensor, target: Tensor, *, after: list[StreamEvent]) -> StreamEvent:
         """Begin to copy ``source``, on the device, to the host. Returns when that is done."""
 
-    def load(self, source: Tensor, *, after: list[Moment]) -> tuple[Tensor, Moment]:
+    def load(self, source: Tensor, *, after: list[StreamEvent]) -> tuple[Tensor, StreamEvent]:
         """Begin to copy ``source``, on the host, to new memory of the device. Returns it, and when it may be read."""
 
-    def wait(self, moment: Moment) -> None:
+    def wait(self, moment: StreamEvent) -> None:
         """Let what is asked for from now on be computed after ``moment``, and the memory freed before be free then."""
 
 
-def copies_of(device: torch.device) -> Copies:
+def copies_of(device: torch.device) -> CopyStream:
     """Those between ``device`` and the host."""
     return _PlainCopies() if device.type == "cpu" else _StreamCopies(device)
 
@@ -64,17 +64,17 @@ class _PlainCopies:
     def host_memory(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def now(self) -> Moment:
+    def now(self) -> StreamEvent:
         return _Past()
 
-    def store(self, source: Tensor, target: Tensor, *, after: list[Moment]) -> Moment:
+    def store(self, source: Tensor, target: Tensor, *, after: list[StreamEvent]) -> StreamEvent:
         target.copy_(source)
         return _Past()
 
-    def load(self, source: Tensor, *, after: list[Moment]) -> tuple[Tensor, Moment]:
+    def load(self, source: Tensor, *, after: list[StreamEvent]) -> tuple[Tensor, StreamEvent]:
         return source.clone(), _Past()
 
-    def wait(self, moment: Moment) -> None:
+    def wait(self, moment: StreamEvent) -> None:
         pass
 
 
@@ -93,15 +93,15 @@ class _StreamCopies:
     def now(self) -> torch.Event:
         return self._computing.record_event()
 
-    def store(self, source: Tensor, target: Tensor, *, after: list[Moment]) -> Moment:
+    def store(self, source: Tensor, target: Tensor, *, after: list[StreamEvent]) -> StreamEvent:
         return self._copy(self._outward, source, target, after)
 
-    def load(self, source: Tensor, *, after: list[Moment]) -> tuple[Tensor, Moment]:
+    def load(self, source: Tensor, *, after: list[StreamEvent]) -> tuple[Tensor, StreamEvent]:
         # Of the stream that computes: that is where it is used and freed. What had this memory before was, too.
         target = torch.empty(source.shape, dtype=torch.uint8, device=self.device)
         return target, self._copy(self._inward, source, target, [*after, self.now()])
 
-    def wait(self, moment: Moment) -> None:
+    def wait(self, moment: StreamEvent) -> None:
         assert isinstance(moment, torch.Event)
         self._computing.wait_event(moment)
 
@@ -109,7 +109,7 @@ class _StreamCopies:
     def _computing(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
-    def _copy(self, stream: torch.Stream, source: Tensor, target: Tensor, after: list[Moment]) -> torch.Event:
+    def _copy(self, stream: torch.Stream, source: Tensor, target: Tensor, after: list[StreamEvent]) -> torch.Event:
         for moment in after:
             assert isinstance(moment, torch.Event)
             stream.wait_event(moment)

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.activations.copy_stream import Copies, Moment
-from smp_strategy.activations.offload_stats import Traffic
-from smp_strategy.activations.offload_tensors import Parcel, Parcels, Saved, storages_of
-from smp_strategy.activations.pinned_pool import HostMemory
+from smp_strategy.activations.copy_stream import CopyStream, StreamEvent
+from smp_strategy.activations.offload_stats import OffloadStats
+from smp_strategy.activations.offload_tensors import OffloadedTensor, OffloadedTensors, Saved, storages_of
+from smp_strategy.activations.pinned_pool import PinnedPool
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.tensor_spec import storage_of
 
@@ -52,7 +52,7 @@ Place = tuple[int, int]
 
 @final
 @dataclass(eq=False)
-class _Call:
+class _OffloadedCall:
     """A call of a unit, and what it has saved."""
 
     place: Place
@@ -62,7 +62,7 @@ class _Call:
     """Whether backward needs it so soon that nothing goes out."""
     module: nn.Module | None
     """The unit."""
-    parcels: list[weakref.ref[Parcel]] = field(default_factory=list)
+    parcels: list[weakref.ref[OffloadedTensor]] = field(default_factory=list)
 
     @cached_property
     def weights(self) -> set[int]:
@@ -70,7 +70,7 @@ class _Call:
         module = self.module
         return set() if module is None else storages_of(itertools.chain(module.parameters(), module.buffers()))
 
-    def living(self) -> list[Parcel]:
+    def living(self) -> list[OffloadedTensor]:
         """What is still needed, each once."""
         found = (reference() for reference in self.parcels)
         return list(dict.fromkeys(parcel for parcel in found if parcel is not None))
@@ -79,13 +79,13 @@ class _Call:
 class _Waiting(NamedTuple):
     needed: tuple[int, int]
     """When backward needs it: the higher the later."""
-    call: _Call
-    computed: Moment
+    call: _OffloadedCall
+    computed: StreamEvent
 
 
 class _Leaving(NamedTuple):
-    parcels: list[Parcel]
-    done: Moment
+    parcels: list[OffloadedTensor]
+    done: StreamEvent
 
 
 @final
@@ -125,18 +125,18 @@ class Offload:
 
     def __init__(
         self,
-        copies: Copies,
+        copies: CopyStream,
         *,
         horizon: int = 1,
         min_bytes: int = 1,
         weights: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        self.traffic = Traffic()
+        self.traffic = OffloadStats()
         self._copies = copies
         self._horizon = horizon
         self._weights = weights
-        self._memory = HostMemory(copies.host_memory)
-        self._parcels = Parcels(copies, min_bytes)
+        self._memory = PinnedPool(copies.host_memory)
+        self._parcels = OffloadedTensors(copies, min_bytes)
         self._is_in_step = self._backward_follows = False
         self._uses: Mapping[Place, int] | None = None
         self._position = -1
@@ -144,10 +144,10 @@ class Offload:
         self._place: Place | None = None
         # With a plan: the places that backward passes beyond the horizon, the next one first.
         self._ahead: deque[Place] = deque()
-        self._calls: dict[int, list[_Call]] = {}
+        self._calls: dict[int, list[_OffloadedCall]] = {}
         # Of the last microbatch whose backward has begun.
         self._num_calls: int | None = None
-        self._arrived: _Call | None = None
+        self._arrived: _OffloadedCall | None = None
         self._waiting: list[_Waiting] = []
         self._leaving: deque[_Leaving] = deque()
 
@@ -165,7 +165,7 @@ class Offload:
             backward_follows: then, whether a microbatch's backward follows its forward at once.
             batch: tensors that are on the device during the whole step.
         """
-        self.traffic = Traffic()
+        self.traffic = OffloadStats()
         self._memory.most_leased = self._memory.leased
         self._parcels.keep_here(itertools.chain(self._weights(), batch))
         self._is_in_step = True
@@ -213,7 +213,7 @@ class Offload:
         if not self._is_in_step or place is None or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         calls = self._calls.setdefault(place[0], [])
-        call = _Call(place, len(calls), self._is_near(place, len(calls)), module)
+        call = _OffloadedCall(place, len(calls), self._is_near(place, len(calls)), module)
         calls.append(call)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         keep = functools.partial(self._keep, call, None if outer is None else outer[0])
@@ -234,11 +234,11 @@ class Offload:
             return False
         return number >= self._num_calls - self._horizon
 
-    def _needed(self, call: _Call) -> tuple[int, int]:
+    def _needed(self, call: _OffloadedCall) -> tuple[int, int]:
         use = call.place[0] if self._uses is None else self._uses.get(call.place, 0)
         return use, -call.number
 
-    def _keep(self, call: _Call, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
+    def _keep(self, call: _OffloadedCall, outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Any:
         """Autograd saves ``tensor``. What does not travel goes where it would go without these hooks."""
         travels = not call.is_near and self._parcels.travels(tensor) and storage_of(tensor) not in call.weights
         if not travels and outer is not None:
@@ -264,12 +264,12 @@ class Offload:
 
     # Copies
 
-    def _expect(self, call: _Call) -> None:
+    def _expect(self, call: _OffloadedCall) -> None:
         self._waiting = [waiting for waiting in self._waiting if waiting.call is not call]
         for parcel in reversed(call.living()):
             self._load(parcel)
 
-    def _load(self, parcel: Parcel) -> int:
+    def _load(self, parcel: OffloadedTensor) -> int:
         nbytes = parcel.expect()
         if nbytes:
             self.traffic = replace(self.traffic, bytes_in=self.traffic.bytes_in + nbytes)

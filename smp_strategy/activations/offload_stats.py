@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import final
 
-__all__ = ["Traffic"]
+__all__ = ["OffloadStats"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class OffloadStats:
     """What has gone between the device and the host in a step."""
 
     bytes_out: int = 0

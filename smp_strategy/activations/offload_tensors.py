@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from smp_strategy.activations.copy_stream import Copies, Moment
-from smp_strategy.activations.pinned_pool import HostMemory, Lease
+from smp_strategy.activations.copy_stream import CopyStream, StreamEvent
+from smp_strategy.activations.pinned_pool import PinnedBuffer, PinnedPool
 from smp_strategy.errors import changed_in_place
 from smp_strategy.model.trace.tensor_spec import storage_of
 
-__all__ = ["Parcel", "Parcels", "Saved", "storages_of"]
+__all__ = ["OffloadedTensor", "OffloadedTensors", "Saved", "storages_of"]
 
 # Parcels begin at addresses of which allocators make all memory begin: which kernels run, and so the last bits of
 # numbers, may depend on that.
@@ -53,7 +53,7 @@ class Saved:
 
     def __init__(self, tensor: Tensor, by: Any) -> None:
         self.by = by
-        self.parcel: Parcel | None = None
+        self.parcel: OffloadedTensor | None = None
         self.view: _View | None = None
         self._original = weakref.ref(tensor)
         self._version = tensor._version
@@ -65,7 +65,7 @@ class Saved:
         """It, while it is on the device for this."""
         return self._tensor
 
-    def pack(self, parcel: "Parcel", view: _View) -> None:
+    def pack(self, parcel: "OffloadedTensor", view: _View) -> None:
         """It travels in ``parcel``."""
         self.parcel, self.view = parcel, view
 
@@ -97,23 +97,23 @@ class Saved:
 
 
 @final
-class Parcel:
+class OffloadedTensor:
     """See the module docstring."""
 
-    def __init__(self, first: Saved, view: _View, copies: Copies) -> None:
+    def __init__(self, first: Saved, view: _View, copies: CopyStream) -> None:
         assert first.tensor is not None
         # As long as this weak reference is there, no other storage gets the same key.
         self._storage = StorageWeakRef(first.tensor.untyped_storage())
         self._copies = copies
         self._views: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._begin, self._end = _aligned(view.begin), view.end
-        self._lease: Lease | None = None
+        self._lease: PinnedBuffer | None = None
         # What is being copied to the host.
         self._leaving: Tensor | None = None
         self._is_gone = self._stays = False
         # What has come back, when it may be read, and whom it is for.
         self._back: Tensor | None = None
-        self._arrival: Moment | None = None
+        self._arrival: StreamEvent | None = None
         self._expected: weakref.WeakSet[Saved] = weakref.WeakSet()
         self.add(first, view)
 
@@ -140,7 +140,7 @@ class Parcel:
         if self._is_gone:
             saved.let_go()
 
-    def send(self, memory: HostMemory, after: Moment) -> Moment | None:
+    def send(self, memory: PinnedPool, after: StreamEvent) -> StreamEvent | None:
         """Begin to copy it to the host, unless nobody needs it any more.
 
         Returns:
@@ -207,7 +207,7 @@ class Parcel:
 
 
 @final
-class Parcels:
+class OffloadedTensors:
     """Those that are alive.
 
     Args:
@@ -215,10 +215,10 @@ class Parcels:
         min_bytes: smaller storages stay where they are.
     """
 
-    def __init__(self, copies: Copies, min_bytes: int) -> None:
+    def __init__(self, copies: CopyStream, min_bytes: int) -> None:
         self._copies = copies
         self._min_bytes = min_bytes
-        self._parcels: weakref.WeakValueDictionary[tuple[int, int], Parcel] = weakref.WeakValueDictionary()
+        self._parcels: weakref.WeakValueDictionary[tuple[int, int], OffloadedTensor] = weakref.WeakValueDictionary()
         self._staying: set[int] = set()
 
     def keep_here(self, tensors: Iterable[Tensor]) -> None:
@@ -234,7 +234,7 @@ class Parcels:
         is_large = tensor.untyped_storage().nbytes() >= self._min_bytes
         return is_large and storage_of(tensor) not in self._staying
 
-    def pack(self, saved: Saved) -> "Parcel":
+    def pack(self, saved: Saved) -> "OffloadedTensor":
         """Put a tensor into its parcel, which may be another one's already."""
         tensor = saved.tensor
         assert tensor is not None
@@ -242,7 +242,7 @@ class Parcels:
         key = (storage_of(tensor), tensor._version)
         parcel = self._parcels.get(key)
         if parcel is None or not parcel.covers(view):
-            parcel = self._parcels[key] = Parcel(saved, view, self._copies)
+            parcel = self._parcels[key] = OffloadedTensor(saved, view, self._copies)
         else:
             parcel.add(saved, view)
         return parcel

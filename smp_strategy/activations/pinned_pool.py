@@ -13,9 +13,9 @@ from typing import final
 
 from torch import Tensor
 
-from smp_strategy.activations.copy_stream import Moment
+from smp_strategy.activations.copy_stream import StreamEvent
 
-__all__ = ["HostMemory", "Lease"]
+__all__ = ["PinnedPool", "PinnedBuffer"]
 
 # At most an eighth of a buffer is more than was asked for.
 STEPS_PER_DOUBLING = 8
@@ -34,7 +34,7 @@ class _Slab:
         self.num_buffers = memory.numel() // size
         self.was_used = True
         # A list, because appending to it is safe wherever the garbage collector runs.
-        self.free: list[tuple[Tensor, Moment | None]] = [
+        self.free: list[tuple[Tensor, StreamEvent | None]] = [
             (memory[number * size : (number + 1) * size], None) for number in range(self.num_buffers)
         ]
 
@@ -44,7 +44,7 @@ class _Slab:
 
 
 @final
-class Lease:
+class PinnedBuffer:
     """A buffer, for as long as this object lives.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lease:
 
 
 @final
-class HostMemory:
+class PinnedPool:
     """See the module docstring.
 
     Args:
@@ -77,7 +77,7 @@ class HostMemory:
         self._slabs: dict[int, list[_Slab]] = {}
         self.most_leased = 0
 
-    def lease(self, nbytes: int) -> Lease:
+    def lease(self, nbytes: int) -> PinnedBuffer:
         """A buffer of at least ``nbytes``."""
         size = _size_class(nbytes)
         slabs = self._slabs.setdefault(size, [])
@@ -85,7 +85,7 @@ class HostMemory:
         if slab is None:
             slab = _Slab(self._allocate(_slab_bytes(size)), size)
             slabs.append(slab)
-        found = Lease(slab)
+        found = PinnedBuffer(slab)
         self.most_leased = max(self.most_leased, self.leased)
         return found
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, final
 
-__all__ = ["KEEP", "Recompute", "Treatment", "Treatments"]
+__all__ = ["KEEP", "Recompute", "ActivationPolicy", "Treatments"]
 
 Recompute = Literal["no", "all", "cheap"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Treatment:
+class ActivationPolicy:
     """What becomes of what one unit keeps for backward."""
 
     recompute: Recompute = "no"
@@ -37,7 +37,7 @@ class Treatment:
         return self.recompute == "no" and not self.offload
 
 
-KEEP = Treatment()
+KEEP = ActivationPolicy()
 
-Treatments = Mapping[str, Treatment]
+Treatments = Mapping[str, ActivationPolicy]
 """By name of the unit; units that are not named keep everything."""

@@ -15,16 +15,16 @@ from typing import NamedTuple, final
 from torch import nn
 
 from smp_strategy.activations.annotations import asked_for
-from smp_strategy.activations.policy import KEEP, Treatment, Treatments
+from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
 from smp_strategy.config.options import ActivationOptions, group_size
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.units import Unit
 
-__all__ = ["Choice", "choose"]
+__all__ = ["CheckpointSelection", "choose"]
 
 
 @final
-class Choice(NamedTuple):
+class CheckpointSelection(NamedTuple):
     """What is computed again."""
 
     units: Treatments
@@ -32,22 +32,22 @@ class Choice(NamedTuple):
     """Modules inside of units, by their qualified names."""
 
 
-def choose(options: ActivationOptions, root: nn.Module, units: Sequence[Unit]) -> Choice:
+def choose(options: ActivationOptions, root: nn.Module, units: Sequence[Unit]) -> CheckpointSelection:
     """What ``options``, and notes on the modules of ``root``, say of its ``units``.
 
     Raises:
         ConfigError: a pattern fits no module, or an option has no effect because nothing is computed again.
     """
-    ordinary = Treatment(
+    ordinary = ActivationPolicy(
         recompute="cheap" if options.selective_checkpointing else "all",
         group=group_size(options.checkpoint_strategy),
         preserve_rng_state=options.preserve_rng_state,
     )
-    chosen = Choice({}, {})
+    chosen = CheckpointSelection({}, {})
     for name in _outermost(_named(options, root)):
         chosen = _with(chosen, units, name, ordinary)
     if options.activation_checkpointing == "all":
-        chosen = Choice({unit.name: ordinary for unit in units}, {})
+        chosen = CheckpointSelection({unit.name: ordinary for unit in units}, {})
     for name, module in root.named_modules():
         asked = asked_for(module)
         if asked is not None:
@@ -65,8 +65,12 @@ def choose(options: ActivationOptions, root: nn.Module, units: Sequence[Unit]) -
 
 
 def _with(
-    chosen: Choice, units: Sequence[Unit], name: str, treatment: Treatment, parts: nn.Sequential | None = None
-) -> Choice:
+    chosen: CheckpointSelection,
+    units: Sequence[Unit],
+    name: str,
+    treatment: ActivationPolicy,
+    parts: nn.Sequential | None = None,
+) -> CheckpointSelection:
     """``chosen``, and ``treatment`` for the module ``name``: of units in it, or of itself inside of one."""
     held = {unit.name: treatment for unit in units if _is_in(unit.name, name)}
     if held:

@@ -13,15 +13,15 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.activations.checkpoint_state import random_of_now
-from smp_strategy.activations.policy import Treatment
-from smp_strategy.activations.unit_wrapper import Activations, UnitCall
-from smp_strategy.model.patching import StandIns
+from smp_strategy.activations.policy import ActivationPolicy
+from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
+from smp_strategy.model.patching import Patches
 
-__all__ = ["PartCalls"]
+__all__ = ["SubmoduleCalls"]
 
 
 @final
-class PartCalls:
+class SubmoduleCalls:
     """The way from calls of such modules to what they keep.
 
     Args:
@@ -30,13 +30,13 @@ class PartCalls:
         is_on: whether a unit runs just now to compute something, and not to be looked at.
     """
 
-    def __init__(self, activations: Activations, device: torch.device, is_on: Callable[[], bool]) -> None:
+    def __init__(self, activations: UnitWrapper, device: torch.device, is_on: Callable[[], bool]) -> None:
         self._activations = activations
         self._device = device
         self._is_on = is_on
-        self._stand_ins = StandIns()
+        self._stand_ins = Patches()
 
-    def intercept(self, parts: Mapping[str, tuple[nn.Module, Treatment]]) -> None:
+    def intercept(self, parts: Mapping[str, tuple[nn.Module, ActivationPolicy]]) -> None:
         """Let calls of ``parts``, by their qualified names, come here."""
         for name, (module, treatment) in parts.items():
             self._stand_ins.replace(module, self._replacement(name, module, treatment))
@@ -45,7 +45,7 @@ class PartCalls:
         """Let calls reach the modules directly, as before."""
         self._stand_ins.give_back()
 
-    def _replacement(self, name: str, part: nn.Module, treatment: Treatment) -> Callable[..., Any]:
+    def _replacement(self, name: str, part: nn.Module, treatment: ActivationPolicy) -> Callable[..., Any]:
         original = part.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from smp_strategy.activations.checkpoint import Recomputed
-from smp_strategy.activations.checkpoint_groups import Groups
-from smp_strategy.activations.checkpoint_inputs import Inputs
-from smp_strategy.activations.checkpoint_state import Bystanders, Found, autocast_of_now, random_of_now
+from smp_strategy.activations.checkpoint_groups import CheckpointGroups
+from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
+from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now, random_of_now
 from smp_strategy.activations.copy_stream import copies_of
 from smp_strategy.activations.offload import Offload
-from smp_strategy.activations.policy import KEEP, Treatment, Treatments
+from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
 from smp_strategy.activations.selective import Products
 from smp_strategy.model.trace.parametrize_cache import cache_of_now
 from smp_strategy.model.trace.pytree import flatten, flatten_call
 
-__all__ = ["Activations", "UnitCall"]
+__all__ = ["UnitWrapper", "UnitCall"]
 
 _Again = Callable[[], AbstractContextManager[Any]]
 
@@ -38,7 +38,7 @@ class UnitCall(NamedTuple):
     """Equal for the calls of one microbatch."""
     random: _Again | None = None
     """In which it draws its random numbers, every time anew; ``None``: it draws none."""
-    asked: Treatment | None = None
+    asked: ActivationPolicy | None = None
     """What the code above the units asks for this call, if it does."""
     changed: Collection[int] = ()
     """Positions of arguments that it changes in place."""
@@ -47,7 +47,7 @@ class UnitCall(NamedTuple):
 
 
 @final
-class Activations:
+class UnitWrapper:
     """What becomes of what units keep for backward. One object lasts for all steps of a stage.
 
     Args:
@@ -75,7 +75,7 @@ class Activations:
         self._device = device or torch.device("cpu")
         self.offload = offload or Offload(copies_of(self._device))
         self._bystanders = bystanders
-        self._groups = Groups()
+        self._groups = CheckpointGroups()
 
     @property
     def recomputes(self) -> bool:
@@ -94,13 +94,15 @@ class Activations:
         # Outside: it sees what a call that is computed again keeps.
         return self.offload.around(function, call.module) if treatment.offload else function
 
-    def recomputed(self, call: UnitCall, treatment: Treatment, function: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(
+        self, call: UnitCall, treatment: ActivationPolicy, function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         """What runs ``function`` once more in backward."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = flatten_call(args, kwargs)
             joined = self._groups.join(call.name, call.token, leaves, treatment.group)
-            found = Found(call.name, call.module, leaves, self._bystanders)
+            found = ModuleSnapshot(call.name, call.module, leaves, self._bystanders)
             random = None
             if treatment.preserve_rng_state:
                 # It may draw after all: what was predicted of it goes by its arguments, and its attributes can change.
@@ -109,7 +111,7 @@ class Activations:
                 call.name,
                 function,
                 structure,
-                Inputs(leaves, call.changed, joined.made),
+                CheckpointInputs(leaves, call.changed, joined.made),
                 self._as_before(call.module, found, random),
                 earlier=joined.earlier,
                 products=Products() if treatment.recompute == "cheap" else None,
@@ -121,7 +123,7 @@ class Activations:
 
         return run
 
-    def _as_before(self, module: nn.Module, found: Found, random: _Again | None) -> _Again:
+    def _as_before(self, module: nn.Module, found: ModuleSnapshot, random: _Again | None) -> _Again:
         """Opens a context in which a call can be run again."""
         autocast, cache, switched = autocast_of_now(self._device), cache_of_now(), self.switched()
 

@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.load import by_parameter, decoded
-from smp_strategy.checkpoint.local_shards import Holdings
+from smp_strategy.checkpoint.local_shards import LocalShards
 from smp_strategy.checkpoint.sources import WholeState, flattened
 from smp_strategy.checkpoint.state_dict import encoded, gradient_state, module_state, optimizer_state
-from smp_strategy.checkpoint.storage.held_tensor import Held, Opaque
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
 from smp_strategy.data_parallel.optimizer_state import cut_state, kept_per_element
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
-from smp_strategy.data_parallel.zero1 import StateSharding
+from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.model.guarded_tensors import in_plain_sight
-from smp_strategy.tensor_parallel.parameter_parts import Parts
+from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
 __all__ = [
     "collect",
@@ -66,8 +66,8 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     """Put together on global rank 0 what all ranks have. Collective over all ranks.
 
     Args:
-        state: entries of this rank by their names; a :class:`~smp_strategy.checkpoint.storage.held_tensor.Held` for
-            each tensor.
+        state: entries of this rank by their names; a :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor`
+            for each tensor.
 
     Returns:
         Every entry on global rank 0, tensors on the host, in an order in which each rank's entries stand as on that
@@ -107,7 +107,7 @@ def on_all_ranks(collected: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _held(value: Any) -> Any:
-    return Held.whole(value) if isinstance(value, Tensor) else value
+    return HeldTensor.whole(value) if isinstance(value, Tensor) else value
 
 
 class _Result:
@@ -147,8 +147,8 @@ class _Result:
 
 
 def _offer(value: Any) -> _Offer:
-    if not isinstance(value, Held):
-        return _Offer((), None, (), (), value.value if isinstance(value, Opaque) else value)
+    if not isinstance(value, HeldTensor):
+        return _Offer((), None, (), (), value.value if isinstance(value, WholeObject) else value)
     rectangles = tuple((block.offsets, tuple(block.tensor.shape)) for block in value.blocks)
     return _Offer(value.shape, value.dtype, value.aliases, rectangles)
 
@@ -169,7 +169,7 @@ def merged(lists: Iterable[Iterable[str]]) -> list[str]:
     return merged
 
 
-def state_dict(holdings: Holdings) -> dict[str, Any]:
+def state_dict(holdings: LocalShards) -> dict[str, Any]:
     """The whole state dict on global rank 0, ``{}`` elsewhere; collective. Tied parameters are one tensor in it."""
     collected = collect(module_state(holdings))
     if not collected:
@@ -181,7 +181,7 @@ def state_dict(holdings: Holdings) -> dict[str, Any]:
     return state
 
 
-def optimizer_state_dict(holdings: Holdings, optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_state_dict(holdings: LocalShards, optimizer: Optimizer) -> dict[str, Any]:
     """The whole ``optimizer.state_dict()`` on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     numbers = numbers_of(optimizer)
     collected = _collected(holdings, optimizer)
@@ -191,7 +191,7 @@ def optimizer_state_dict(holdings: Holdings, optimizer: Optimizer) -> dict[str, 
     return {**optimizer.state_dict(), "state": dict(sorted(state.items()))}
 
 
-def optimizer_state_on_all_ranks(holdings: Holdings, optimizer: Optimizer) -> defaultdict[Any, Any]:
+def optimizer_state_on_all_ranks(holdings: LocalShards, optimizer: Optimizer) -> defaultdict[Any, Any]:
     """The whole ``optimizer.state`` on every rank, in memory of its own; collective over all ranks."""
     numbers = numbers_of(optimizer)
     collected = on_all_ranks(_collected(holdings, optimizer))
@@ -207,7 +207,7 @@ def optimizer_state_on_all_ranks(holdings: Holdings, optimizer: Optimizer) -> de
     return state
 
 
-def _collected(holdings: Holdings, optimizer: Optimizer) -> dict[str, Any]:
+def _collected(holdings: LocalShards, optimizer: Optimizer) -> dict[str, Any]:
     return collect(flattened(optimizer_state(holdings, optimizer, numbers_of(optimizer))["state"]))
 
 
@@ -220,7 +220,7 @@ def _by_parameter(
     }
 
 
-def gradients(holdings: Holdings) -> dict[str, Tensor]:
+def gradients(holdings: LocalShards) -> dict[str, Tensor]:
     """The whole gradients on global rank 0, ``{}`` elsewhere; collective over all ranks."""
     return collect(gradient_state(holdings))
 
@@ -239,7 +239,10 @@ def numbers_of(optimizer: Optimizer) -> dict[nn.Parameter, str]:
 
 
 def keep_share(
-    optimizer: Optimizer, sharding: StateSharding, sharded: ShardedUnits | None = None, parts: Parts | None = None
+    optimizer: Optimizer,
+    sharding: ZeroOptimizer,
+    sharded: ShardedModule | None = None,
+    parts: ParameterParts | None = None,
 ) -> None:
     """Of whole optimizer state keep what this rank needs for the updates that it makes.
 
@@ -266,7 +269,7 @@ def keep_share(
             kept.update(cut_state(kept, parameter.shape, partial(sharded.piece_of, parameter), known))
 
 
-def _cut(state: Mapping[str, Any], parameter: nn.Parameter, parts: Parts) -> Any:
+def _cut(state: Mapping[str, Any], parameter: nn.Parameter, parts: ParameterParts) -> Any:
     """Of ``state`` for the whole of a split parameter, this rank's part; what is for its part is left as it is."""
     whole = parts.whole_shape(parameter)
     return pytree.tree_map(

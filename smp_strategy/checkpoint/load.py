@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.local_shards import Holdings
-from smp_strategy.checkpoint.storage.held_tensor import Held
-from smp_strategy.checkpoint.storage.source import Described, Source
+from smp_strategy.checkpoint.local_shards import LocalShards
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.source import Source, TensorInfo
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
 from smp_strategy.errors import CheckpointError
 from smp_strategy.model.guarded_tensors import in_plain_sight
@@ -47,7 +47,7 @@ def optimizer_key(number: int) -> str:
 def load_module(
     module: nn.Module,
     source: Source,
-    holdings: Holdings | None,
+    holdings: LocalShards | None,
     *,
     strict: bool,
     leave_out: Collection[Tensor] = (),
@@ -73,18 +73,18 @@ def load_module(
     tensors = {name: tensor for name, tensor in own.items() if name in there and isinstance(tensor, Tensor)}
     whole_shape = (lambda tensor: tuple(tensor.shape)) if holdings is None else holdings.whole_shape
     _refuse_other_shapes({there[name]: whole_shape(tensor) for name, tensor in tensors.items()}, source)
-    wanted: dict[str, Held] = {}
+    wanted: dict[str, HeldTensor] = {}
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         for tensor, name in {tensor: name for name, tensor in reversed(tensors.items())}.items():
             if tensor in leave_out:
                 continue
             if holdings is None:
-                wanted[there[name]] = Held.whole(tensor.detach())
+                wanted[there[name]] = HeldTensor.whole(tensor.detach())
             elif isinstance(tensor, nn.Parameter):
                 if holdings.is_here(tensor):
                     wanted[there[name]] = holdings.to_fill(tensor)
             elif holdings.ownership.is_held(name, holdings.mesh.stage):
-                wanted[there[name]] = Held.whole(tensor.detach())
+                wanted[there[name]] = HeldTensor.whole(tensor.detach())
         source.fill(wanted)
         if extra:
             states = OrderedDict((name, _extra_state(source, pieces)) for name, pieces in extra.items())
@@ -113,7 +113,7 @@ def _extra_state(source: Source, pieces: Mapping[str, str]) -> Any:
         for stored in pieces.values()
         if stored in source.tensors
     }
-    source.fill({stored: Held.whole(tensor) for stored, tensor in tensors.items()})
+    source.fill({stored: HeldTensor.whole(tensor) for stored, tensor in tensors.items()})
     values = {**tensors, **source.read_objects([stored for stored in pieces.values() if stored not in tensors])}
     if "" in pieces:
         return values[pieces[""]]
@@ -126,7 +126,7 @@ def load_groups(optimizer: Optimizer, source: Source, number: int, names: Mappin
 
 
 def load_optimizer(
-    optimizer: Optimizer, source: Source, number: int, holdings: Holdings, names: Mapping[nn.Parameter, str]
+    optimizer: Optimizer, source: Source, number: int, holdings: LocalShards, names: Mapping[nn.Parameter, str]
 ) -> None:
     """Load this rank's share of the state of ``optimizer``; the options of its groups stay.
 
@@ -146,7 +146,7 @@ def load_optimizer(
     tensors = by_parameter(source.tensors, prefix, by_name)
     objects = by_parameter(source.objects, prefix, by_name)
     state: dict[int, Any] = {}
-    wanted: dict[str, Held] = {}
+    wanted: dict[str, HeldTensor] = {}
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         for index, parameter in enumerate(parameters):
             if not holdings.is_updated_here(parameter):
@@ -175,7 +175,7 @@ def read_optimizer(source: Source, number: int, names: Mapping[nn.Parameter, str
         for found in tensors.values()
         for name in found.values()
     }
-    source.fill({name: Held.whole(value) for name, value in values.items()})
+    source.fill({name: HeldTensor.whole(value) for name, value in values.items()})
     objects = by_parameter(source.objects, prefix, by_name)
     others = source.read_objects([name for found in objects.values() for name in found.values()])
     values |= others
@@ -187,7 +187,7 @@ def read_optimizer(source: Source, number: int, names: Mapping[nn.Parameter, str
     }
 
 
-def load_gradients(source: Source, holdings: Holdings) -> None:
+def load_gradients(source: Source, holdings: LocalShards) -> None:
     """Let parameters go on with the gradients that a state has, if it has any."""
     prefix = f"{GRADIENTS}."
     there = {name.removeprefix(prefix): name for name in source.tensors if name.startswith(prefix)}
@@ -205,14 +205,14 @@ def load_gradients(source: Source, holdings: Holdings) -> None:
 
 
 def _places(
-    holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter
-) -> Callable[[str, Described], tuple[Tensor, Held]]:
+    holdings: LocalShards, optimizer: Optimizer, parameter: nn.Parameter
+) -> Callable[[str, TensorInfo], tuple[Tensor, HeldTensor]]:
     """Memory for a tensor in the state of ``parameter``, by its name there."""
     whole, local = holdings.whole_shape(parameter), holdings.local_shape(parameter)
     is_sharded = holdings.is_sharded(parameter)
     by_name = kept_per_element(optimizer, parameter) if is_sharded and math.prod(whole) == 1 else {}
 
-    def place(key: str, described: Described) -> tuple[Tensor, Held]:
+    def place(key: str, described: TensorInfo) -> tuple[Tensor, HeldTensor]:
         shape, dtype = tuple(described.shape), described.dtype
         stored = torch.empty(shape, dtype=dtype, device="meta")
         if has_one_per_element(key.replace("#", ""), stored, whole, by_name) if is_sharded else shape == whole:
@@ -220,7 +220,7 @@ def _places(
             tensor = _memory(local, dtype, parameter.device, like)
             return tensor, holdings.held(parameter, tensor)
         tensor = torch.empty(shape, dtype=dtype, device=parameter.device if shape else "cpu")
-        return tensor, Held.whole(tensor)
+        return tensor, HeldTensor.whole(tensor)
 
     return place
 

@@ -20,25 +20,25 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.checkpoint.storage.held_tensor import Block, Held
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
-from smp_strategy.data_parallel.zero1 import StateSharding
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
+from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.tensor_parallel.cut import Cut
-from smp_strategy.tensor_parallel.parameter_parts import Parts
+from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
-__all__ = ["Holdings", "Rectangle", "blocks_of_part", "blocks_of_run", "rectangles_of_run"]
+__all__ = ["LocalShards", "PlacedRectangle", "blocks_of_part", "blocks_of_run", "rectangles_of_run"]
 
 
-class Rectangle(NamedTuple):
+class PlacedRectangle(NamedTuple):
     """A rectangle of consecutive elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def rectangles_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
+def rectangles_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[PlacedRectangle]:
     """The rectangles that elements ``start`` to ``stop`` of a tensor are, in row-major order; none is empty.
 
     Args:
@@ -48,7 +48,7 @@ def rectangles_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[R
     if start >= stop:
         return
     if not shape:
-        yield Rectangle((), ())
+        yield PlacedRectangle((), ())
         return
     inner = shape[1:]
     row = math.prod(inner)
@@ -60,16 +60,16 @@ def rectangles_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[R
         yield from _in_row(inner, first, begin, row)
         first += 1
     if first < last:
-        yield Rectangle((first, *(0 for _ in inner)), (last - first, *inner))
+        yield PlacedRectangle((first, *(0 for _ in inner)), (last - first, *inner))
     yield from _in_row(inner, last, 0, end)
 
 
-def _in_row(inner: Sequence[int], row: int, start: int, stop: int) -> Iterator[Rectangle]:
+def _in_row(inner: Sequence[int], row: int, start: int, stop: int) -> Iterator[PlacedRectangle]:
     for offsets, sizes in rectangles_of_run(inner, start, stop):
-        yield Rectangle((row, *offsets), (1, *sizes))
+        yield PlacedRectangle((row, *offsets), (1, *sizes))
 
 
-def blocks_of_run(run: Tensor, start: int, shape: Sequence[int], stride: Sequence[int]) -> list[Block]:
+def blocks_of_run(run: Tensor, start: int, shape: Sequence[int], stride: Sequence[int]) -> list[HeldRectangle]:
     """The blocks that a run of elements is, as views of it.
 
     Args:
@@ -84,12 +84,12 @@ def blocks_of_run(run: Tensor, start: int, shape: Sequence[int], stride: Sequenc
     for offsets, sizes in rectangles_of_run([shape[dim] for dim in order], start, start + len(run)):
         numel = math.prod(sizes)
         values = run[position : position + numel].view(sizes).permute(back)
-        found.append(Block(tuple(offsets[place] for place in back), values))
+        found.append(HeldRectangle(tuple(offsets[place] for place in back), values))
         position += numel
     return found
 
 
-def blocks_of_part(block: Block, cut: Cut, rank: int) -> list[Block]:
+def blocks_of_part(block: HeldRectangle, cut: Cut, rank: int) -> list[HeldRectangle]:
     """The blocks of the whole tensor that a block of a rank's part is; several, where matrices are fused.
 
     Args:
@@ -103,12 +103,12 @@ def blocks_of_part(block: Block, cut: Cut, rank: int) -> list[Block]:
         start, stop = max(first, mine), min(last, mine + length)
         if start < stop:
             offsets = (*block.offsets[:dim], whole + start - mine, *block.offsets[dim + 1 :])
-            found.append(Block(offsets, block.tensor.narrow(dim, start - first, stop - start)))
+            found.append(HeldRectangle(offsets, block.tensor.narrow(dim, start - first, stop - start)))
     return found
 
 
 @final
-class Holdings:
+class LocalShards:
     """See the module docstring.
 
     Args:
@@ -129,9 +129,9 @@ class Holdings:
         module: nn.Module,
         ownership: Ownership,
         mesh: ProcessMesh,
-        sharding: StateSharding,
-        sharded: ShardedUnits | None = None,
-        parts: Parts | None = None,
+        sharding: ZeroOptimizer,
+        sharded: ShardedModule | None = None,
+        parts: ParameterParts | None = None,
     ) -> None:
         self.module = module
         self.ownership = ownership
@@ -168,7 +168,7 @@ class Holdings:
             return (self._sharded.own_piece(parameter).numel,)
         return tuple(self._part_shape(parameter))
 
-    def held(self, parameter: nn.Parameter, local: Tensor, *, aliases: tuple[str, ...] = ()) -> Held:
+    def held(self, parameter: nn.Parameter, local: Tensor, *, aliases: tuple[str, ...] = ()) -> HeldTensor:
         """What this rank has of something with one value per element of ``parameter``.
 
         Args:
@@ -177,18 +177,18 @@ class Holdings:
             aliases: further names of what is held.
         """
         if self._sharded is None or not self._sharded.has(parameter):
-            blocks = self._of_whole([Block((0,) * local.ndim, local)], parameter)
+            blocks = self._of_whole([HeldRectangle((0,) * local.ndim, local)], parameter)
         else:
             blocks = self._of_run(parameter, self._sharded.own_piece(parameter).start, local, self._sharded)
         return self._held(parameter, blocks, local.dtype, aliases)
 
-    def values(self, parameter: nn.Parameter, *, aliases: tuple[str, ...] = ()) -> Held:
+    def values(self, parameter: nn.Parameter, *, aliases: tuple[str, ...] = ()) -> HeldTensor:
         """The values of ``parameter`` that this rank updates, which holds it."""
         if self._sharded is not None and self._sharded.has(parameter):
             return self.held(parameter, self._sharded.run_of(parameter).values, aliases=aliases)
         return self.held(parameter, parameter.detach(), aliases=aliases)
 
-    def to_fill(self, parameter: nn.Parameter) -> Held:
+    def to_fill(self, parameter: nn.Parameter) -> HeldTensor:
         """All memory of this rank for values of ``parameter``, to be filled on all ranks alike."""
         if self._sharded is None or not self._sharded.has(parameter):
             return self.values(parameter)
@@ -203,14 +203,16 @@ class Holdings:
         elif self.is_updated_here(parameter) or not self._sharding.drops_gradients:
             parameter.grad = local
 
-    def _held(self, parameter: Tensor, blocks: list[Block], dtype: torch.dtype, aliases: tuple[str, ...]) -> Held:
-        return Held(shape=self.whole_shape(parameter), dtype=dtype, blocks=tuple(blocks), aliases=aliases)
+    def _held(
+        self, parameter: Tensor, blocks: list[HeldRectangle], dtype: torch.dtype, aliases: tuple[str, ...]
+    ) -> HeldTensor:
+        return HeldTensor(shape=self.whole_shape(parameter), dtype=dtype, blocks=tuple(blocks), aliases=aliases)
 
-    def _of_run(self, parameter: nn.Parameter, start: int, run: Tensor, sharded: ShardedUnits) -> list[Block]:
+    def _of_run(self, parameter: nn.Parameter, start: int, run: Tensor, sharded: ShardedModule) -> list[HeldRectangle]:
         shape, stride = self._part_shape(parameter), sharded.stride_of(parameter)
         return self._of_whole(blocks_of_run(run, start, shape, stride), parameter)
 
-    def _of_whole(self, blocks: list[Block], parameter: nn.Parameter) -> list[Block]:
+    def _of_whole(self, blocks: list[HeldRectangle], parameter: nn.Parameter) -> list[HeldRectangle]:
         """Blocks of this rank's part as blocks of the whole."""
         if self._parts is None or not self._parts.has(parameter):
             return blocks

@@ -2,8 +2,8 @@
 
 A state that was loaded, and that hooks of the user may have changed since, as a source.
 
-Entries that nobody has touched are :class:`UnreadTensor` still. Each rank reads of them what it needs, straight to its
-place, whatever they are called by now. The others have values, which are taken from there.
+Entries that nobody has touched are :class:`LazyStoredTensor` still. Each rank reads of them what it needs, straight to
+its place, whatever they are called by now. The others have values, which are taken from there.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,8 +12,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from smp_strategy.checkpoint.storage.held_tensor import Held
-from smp_strategy.checkpoint.storage.lazy_tensor import Readable, UnreadTensor
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor, Readable
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["EditedState", "WholeState", "flattened"]
@@ -40,7 +40,7 @@ class WholeState:
         """The names of everything else."""
         return [name for name, value in self._entries.items() if not isinstance(value, Tensor)]
 
-    def fill(self, wanted: Mapping[str, Held]) -> None:
+    def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
         """Copy values to the blocks of this rank, which may be of another dtype or on another device."""
         for name, held in wanted.items():
             whole = self._entries.get(name)
@@ -64,7 +64,7 @@ def flattened(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in state.items():
         if isinstance(value, Mapping):
             found.update(flattened(value, f"{prefix}{key}."))
-        elif isinstance(value, Held) and value.aliases:
+        elif isinstance(value, HeldTensor) and value.aliases:
             found[f"{prefix}{key}"] = replace(value, aliases=tuple(prefix + alias for alias in value.aliases))
         else:
             found[f"{prefix}{key}"] = value
@@ -93,13 +93,13 @@ class EditedState:
         """The names of everything else."""
         return self._whole.objects
 
-    def fill(self, wanted: Mapping[str, Held]) -> None:
+    def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
         """See :class:`~smp_strategy.checkpoint.storage.source.Source`."""
-        unread: dict[Readable, dict[str, Held]] = {}
-        others: dict[str, Held] = {}
+        unread: dict[Readable, dict[str, HeldTensor]] = {}
+        others: dict[str, HeldTensor] = {}
         for name, held in wanted.items():
             tensor = self._entries.get(name)
-            if isinstance(tensor, UnreadTensor) and not tensor.is_read:
+            if isinstance(tensor, LazyStoredTensor) and not tensor.is_read:
                 of_source = unread.setdefault(tensor.source, {})
                 if tensor.stored_as not in of_source:
                     of_source[tensor.stored_as] = held

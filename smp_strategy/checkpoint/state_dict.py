@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smp_strategy.checkpoint.local_shards import Holdings
-from smp_strategy.checkpoint.storage.held_tensor import Held, Opaque
+from smp_strategy.checkpoint.local_shards import LocalShards
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
 from smp_strategy.data_parallel.optimizer_state import has_one_per_element, kept_per_element
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def module_state(holdings: Holdings) -> dict[str, Any]:
+def module_state(holdings: LocalShards) -> dict[str, Any]:
     """What this rank has of the module's state dict."""
     state: dict[str, Any] = {}
     with in_plain_sight():
@@ -44,7 +44,7 @@ def module_state(holdings: Holdings) -> dict[str, Any]:
                 if name not in same and holdings.is_here(value):
                     state[name] = holdings.values(value, aliases=aliases.get(name, ()))
             elif holdings.speaks_for_replicas and holdings.ownership.saver(name) == holdings.mesh.stage:
-                state[name] = Held.whole(value.detach()) if isinstance(value, Tensor) else Opaque(value)
+                state[name] = HeldTensor.whole(value.detach()) if isinstance(value, Tensor) else WholeObject(value)
     return state
 
 
@@ -58,14 +58,16 @@ def whole_module_state(module: nn.Module, *, is_first: bool) -> dict[str, Any]:
     found = module.state_dict(keep_vars=True)
     aliases, same = _aliases(found)
     return {
-        name: Held.whole(value.detach(), aliases=aliases.get(name, ())) if isinstance(value, Tensor) else Opaque(value)
+        name: HeldTensor.whole(value.detach(), aliases=aliases.get(name, ()))
+        if isinstance(value, Tensor)
+        else WholeObject(value)
         for name, value in found.items()
         if name not in same and (is_first or isinstance(value, nn.Parameter))
     }
 
 
 def optimizer_state(
-    holdings: Holdings, optimizer: Optimizer, names: Mapping[nn.Parameter, str] | None = None
+    holdings: LocalShards, optimizer: Optimizer, names: Mapping[nn.Parameter, str] | None = None
 ) -> dict[str, Any]:
     """What this rank has of the state of ``optimizer``.
 
@@ -95,7 +97,7 @@ def whole_optimizer_state(
 ) -> dict[str, Any]:
     """The same of an optimizer for whose parameters this rank has all of the ``state``, or nothing."""
     kept = {
-        _name(names, parameter): encoded(value, lambda _, leaf: Held.whole(leaf.detach()))
+        _name(names, parameter): encoded(value, lambda _, leaf: HeldTensor.whole(leaf.detach()))
         for parameter, value in state.items()
     }
     return _with_groups(kept, optimizer, names, is_first=is_first)
@@ -107,14 +109,14 @@ def kept_by(optimizer: Optimizer) -> dict[nn.Parameter, Any]:
     return {parameter: optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state}
 
 
-def gradient_state(holdings: Holdings) -> dict[str, Any]:
+def gradient_state(holdings: LocalShards) -> dict[str, Any]:
     """What this rank has of the gradients, which are summed up over ranks."""
     state: dict[str, Any] = {}
     with in_plain_sight():
         for parameter, name in holdings.names.items():
             if holdings.is_here(parameter) and parameter.grad is not None:
                 gradient = parameter.grad
-                local = gradient.piece if isinstance(gradient, PieceGradient) else gradient
+                local = gradient.piece if isinstance(gradient, ShardedGradient) else gradient
                 state[name] = holdings.held(parameter, local)
     return state
 
@@ -140,15 +142,17 @@ def _aliases(state: Mapping[str, Any]) -> tuple[dict[str, tuple[str, ...]], dict
     return aliases, same
 
 
-def _in_whole(holdings: Holdings, optimizer: Optimizer, parameter: nn.Parameter) -> Callable[[str, Tensor], Held]:
+def _in_whole(
+    holdings: LocalShards, optimizer: Optimizer, parameter: nn.Parameter
+) -> Callable[[str, Tensor], HeldTensor]:
     """What a tensor in the state of ``parameter`` is to others, by its name there."""
     shape, is_sharded = holdings.local_shape(parameter), holdings.is_sharded(parameter)
     by_name = kept_per_element(optimizer, parameter) if is_sharded and shape == (1,) else {}
 
-    def held(name: str, leaf: Tensor) -> Held:
+    def held(name: str, leaf: Tensor) -> HeldTensor:
         has_shape = tuple(leaf.shape) == shape
         is_spread = has_one_per_element(name, leaf, shape, by_name) if is_sharded else has_shape
-        return holdings.held(parameter, leaf.detach()) if is_spread else Held.whole(leaf.detach())
+        return holdings.held(parameter, leaf.detach()) if is_spread else HeldTensor.whole(leaf.detach())
 
     return held
 

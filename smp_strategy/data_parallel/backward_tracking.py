@@ -26,7 +26,7 @@ from torch.autograd import Variable
 
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["Backwards", "Call"]
+__all__ = ["BackwardTracker", "TrackedCall"]
 
 
 _Node = Any
@@ -44,7 +44,7 @@ class _Thread:
 
 
 @final
-class Call:
+class TrackedCall:
     """A call of a unit that a backward may arrive at.
 
     Attributes:
@@ -70,7 +70,7 @@ class Call:
 
 
 @final
-class Backwards:
+class BackwardTracker:
     """See the module docstring.
 
     Args:
@@ -94,13 +94,13 @@ class Backwards:
         self._done = done
         self._threads: dict[object, _Thread] = {}
         # By backward, which autograd numbers: the calls that it has arrived at and is not through with.
-        self._active: dict[int, list[Call]] = {}
+        self._active: dict[int, list[TrackedCall]] = {}
 
-    def begin(self, unit: int, token: object) -> Call:
+    def begin(self, unit: int, token: object) -> TrackedCall:
         """A unit is called."""
-        return Call(unit, self._threads.setdefault(token, _Thread()))
+        return TrackedCall(unit, self._threads.setdefault(token, _Thread()))
 
-    def watch(self, call: Call, results: Iterable[Tensor], made_before: int) -> None:
+    def watch(self, call: TrackedCall, results: Iterable[Tensor], made_before: int) -> None:
         """The call has returned ``results``; nodes with numbers below ``made_before`` are older than the call."""
         found: set[_Node | None] = set()
         for tensor in results:
@@ -117,7 +117,7 @@ class Backwards:
         if nodes and not _is_in_backward():
             call.await_backward()
 
-    def arrive(self, call: Call) -> None:
+    def arrive(self, call: TrackedCall) -> None:
         """A backward needs the unit of ``call`` from now on, and is through with the later calls."""
         if call.is_active:
             return
@@ -147,10 +147,10 @@ class Backwards:
         self._active.clear()
         self._threads.clear()
 
-    def _tell(self, call: Call, _: object) -> None:
+    def _tell(self, call: TrackedCall, _: object) -> None:
         self.arrive(call)
 
-    def _take_later(self, call: Call, backward: int) -> list[Call]:
+    def _take_later(self, call: TrackedCall, backward: int) -> list[TrackedCall]:
         """Let go of the calls that backward is through with when it arrives at ``call``."""
         found = []
         for other_backward, active in self._active.items():
@@ -163,12 +163,12 @@ class Backwards:
             found += later
         return found
 
-    def _leave(self, call: Call) -> None:
+    def _leave(self, call: TrackedCall) -> None:
         call.is_active = call.is_awaited = False
         call.thread.awaited[call.unit] -= 1
         self._release(call.unit)
 
-    def _tell_done(self, calls: Sequence[Call]) -> None:
+    def _tell_done(self, calls: Sequence[TrackedCall]) -> None:
         for call in sorted(calls, key=lambda call: -call.number):
             if not call.thread.awaited[call.unit]:
                 self._done(call.unit)

@@ -26,7 +26,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
 
-__all__ = ["Bucket", "Sums"]
+__all__ = ["Bucket", "BucketedAllReduce"]
 
 _SUMS = "sums of gradients"
 
@@ -43,7 +43,7 @@ class _Sent(NamedTuple):
 
 
 @final
-class Sums:
+class BucketedAllReduce:
     """The sums of one step.
 
     Args:

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
-__all__ = ["Notes", "ReplicaBuffers"]
+__all__ = ["Notes", "BufferSync"]
 
 Notes = Sequence[int]
 """For each module: nothing has changed; values have; so have names, shapes or dtypes."""
@@ -46,7 +46,7 @@ class _Spec(NamedTuple):
 
 
 @final
-class ReplicaBuffers:
+class BufferSync:
     """See the module docstring.
 
     Args:

@@ -30,7 +30,7 @@ import torch
 
 from smp_strategy.distributed.collectives.interface import Collectives
 
-__all__ = ["CommonOrder", "Operation", "Step", "plan_of"]
+__all__ = ["CollectiveOrder", "Operation", "Step", "plan_of"]
 
 _END = -1
 # How much longer a plan may be than what the busiest rank asks for.
@@ -52,7 +52,7 @@ class Step(NamedTuple):
     """How many requests one after the other it serves."""
 
 
-class _Beginning(NamedTuple):
+class _Announcement(NamedTuple):
     """What a rank tells the others before a pass."""
 
     request: int
@@ -70,7 +70,7 @@ class _Word(NamedTuple):
 
 @final
 @dataclass(kw_only=True)
-class _Pass:
+class _OrderedPass:
     """What has happened between a first request and the end."""
 
     key: Hashable
@@ -84,7 +84,7 @@ class _Pass:
 
 
 @final
-class CommonOrder:
+class CollectiveOrder:
     """See the module docstring. All methods are called by all ranks, in whatever order their programs have.
 
     Args:
@@ -110,7 +110,7 @@ class CommonOrder:
         self._digest = digest
         self._refuse = refuse
         self._plans: dict[Hashable, Sequence[Step]] = {}
-        self._pass: _Pass | None = None
+        self._pass: _OrderedPass | None = None
 
     @property
     def next_gather(self) -> int | None:
@@ -168,16 +168,16 @@ class CommonOrder:
         self._plans[now.key] = _next_plan(now, words)
         self._pass = None
 
-    def _opened(self, operation: Operation | None) -> _Pass:
+    def _opened(self, operation: Operation | None) -> _OrderedPass:
         if self._pass is None:
-            beginning = _Beginning(_coded(operation), int(torch.is_grad_enabled()), self._digest())
-            key = tuple(map(_Beginning._make, self._exchange(beginning)))
+            beginning = _Announcement(_coded(operation), int(torch.is_grad_enabled()), self._digest())
+            key = tuple(map(_Announcement._make, self._exchange(beginning)))
             if len({each.digest for each in key}) > 1:
                 self._refuse()
-            self._pass = _Pass(key=key, plan=self._plans.get(key, ()))
+            self._pass = _OrderedPass(key=key, plan=self._plans.get(key, ()))
         return self._pass
 
-    def _took_ahead(self, now: _Pass, operation: Operation) -> bool:
+    def _took_ahead(self, now: _OrderedPass, operation: Operation) -> bool:
         if not self.is_ahead(operation):
             return False
         while now.ahead[0].operation != operation:
@@ -187,21 +187,21 @@ class CommonOrder:
             now.ahead.appendleft(step._replace(uses=step.uses - 1))
         return True
 
-    def _give_up_ahead(self, now: _Pass) -> None:
+    def _give_up_ahead(self, now: _OrderedPass) -> None:
         while now.ahead:
             self._let_go(now.ahead.popleft().operation)
 
-    def _finish_plan(self, now: _Pass) -> None:
+    def _finish_plan(self, now: _OrderedPass) -> None:
         self._give_up_ahead(now)
         while now.position < len(now.plan):
             self._carry_out_for_others(now)
 
-    def _carry_out_for_others(self, now: _Pass) -> None:
+    def _carry_out_for_others(self, now: _OrderedPass) -> None:
         operation = now.plan[now.position].operation
         self._carry_out(now)
         self._let_go(operation)
 
-    def _carry_out(self, now: _Pass) -> None:
+    def _carry_out(self, now: _OrderedPass) -> None:
         step = now.plan[now.position]
         now.position += 1
         now.done.append(step)
@@ -211,7 +211,7 @@ class CommonOrder:
         if not self.is_ahead(operation):
             self._pass_by(operation)
 
-    def _round(self, now: _Pass, operation: Operation | None) -> list[_Word]:
+    def _round(self, now: _OrderedPass, operation: Operation | None) -> list[_Word]:
         """Carry out what any rank asks for."""
         mine = _coded(operation)
         word = _Word(mine, hash(tuple(map(_coded, now.requests))), len(now.requests))
@@ -243,7 +243,7 @@ def plan_of(operations: Iterable[Operation]) -> tuple[Step, ...]:
     return tuple(plan)
 
 
-def _next_plan(now: _Pass, words: Sequence[_Word]) -> Sequence[Step]:
+def _next_plan(now: _OrderedPass, words: Sequence[_Word]) -> Sequence[Step]:
     if len({word.digest for word in words}) == 1:
         return plan_of(now.requests)
     if len(now.done) > MOST_TIMES_LONGER * max(word.num_requests for word in words):

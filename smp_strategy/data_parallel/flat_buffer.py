@@ -40,8 +40,8 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_layout import FlatLayout, Slot
 from smp_strategy.data_parallel.flat_layout_views import Run, common_base, elements, view
-from smp_strategy.data_parallel.resting import Resting, placeholder
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.resting import RestingParameter, placeholder
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.collectives.messages import Pending, wait_for
 from smp_strategy.errors import UnsupportedError
@@ -125,7 +125,7 @@ class FlatBuffer:
         # Where a shard has several owners: what the group has added up of gradients, for all of them.
         self._of_group: Tensor | None = None
         # Of the parameters that are shown: the gradients that they had while they rested.
-        self._before: list[PieceGradient | None] = []
+        self._before: list[ShardedGradient | None] = []
         self._hide()
 
     @property
@@ -379,7 +379,7 @@ class FlatBuffer:
         self._collectives.gather(full, shard).wait()
         return full
 
-    def _joined(self, gradients: Sequence[PieceGradient | None]) -> Tensor | None:
+    def _joined(self, gradients: Sequence[ShardedGradient | None]) -> Tensor | None:
         """This rank's share of the gradients, zero where there is none; ``None`` if there is none at all."""
         if all(gradient is None for gradient in gradients):
             return None
@@ -406,16 +406,16 @@ class FlatBuffer:
                 self.parameters[number].grad = self._in_disguise(number, piece, is_used=is_used)
         self._before = []
 
-    def _widened(self, gradient: Tensor | None, before: PieceGradient | None) -> Tensor | None:
+    def _widened(self, gradient: Tensor | None, before: ShardedGradient | None) -> Tensor | None:
         """A gradient that an optimizer has had in the dtype of the parameter."""
         if gradient is None or gradient.dtype == self._gradient_dtype or before is None:
             return gradient
         return before.piece.copy_(gradient)
 
-    def _in_disguise(self, number: int, piece: Tensor, *, is_used: bool) -> PieceGradient:
+    def _in_disguise(self, number: int, piece: Tensor, *, is_used: bool) -> ShardedGradient:
         """A piece of a gradient as ``grad`` of a resting parameter."""
         piece = piece.to(self._gradient_dtype)
-        return PieceGradient(self.parameters[number], piece, start=self.own_pieces[number].start, is_used=is_used)
+        return ShardedGradient(self.parameters[number], piece, start=self.own_pieces[number].start, is_used=is_used)
 
     def _retire(self) -> None:
         self.wait()
@@ -453,7 +453,7 @@ class FlatBuffer:
 
     def _hide(self) -> None:
         for parameter, tensor in zip(self.parameters, self._placeholders, strict=True):
-            parameter.__class__ = Resting
+            parameter.__class__ = RestingParameter
             parameter.data = tensor
 
     def _pieces(self, own: Tensor) -> list[Tensor]:
@@ -475,10 +475,10 @@ class FlatBuffer:
         self._refreshing = []
 
 
-def _taken(parameter: nn.Parameter) -> PieceGradient | None:
+def _taken(parameter: nn.Parameter) -> ShardedGradient | None:
     """Its gradient, which it has no longer."""
     gradient, parameter.grad = parameter.grad, None
-    if gradient is not None and not isinstance(gradient, PieceGradient):
+    if gradient is not None and not isinstance(gradient, ShardedGradient):
         raise UnsupportedError(
             f"A parameter of shape {list(parameter.shape)}, which is spread over ranks "
             "(`sharded_data_parallel_degree`), has got a gradient outside of a training step. Compute gradients in "
@@ -489,7 +489,7 @@ def _taken(parameter: nn.Parameter) -> PieceGradient | None:
 
 def _has_new_gradient(parameter: nn.Parameter) -> bool:
     """Whether it has one that a backward has computed, and not one of before."""
-    return parameter.grad is not None and not isinstance(parameter.grad, PieceGradient)
+    return parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient)
 
 
 def _refuse_gradient(parameter: nn.Parameter, slot: Slot) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-__all__ = ["BLOCK_BYTES", "Entry", "FlatLayout", "Piece", "Slot", "UnitLayout"]
+__all__ = ["BLOCK_BYTES", "FlatParameter", "FlatLayout", "Piece", "Slot", "UnitLayout"]
 
 # Two of the widest vectors (kernels take them in pairs), and a multiple of a cache line.
 BLOCK_BYTES = 128
@@ -33,7 +33,7 @@ BLOCK_BYTES = 128
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class FlatParameter:
     """A parameter."""
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Entry:
 class Slot:
     """A parameter's place in a flat buffer."""
 
-    entry: Entry
+    entry: FlatParameter
     offset: int
     """In elements."""
 
@@ -194,7 +194,7 @@ class UnitLayout:
 
     @classmethod
     def of(
-        cls, entries: Iterable[Entry], degree: int, persistence_threshold: int = 0, num_owners: int = 1
+        cls, entries: Iterable[FlatParameter], degree: int, persistence_threshold: int = 0, num_owners: int = 1
     ) -> "UnitLayout":
         """Lay out the parameters of a unit; the same on every rank.
 
@@ -206,7 +206,7 @@ class UnitLayout:
             num_owners: number of ranks that have the same shard, if each of them updates a part of it.
         """
 
-        def kind(entry: Entry) -> tuple[str, int, str, int, bool, bool]:
+        def kind(entry: FlatParameter) -> tuple[str, int, str, int, bool, bool]:
             used_as = (entry.use_dtype or entry.dtype, entry.use_itemsize or entry.itemsize)
             return entry.dtype, entry.itemsize, *used_as, entry.requires_grad, entry.numel < persistence_threshold
 
@@ -265,7 +265,7 @@ def _gradient_itemsize(dtype: str, itemsize: int) -> int:
     return 4 if dtype in ("float16", "bfloat16") else itemsize
 
 
-def _slots(entries: Iterable[Entry], block: int) -> tuple[Slot, ...]:
+def _slots(entries: Iterable[FlatParameter], block: int) -> tuple[Slot, ...]:
     slots = []
     offset = 0
     for entry in entries:

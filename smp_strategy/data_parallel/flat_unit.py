@@ -29,18 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_buffer import FlatBuffer
-from smp_strategy.data_parallel.flat_layout import Entry, Piece, UnitLayout
+from smp_strategy.data_parallel.flat_layout import FlatParameter, Piece, UnitLayout
 from smp_strategy.data_parallel.flat_layout_views import Run
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.collectives.messages import Pending
 from smp_strategy.model.guarded_tensors import in_plain_sight
 
-__all__ = ["FlatUnit", "Keeping"]
+__all__ = ["FlatUnit", "ShardPolicy"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Keeping:
+class ShardPolicy:
     """How parameters are kept, gathered, and what becomes of their gradients."""
 
     persistence_threshold: int = 0
@@ -73,10 +73,10 @@ class FlatUnit:
         collectives: Collectives,
         device: torch.device,
         *,
-        keeping: Keeping | None = None,
+        keeping: ShardPolicy | None = None,
         owners: Collectives | None = None,
     ) -> None:
-        keeping = keeping or Keeping()
+        keeping = keeping or ShardPolicy()
         members = _without_doubles(parameters)
         self._named = {names[0]: parameter for names, parameter in members}
         entries = {_entry(names, each, keeping.dtypes.get(each, each.dtype)): each for names, each in members}
@@ -313,8 +313,8 @@ def _without_doubles(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tup
     return list(found.values())
 
 
-def _entry(names: tuple[str, ...], parameter: nn.Parameter, use_dtype: torch.dtype) -> Entry:
-    return Entry(
+def _entry(names: tuple[str, ...], parameter: nn.Parameter, use_dtype: torch.dtype) -> FlatParameter:
+    return FlatParameter(
         names=names,
         shape=tuple(parameter.shape),
         # As they are in memory, less the gaps.

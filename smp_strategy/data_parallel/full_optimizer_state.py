@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 from smp_strategy.data_parallel.optimizer_probe import with_inner
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["StateView", "mark_own_states"]
+__all__ = ["FullOptimizerState", "mark_own_states"]
 
 
 @final
-class StateView:
+class FullOptimizerState:
     """See the module docstring.
 
     Args:

@@ -21,10 +21,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from smp_strategy.data_parallel.backward_tracking import Backwards, Call
-from smp_strategy.data_parallel.collective_order import CommonOrder, Operation
+from smp_strategy.data_parallel.backward_tracking import BackwardTracker, TrackedCall
+from smp_strategy.data_parallel.collective_order import CollectiveOrder, Operation
 from smp_strategy.data_parallel.flat_unit import FlatUnit
-from smp_strategy.data_parallel.replica_all_reduce import ReplicaSums
+from smp_strategy.data_parallel.replica_all_reduce import ReplicaAllReduce
 from smp_strategy.data_parallel.saved_weights import is_in, weights_guarded
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.collectives.messages import wait_for
@@ -32,7 +32,7 @@ from smp_strategy.errors import ConfigError, UnsupportedError
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.pytree import flatten
 
-__all__ = ["Timing", "UnitUses"]
+__all__ = ["GatherPolicy", "GatherSchedule"]
 
 _WITHOUT_SHARDING = (
     "Use `torch.autograd.grad(..., create_graph=True)` instead of the transform, or leave out "
@@ -44,7 +44,7 @@ MOST_REDUCING = 2
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Timing:
+class GatherPolicy:
     """When units are gathered and reduced."""
 
     gathers_once: bool = False
@@ -59,7 +59,7 @@ class Timing:
 
 
 @final
-class UnitUses:
+class GatherSchedule:
     """See the module docstring. All ranks of the group call :meth:`end_pass` equally often.
 
     Args:
@@ -84,7 +84,7 @@ class UnitUses:
         units: Mapping[str, FlatUnit],
         collectives: Collectives,
         *,
-        timing: Timing = Timing(),
+        timing: GatherPolicy = GatherPolicy(),
         factor: float = 1.0,
         replicas: Collectives | None = None,
         deals_out: bool = False,
@@ -108,16 +108,16 @@ class UnitUses:
         self._reducing: deque[int] = deque()
         self._sums = None
         if replicas is not None and replicas.size > 1:
-            self._sums = ReplicaSums(self._units, replicas, deals_out=deals_out)
+            self._sums = ReplicaAllReduce(self._units, replicas, deals_out=deals_out)
         self._collectives = collectives
-        self._order = CommonOrder(
+        self._order = CollectiveOrder(
             collectives,
             start=self._start,
             pass_by=self._pass_by,
             digest=lambda: zlib.crc32(bytes(is_trained for _, is_trained in self._are_trained())),
             refuse=self._refuse_different,
         )
-        self._backwards = Backwards(
+        self._backwards = BackwardTracker(
             claim=self._claim, release=self._release, done=self._reduce_early, keeps_weights=timing.gathers_once
         )
 
@@ -129,7 +129,7 @@ class UnitUses:
         kwargs: Mapping[str, Any],
         token: object = None,
     ) -> Any:
-        """Call ``function`` while the parameters of a unit are there, and see to it that backward finds them.
+        """TrackedCall ``function`` while the parameters of a unit are there, and see to it that backward finds them.
 
         Args:
             name: of the unit.
@@ -246,7 +246,7 @@ class UnitUses:
             self._order.request(Operation(number, "reduce"))
             self._prefetch()
 
-    def _guard(self, call: Call) -> None:
+    def _guard(self, call: TrackedCall) -> None:
         """A saved weight is about to be read."""
         if self._claims[call.unit]:
             return

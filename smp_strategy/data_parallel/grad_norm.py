@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.precision.dtypes import gradient_dtype
 
@@ -53,7 +53,7 @@ def global_norm(
         counts_here: whether this rank contributes the gradient of a parameter.
         groups: over which the ranks that do are spread: the stages of a replica, and perhaps the replicas of a stage.
         norm_type: order of the norm; ``inf`` for the maximum.
-        pieces_on: the ranks over which gradients are spread that are :class:`PieceGradient` here.
+        pieces_on: the ranks over which gradients are spread that are :class:`ShardedGradient` here.
         parts: says of which parameters the ranks of a tensor-parallel group have parts.
     """
     mine = [
@@ -68,7 +68,7 @@ def global_norm(
     pieces: list[int] = []
     for index, gradient in mine:
         norms[1, index] = 1.0
-        if isinstance(gradient, PieceGradient):
+        if isinstance(gradient, ShardedGradient):
             pieces.append(index)
             gradient = gradient.piece
         if gradient.numel():

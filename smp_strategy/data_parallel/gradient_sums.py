@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, Sums
+from smp_strategy.data_parallel.bucketed_all_reduce import Bucket, BucketedAllReduce
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.buckets import buckets
 
@@ -45,7 +45,7 @@ def sum_gradients(
     members = _present_anywhere(parameters, group)
     if not members:
         return
-    sums = Sums(dealt_out(members), group, factor=factor, dtype=dtype)
+    sums = BucketedAllReduce(dealt_out(members), group, factor=factor, dtype=dtype)
     sums.send_rest()
     found, _, _ = sums.finish()
     for parameter in members:

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from smp_strategy.data_parallel.optimizer_probe import step_by_values, take_step, twin_with
-from smp_strategy.model.guarded_tensors import Home, Sight, StageTensor
+from smp_strategy.model.guarded_tensors import HomeStages, HookAccess, StageTensor
 
 __all__ = ["Updater", "can_be_dealt_out", "dependence", "problems_of_dependence"]
 
@@ -108,7 +108,7 @@ class _NotTriedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _StandIn:
+class _ProbeParameter:
     """Of the parameters of one param group, with one number of dims, that the same ranks update."""
 
     parameter: nn.Parameter
@@ -122,7 +122,7 @@ class _StandIn:
         return any(updater.stage == stage for updater in self.updaters)
 
 
-class _Outcome(NamedTuple):
+class _TrialOutcome(NamedTuple):
     """What has become of a parameter."""
 
     values: list[Tensor]
@@ -153,9 +153,9 @@ def _difference(optimizer: Optimizer, updaters: Updaters, names: Mapping[nn.Para
 
 
 def _difference_in_steps(
-    optimizer: Optimizer, stand_ins: list[_StandIn], draws: Callable[[], AbstractContextManager[Any]]
+    optimizer: Optimizer, stand_ins: list[_ProbeParameter], draws: Callable[[], AbstractContextManager[Any]]
 ) -> str | None:
-    def trained(rank: Updater | None, with_closure: bool) -> dict[_StandIn, _Outcome]:
+    def trained(rank: Updater | None, with_closure: bool) -> dict[_ProbeParameter, _TrialOutcome]:
         with draws():
             return _trained_by(rank, optimizer, stand_ins, with_closure=with_closure)
 
@@ -180,8 +180,8 @@ def _difference_in_steps(
 
 
 def _trained_by(
-    rank: Updater | None, optimizer: Optimizer, stand_ins: list[_StandIn], *, with_closure: bool
-) -> dict[_StandIn, _Outcome]:
+    rank: Updater | None, optimizer: Optimizer, stand_ins: list[_ProbeParameter], *, with_closure: bool
+) -> dict[_ProbeParameter, _TrialOutcome]:
     """What becomes of the stand-ins where ``rank`` trains its own; ``None``: where one process trains all."""
     made: dict[Tensor, nn.Parameter] = {each.parameter: nn.Parameter(each.begin.clone()) for each in stand_ins}
     twin = twin_with(optimizer, made)
@@ -203,11 +203,11 @@ def _trained_by(
         for mine in own:
             values[mine].append(mine.detach().clone())
     options = {each: group for group in twin.param_groups for each in group["params"]}
-    return {own[mine]: _Outcome(values[mine], twin.state.get(mine, {}), options[mine]) for mine in own}
+    return {own[mine]: _TrialOutcome(values[mine], twin.state.get(mine, {}), options[mine]) for mine in own}
 
 
-def _stand_ins(optimizer: Optimizer, updaters: Updaters, names: Mapping[nn.Parameter, str]) -> list[_StandIn]:
-    found: dict[object, _StandIn] = {}
+def _stand_ins(optimizer: Optimizer, updaters: Updaters, names: Mapping[nn.Parameter, str]) -> list[_ProbeParameter]:
+    found: dict[object, _ProbeParameter] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if not parameter.requires_grad or not parameter.numel():
@@ -219,7 +219,7 @@ def _stand_ins(optimizer: Optimizer, updaters: Updaters, names: Mapping[nn.Param
     return list(found.values())
 
 
-def _stand_in(parameter: nn.Parameter, name: str, updaters: frozenset[Updater], *, seed: int) -> _StandIn:
+def _stand_in(parameter: nn.Parameter, name: str, updaters: frozenset[Updater], *, seed: int) -> _ProbeParameter:
     shape = [min(size, _MOST_PER_DIM) for size in parameter.shape]
     keeps = parameter.dtype.is_complex or parameter.dtype == torch.float64
     random = torch.Generator().manual_seed(seed)
@@ -227,7 +227,7 @@ def _stand_in(parameter: nn.Parameter, name: str, updaters: frozenset[Updater], 
     def draw() -> Tensor:
         return torch.randn(shape, generator=random, dtype=parameter.dtype if keeps else torch.float32)
 
-    return _StandIn(
+    return _ProbeParameter(
         parameter=parameter,
         name=name,
         updaters=updaters,
@@ -236,14 +236,14 @@ def _stand_in(parameter: nn.Parameter, name: str, updaters: frozenset[Updater], 
     )
 
 
-def _home(stand_in: _StandIn, stage: int) -> Home:
-    return Home(
+def _home(stand_in: _ProbeParameter, stage: int) -> HomeStages:
+    return HomeStages(
         name=stand_in.name,
         holders=frozenset(updater.stage for updater in stand_in.updaters),
         stage=stage,
         kind=nn.Parameter,
         stride=stand_in.begin.stride(),
-        sight=Sight(),
+        sight=HookAccess(),
     )
 
 
@@ -256,7 +256,7 @@ def _shown(error: Exception) -> str:
     return f"{type(error).__name__}: {first}".rstrip(".")
 
 
-def _difference_between(name: str, together: _Outcome, apart: _Outcome) -> str | None:
+def _difference_between(name: str, together: _TrialOutcome, apart: _TrialOutcome) -> str | None:
     if not _are_alike(together.values, apart.values):
         return f"its steps of `{name}` depend on what others have"
     for option, value in together.options.items():

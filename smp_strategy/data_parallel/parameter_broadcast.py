@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight
 
-__all__ = ["Arrivals"]
+__all__ = ["ParameterBroadcast"]
 
 # Where it is noted on a parameter what it waits for.
 _ARRIVAL = "_smp_arrival"
 
 
 @final
-class Arrivals:
+class ParameterBroadcast:
     """The values that are on their way to this rank."""
 
     def __init__(self) -> None:

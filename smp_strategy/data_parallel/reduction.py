@@ -11,12 +11,12 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.bucketed_all_reduce import Sums
-from smp_strategy.data_parallel.buffer_sync import Notes, ReplicaBuffers
+from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
+from smp_strategy.data_parallel.buffer_sync import BufferSync, Notes
 from smp_strategy.data_parallel.grad_norm import SplitParameters, global_norm
 from smp_strategy.data_parallel.gradient_sums import sum_gradients
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
-from smp_strategy.data_parallel.zero1 import StateSharding
+from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.ownership import Ownership
@@ -45,8 +45,8 @@ class Reduction:
         self,
         ownership: Ownership,
         mesh: ProcessMesh,
-        sharding: StateSharding,
-        sharded: ShardedUnits | None = None,
+        sharding: ZeroOptimizer,
+        sharded: ShardedModule | None = None,
         parts: SplitParameters | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -54,7 +54,7 @@ class Reduction:
     ) -> None:
         self._dtype = dtype
         replicas = mesh.dp_group if mesh.dp > 1 and not keeps_buffers else None
-        self.buffers = ReplicaBuffers(ownership.local_modules(mesh.stage), replicas)
+        self.buffers = BufferSync(ownership.local_modules(mesh.stage), replicas)
         self._ownership = ownership
         self._mesh = mesh
         self._sharding = sharding
@@ -81,15 +81,17 @@ class Reduction:
         self._quiet: Collection[nn.Parameter] = ()
         self._guesses = self._overlaps = True
 
-    def start(self) -> Sums | None:
+    def start(self) -> BucketedAllReduce | None:
         """Averages for gradients to be sent off while the last backward of a step runs, where that can be done."""
         parameters = [parameter for parameter in self._early if parameter.requires_grad]
         if self._mesh.dp == 1 or self._pending or not self._overlaps or not parameters:
             return None
         buckets = self._sharding.buckets(parameters)
-        return Sums(buckets, self._mesh.sum_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype)
+        return BucketedAllReduce(
+            buckets, self._mesh.sum_group, factor=1 / self._mesh.dp, quiet=self._quiet, dtype=self._dtype
+        )
 
-    def finish(self, sums: Sums) -> tuple[dict[nn.Parameter, Tensor], Notes]:
+    def finish(self, sums: BucketedAllReduce) -> tuple[dict[nn.Parameter, Tensor], Notes]:
         """Wait for averages that :meth:`start` has begun. Where some were sent too early, the next ones are not."""
         found, was_early, notes = sums.finish()
         if was_early and self._guesses:

@@ -29,7 +29,7 @@ from smp_strategy.data_parallel.flat_unit import FlatUnit
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.distributed.collectives.messages import Pending, wait_for
 
-__all__ = ["ReplicaSums"]
+__all__ = ["ReplicaAllReduce"]
 
 _NEVER = 2**31
 
@@ -59,7 +59,7 @@ class _Step:
 
 
 @final
-class ReplicaSums:
+class ReplicaAllReduce:
     """See the module docstring.
 
     Args:

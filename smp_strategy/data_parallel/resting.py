@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, SIZES, in_plain_sight, name_of
 
-__all__ = ["OnUse", "Resting", "placeholder"]
+__all__ = ["OnUse", "RestingParameter", "placeholder"]
 
 # Where it is noted on a parameter what its use leads to.
 _ON_USE = "_smp_on_use"
@@ -48,7 +48,7 @@ class OnUse:
 
 
 @final
-class Resting(nn.Parameter):
+class RestingParameter(nn.Parameter):
     """See the module docstring. Never constructed: parameters take this class and leave it again."""
 
     # Placed tensors leave operations that involve such a tensor to this class.
@@ -63,7 +63,7 @@ class Resting(nn.Parameter):
                 _become_whole_for_sizes(args)
             with in_plain_sight():
                 return func(*args, **(kwargs or {}))
-        resting = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Resting))
+        resting = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, RestingParameter))
         if _become_whole(resting):
             return func(*args, **(kwargs or {}))
         if func not in GRADIENT:
@@ -83,10 +83,10 @@ class Resting(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Resting({list(self.shape)}, spread over ranks)"
+        return f"RestingParameter({list(self.shape)}, spread over ranks)"
 
 
-def _become_whole(parameter: Resting) -> bool:
+def _become_whole(parameter: RestingParameter) -> bool:
     """Make the parameters whole, if code of the user may see them now: ``parameter`` is an ordinary one then."""
     on_use: OnUse | None = vars(parameter).get(_ON_USE)
     if on_use is None or on_use.make_whole is None:
@@ -97,7 +97,7 @@ def _become_whole(parameter: Resting) -> bool:
 
 def _become_whole_for_sizes(args: tuple[Any, ...]) -> None:
     for leaf in args:
-        if isinstance(leaf, Resting) and (on_use := vars(leaf).get(_ON_USE)) is not None and on_use.sizes:
+        if isinstance(leaf, RestingParameter) and (on_use := vars(leaf).get(_ON_USE)) is not None and on_use.sizes:
             _become_whole(leaf)
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["PieceGradient"]
+__all__ = ["ShardedGradient"]
 
 # Element by element as well, but not tagged so.
 _ELEMENTWISE = frozenset({"aten::zero_", "aten::fill_", "aten::copy_", "aten::zeros_like", "aten::empty_like"})
@@ -23,7 +23,7 @@ _WHOLE = ("norm", "max", "powsum")
 
 
 @final
-class PieceGradient(Tensor):
+class ShardedGradient(Tensor):
     """See the module docstring.
 
     Args:
@@ -38,8 +38,8 @@ class PieceGradient(Tensor):
     is_used: bool
 
     @staticmethod
-    def __new__(cls, like: Tensor, piece: Tensor, *, start: int, is_used: bool) -> "PieceGradient":
-        made: PieceGradient = Tensor._make_wrapper_subclass(
+    def __new__(cls, like: Tensor, piece: Tensor, *, start: int, is_used: bool) -> "ShardedGradient":
+        made: ShardedGradient = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=piece.dtype, device=piece.device
         )
         made.piece, made.start = piece, start
@@ -49,12 +49,12 @@ class PieceGradient(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"PieceGradient({list(self.shape)}, of which {self.piece.numel()} elements are on this rank)"
+        return f"ShardedGradient({list(self.shape)}, of which {self.piece.numel()} elements are on this rank)"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PieceGradient))
+        first = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShardedGradient))
         name = func._schema.name
         if name in ("aten::detach", "aten::alias"):
             return first.with_piece(first.piece)
@@ -64,15 +64,15 @@ class PieceGradient(Tensor):
         )
         if not _is_elementwise(func) or not all(_fit(leaves) for leaves in together):
             raise _refusal(name.removeprefix("aten::"), first)
-        real_args, real_kwargs = pytree.tree_map_only(PieceGradient, lambda leaf: leaf.piece, (args, kwargs))
+        real_args, real_kwargs = pytree.tree_map_only(ShardedGradient, lambda leaf: leaf.piece, (args, kwargs))
         result = func(*real_args, **real_kwargs)
         if _is_in_place(func):
             return args[0] if result is not None else None
         return pytree.tree_map_only(Tensor, first.with_piece, result)
 
-    def with_piece(self, piece: Tensor) -> "PieceGradient":
+    def with_piece(self, piece: Tensor) -> "ShardedGradient":
         """Another one with the same place."""
-        return PieceGradient(self, piece, start=self.start, is_used=self.is_used)
+        return ShardedGradient(self, piece, start=self.start, is_used=self.is_used)
 
 
 def _is_elementwise(func: Any) -> bool:
@@ -89,8 +89,8 @@ def _is_in_place(func: Any) -> bool:
 def _fit(leaves: Iterable[Any]) -> bool:
     """Whether this rank has the same elements of all tensors among ``leaves``, which are more than numbers."""
     leaves = list(leaves)
-    places = {(leaf.start, leaf.piece.numel()) for leaf in leaves if isinstance(leaf, PieceGradient)}
-    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, PieceGradient)]
+    places = {(leaf.start, leaf.piece.numel()) for leaf in leaves if isinstance(leaf, ShardedGradient)}
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, ShardedGradient)]
     return len(places) <= 1 and all(other.ndim == 0 for other in others)
 
 

@@ -30,19 +30,19 @@ from torch import Tensor, nn
 
 from smp_strategy.data_parallel.flat_layout import Piece
 from smp_strategy.data_parallel.flat_layout_views import Run
-from smp_strategy.data_parallel.flat_unit import FlatUnit, Keeping
-from smp_strategy.data_parallel.gather_schedule import Timing, UnitUses
+from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
+from smp_strategy.data_parallel.gather_schedule import GatherPolicy, GatherSchedule
 from smp_strategy.data_parallel.resting import OnUse
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.errors import UnsupportedError
 
-__all__ = ["ShardedUnits"]
+__all__ = ["ShardedModule"]
 
 
 @final
-class ShardedUnits:
+class ShardedModule:
     """See the module docstring. From its construction on the parameters rest.
 
     Args:
@@ -69,9 +69,9 @@ class ShardedUnits:
         replicas: Collectives | None,
         device: torch.device,
         *,
-        timing: Timing,
+        timing: GatherPolicy,
         across: Mapping[tuple[str, ...], tuple[dist.ProcessGroup, bool]] = MappingProxyType({}),
-        keeping: Keeping | None = None,
+        keeping: ShardPolicy | None = None,
         deals_out: bool = False,
     ) -> None:
         assert replicas is not None or not deals_out
@@ -89,7 +89,7 @@ class ShardedUnits:
         self.group: dist.ProcessGroup | None = None
         self._replicas = replicas
         self.deals_out = deals_out
-        self._uses = UnitUses(
+        self._uses = GatherSchedule(
             self.units,
             shards,
             timing=timing,
@@ -281,7 +281,7 @@ class ShardedUnits:
         for parameter, here in zip(self._unit_of, is_used, strict=True):
             if not here:
                 parameter.grad = None
-            elif isinstance(parameter.grad, PieceGradient):
+            elif isinstance(parameter.grad, ShardedGradient):
                 parameter.grad.is_used = True
 
     def _sum_between_passes(self) -> None:
@@ -297,7 +297,7 @@ class ShardedUnits:
 
     def _agree_on_use(self, group: dist.ProcessGroup) -> list[bool]:
         """For each parameter, whether any rank of its stages has used it."""
-        used = {each: isinstance(each.grad, PieceGradient) and each.grad.is_used for each in self._unit_of}
+        used = {each: isinstance(each.grad, ShardedGradient) and each.grad.is_used for each in self._unit_of}
         groups = [(group, self.parameters)]
         groups += [(stages, self.units[name].parameters) for name, (stages, _) in self._across.items()]
         for ranks, parameters in groups:

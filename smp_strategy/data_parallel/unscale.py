@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.precision.grad_scaler import Found
+from smp_strategy.precision.grad_scaler import UnscaleResult
 
 __all__ = ["agreed", "unscale_gradients"]
 
 
-def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> Found:
+def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> UnscaleResult:
     """Divide the gradients that this rank has of ``parameters`` by ``scale``; says what it has found in them."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     of_halves = []
-    found = Found.NOTHING
+    found = UnscaleResult.NOTHING
     for parameter in parameters:
         if parameter.grad is not None:
-            found = Found.FINITE
+            found = UnscaleResult.FINITE
             values = _values(parameter.grad)
             alike[values.device, values.dtype].append(values)
             if parameter.dtype == torch.float16 != values.dtype and values.numel():
@@ -40,19 +40,19 @@ def unscale_gradients(parameters: Iterable[nn.Parameter], scale: float) -> Found
         overflows.append(overflow)
     # The optimizer will get these as float16, like their parameters.
     overflows += [values.abs().amax() > torch.finfo(torch.float16).max for values in of_halves]
-    return Found.OVERFLOW if any(map(Tensor.item, overflows)) else found
+    return UnscaleResult.OVERFLOW if any(map(Tensor.item, overflows)) else found
 
 
-def agreed(found: Found, device: torch.device) -> Found:
+def agreed(found: UnscaleResult, device: torch.device) -> UnscaleResult:
     """The worst that a rank has found. Collective over all ranks."""
-    order = list(Found)
+    order = list(UnscaleResult)
     worst = torch.tensor(order.index(found), dtype=torch.int32, device=device)
     collectives.reduce_numbers(worst, dist.ReduceOp.MAX, group=None, doing="whether gradients have overflowed").wait()
     return order[int(worst.item())]
 
 
 def _values(gradient: Tensor) -> Tensor:
-    if isinstance(gradient, PieceGradient):
+    if isinstance(gradient, ShardedGradient):
         return gradient.piece
     if gradient.is_sparse:
         values: Tensor = gradient._values()

@@ -24,18 +24,18 @@ from torch.optim import Optimizer
 
 from smp_strategy.data_parallel.bucketed_all_reduce import Bucket
 from smp_strategy.data_parallel.gradient_sums import alike
-from smp_strategy.data_parallel.parameter_broadcast import Arrivals
+from smp_strategy.data_parallel.parameter_broadcast import ParameterBroadcast
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.balance import balanced
 from smp_strategy.distributed.buckets import BUCKET_BYTES, buckets
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.ownership import Ownership
 
-__all__ = ["StateSharding"]
+__all__ = ["ZeroOptimizer"]
 
 
 @final
-class StateSharding:
+class ZeroOptimizer:
     """Who updates which parameter, and what goes from replica to replica because of that.
 
     Args:
@@ -61,7 +61,7 @@ class StateSharding:
         self._averages: dict[nn.Parameter, Tensor] = {}
         self._hidden: dict[nn.Parameter, Tensor] = {}
         self._updating: Optimizer | None = None
-        self.arrivals = Arrivals()
+        self.arrivals = ParameterBroadcast()
 
     def owner(self, parameter: Tensor, stage: int) -> int:
         """The replica that updates ``parameter`` on ``stage``, which holds it; if all do, the first."""

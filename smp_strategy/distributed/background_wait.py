@@ -11,7 +11,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, final
 
-__all__ = ["Arrival", "Listeners"]
+__all__ = ["Arrival", "BackgroundWaits"]
 
 # How long a thread gets to end. It takes no time, unless it stands in a wait that was given up.
 FAREWELL_SECONDS = 0.5
@@ -28,7 +28,7 @@ class Arrival(Generic[T]):
         listeners: who waits.
     """
 
-    def __init__(self, wait: Callable[[], T], listeners: "Listeners") -> None:
+    def __init__(self, wait: Callable[[], T], listeners: "BackgroundWaits") -> None:
         self._listeners = listeners
         self._wait: Callable[[], T] | None = wait
         self._value: T | None = None
@@ -80,7 +80,7 @@ _Mailbox = SimpleQueue[Arrival[Any] | None]
 
 
 @final
-class Listeners:
+class BackgroundWaits:
     """Threads that wait, as many as there are arrivals under way.
 
     Attributes:

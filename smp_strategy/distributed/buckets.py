@@ -15,7 +15,7 @@ __all__ = ["BUCKET_BYTES", "buckets"]
 BUCKET_BYTES = 25 * 2**20
 
 
-class Sized(Protocol):
+class SizedTensor(Protocol):
     """A tensor, or its metadata."""
 
     @property
@@ -24,7 +24,7 @@ class Sized(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def buckets(tensors: Iterable[Sized], most_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+def buckets(tensors: Iterable[SizedTensor], most_bytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
     """Runs of ``tensors`` of one dtype, by their numbers, each of at most ``most_bytes`` or of one tensor."""
     bucket: list[int] = []
     size = 0

@@ -40,7 +40,7 @@ from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
-__all__ = ["Meeting", "Sender", "Watch", "beside", "user_code", "watch_of"]
+__all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "user_code", "watch_of"]
 
 PATIENCE_SECONDS: Final = 5.0
 """How long a rank waits before it looks around."""
@@ -68,7 +68,7 @@ T = TypeVar("T")
 Needs = list[list[Condition]]
 
 
-class Sender(Protocol):
+class MessageSender(Protocol):
     """Whoever sends messages."""
 
     @property
@@ -76,7 +76,7 @@ class Sender(Protocol):
         """Channel and tag of each message of this step."""
 
 
-class Meeting(NamedTuple):
+class BegunCollective(NamedTuple):
     """A collective that this rank has begun."""
 
     group: dist.ProcessGroup
@@ -136,7 +136,7 @@ class Watch:
         self._thread.start()
         call_at_exit(self.close)
 
-    def begin(self, group: dist.ProcessGroup, doing: str) -> Meeting:
+    def begin(self, group: dist.ProcessGroup, doing: str) -> BegunCollective:
         """A collective of ``group`` is begun; to be called by all its ranks in the same order.
 
         Args:
@@ -144,7 +144,7 @@ class Watch:
             doing: what for, in words that go on from "waits for"; the same on all ranks.
         """
         channel = group.group_name
-        return Meeting(group, channel, self.count(channel, doing), doing)
+        return BegunCollective(group, channel, self.count(channel, doing), doing)
 
     def count(self, channel: str, doing: str) -> int:
         """The number of what is begun now in ``channel``, from 1 on."""
@@ -155,7 +155,7 @@ class Watch:
         begun.latest.append(doing)
         return begun.count
 
-    def until(self, meeting: Meeting, finish: Callable[[], T]) -> T:
+    def until(self, meeting: BegunCollective, finish: Callable[[], T]) -> T:
         """Call ``finish``, which blocks until the collective is over.
 
         Raises:
@@ -190,7 +190,7 @@ class Watch:
             self._wait = before
 
     @contextmanager
-    def calling(self, meeting: Meeting) -> Iterator[None]:
+    def calling(self, meeting: BegunCollective) -> Iterator[None]:
         """In here the user calls a collective, which may wait, and whose errors are the user's.
 
         Raises:

@@ -23,12 +23,12 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rng_state import RngState, drawing_from, global_state, set_global_state
 from smp_strategy.errors import SMPError
 
-__all__ = ["Read", "Readers", "Reading", "checksum"]
+__all__ = ["BatchSource", "DataReaders", "LoaderState", "checksum"]
 
 _CHECKED_BATCHES = 2
 
 
-class Read(NamedTuple):
+class BatchSource(NamedTuple):
     """What a data loader knows of a batch."""
 
     number: int
@@ -39,7 +39,7 @@ class Read(NamedTuple):
     """Other numbers, of samples that other loaders have put into it."""
 
 
-class Reading(Protocol):
+class LoaderState(Protocol):
     """What a pass over a data loader goes by."""
 
     def begin(self, *generators: torch.Generator) -> None:
@@ -60,11 +60,11 @@ class Reading(Protocol):
     def compare(self, what: Any) -> None:
         """Compare a number of batches, or whether there is one more, with ranks whose samples belong together."""
 
-    def arrived(self, batch: Any, read: Read | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> None:
         """A batch is there, or the object that says that there are no more."""
 
 
-class Readers:
+class DataReaders:
     """The ranks that read what this one reads. Its methods are collective. A pickled one knows of nobody.
 
     Args:
@@ -94,7 +94,7 @@ class Readers:
     def __reduce__(self) -> Any:
         return _Alone, ()
 
-    def __deepcopy__(self, memo: Any) -> "Readers":
+    def __deepcopy__(self, memo: Any) -> "DataReaders":
         return self
 
     def take_over(self, *generators: torch.Generator) -> None:
@@ -178,7 +178,7 @@ class _Alone:
     def compare(self, what: Any) -> None:
         """Nothing to do."""
 
-    def arrived(self, batch: Any, read: Read | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> None:
         """Nothing to do."""
 
 

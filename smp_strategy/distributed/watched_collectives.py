@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.distributed.deadlock import Meeting, user_code, watch_of
+from smp_strategy.distributed.deadlock import BegunCollective, user_code, watch_of
 from smp_strategy.distributed.wait_positions import Condition
 from smp_strategy.errors import ApartError
 
@@ -62,7 +62,7 @@ _TWO_BY_TWO: Final[Mapping[Any, Callable[..., Tensor]]] = {
 }
 
 
-class _Work(Protocol):
+class _WatchedWork(Protocol):
     def is_completed(self) -> bool: ...
 
     def wait(self) -> Any: ...
@@ -72,7 +72,7 @@ class _Work(Protocol):
 class UnderWay:
     """A collective that is under way."""
 
-    def __init__(self, meeting: Meeting, work: _Work) -> None:
+    def __init__(self, meeting: BegunCollective, work: _WatchedWork) -> None:
         self._meeting = meeting
         self._work = work
 
@@ -218,14 +218,14 @@ def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = No
     return list(numbers)
 
 
-def _raise_different(meeting: Meeting) -> NoReturn:
+def _raise_different(meeting: BegunCollective) -> NoReturn:
     described = json.dumps([meeting.doing, meeting.number, user_code()]).encode()[:_MOST_BYTES]
     texts = _exchanged(_as_bytes(described.ljust(_MOST_BYTES)), meeting, _TEXTS)
     everyones = [bytes(text.tolist()).decode(errors="replace").strip() for text in texts]
     raise ApartError(_different(dict(zip(dist.get_process_group_ranks(meeting.group), everyones, strict=True))))
 
 
-def _exchanged(mine: Tensor, meeting: Meeting, tag: int) -> Tensor:
+def _exchanged(mine: Tensor, meeting: BegunCollective, tag: int) -> Tensor:
     """What each rank has, by way of the first one.
 
     Messages, and no collective, since a rank that is elsewhere may be in a collective of this group: gloo would take
@@ -350,7 +350,7 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
     return group._get_backend(torch.device("cpu")).name() == "gloo"
 
 
-def _raise(meeting: Meeting, error: RuntimeError) -> NoReturn:
+def _raise(meeting: BegunCollective, error: RuntimeError) -> NoReturn:
     def fail() -> None:
         raise error
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from smp_strategy.engine.dry_run import Surroundings, undone
+from smp_strategy.engine.dry_run import DryRunInput, undone
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.pipeline.microbatch_order import TurnRule, gate_position
 from smp_strategy.pipeline.microbatch_runner import Job, Step
-from smp_strategy.pipeline.microbatch_state import PrivateState
+from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
@@ -35,7 +35,7 @@ _NO_STAGE = -1
 _UNNAMED = frozenset({"_buffers", "list", "set", "deque"})
 
 
-class _Outcome(NamedTuple):
+class _RehearsalOutcome(NamedTuple):
     """What came out of a rehearsal."""
 
     noted: Mapping[tuple[int, int, int, tuple[int, ...]], Any]
@@ -57,13 +57,13 @@ class Rehearsals:
     """The user's code."""
     microbatch: Any
     """What it gets."""
-    surroundings: Surroundings
+    surroundings: DryRunInput
     """What it runs on."""
     stage_of: Mapping[str, int]
     """Stage of each unit, by name."""
     num_stages: int
     """Of the pipeline."""
-    private_state: Callable[[], PrivateState]
+    private_state: Callable[[], MicrobatchState]
     """Makes what keeps microbatches apart."""
 
     def turn_rule(self) -> TurnRule | None:
@@ -80,7 +80,7 @@ class Rehearsals:
                 continue
         return None
 
-    def _rule(self, truth: bool, ordered: _Outcome) -> TurnRule | None:
+    def _rule(self, truth: bool, ordered: _RehearsalOutcome) -> TurnRule | None:
         different = self._differences(truth, ordered, None)
         if different:
             # Times, and random numbers from elsewhere, are others each time.
@@ -96,7 +96,7 @@ class Rehearsals:
             tuple(name for name in names if name not in _UNNAMED),
         )
 
-    def _differences(self, truth: bool, ordered: _Outcome, gate: int | None) -> set[Any]:
+    def _differences(self, truth: bool, ordered: _RehearsalOutcome, gate: int | None) -> set[Any]:
         """Values that are not those of ``ordered``, on any stage, if microbatches take turns up to ``gate``."""
         found = set[Any]()
         for stage in range(self.num_stages):
@@ -109,8 +109,8 @@ class Rehearsals:
 
     def _rehearse(
         self, truth: bool, stage: int = _NO_STAGE, *, in_order: bool = False, gate: int | None = None
-    ) -> _Outcome:
-        """Rehearse once; see :class:`Rehearsal` and :meth:`~smp_strategy.pipeline.microbatch_runner.Turns.rehearse`."""
+    ) -> _RehearsalOutcome:
+        """Rehearse once, by ``MicrobatchRunner.rehearse``."""
         surroundings, calls = self.surroundings, self.surroundings.calls
         rehearsal, private = Rehearsal(stage, truth=truth), self.private_state()
         dry = Stage(
@@ -134,16 +134,16 @@ class Rehearsals:
                 events = runtime.rehearse(Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
                 state = private.found()
                 left = private.with_keys(place for place, value in state.items() if found.get(place) != value)
-                return _Outcome(rehearsal.noted, events, state, left)
+                return _RehearsalOutcome(rehearsal.noted, events, state, left)
         finally:
             runtime.close()
             calls.runtime = before
 
 
-def _difference(one: _Outcome, other: _Outcome, stage: int | None = None) -> set[Any]:
+def _difference(one: _RehearsalOutcome, other: _RehearsalOutcome, stage: int | None = None) -> set[Any]:
     """Keys of values that differ; of those that calls got, the ones on ``stage``, or on any."""
 
-    def seen(outcome: _Outcome) -> dict[Any, Any]:
+    def seen(outcome: _RehearsalOutcome) -> dict[Any, Any]:
         noted = outcome.noted.items()
         # The names of events are the same on all stages: each runs the whole program.
         here = {key: value for key, value in noted if stage is None or stage in key[3] or key[2] < 0}

@@ -37,8 +37,8 @@ from smp_strategy.checkpoint.storage.source import Source
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.cross_stage import Views
-from smp_strategy.engine.local_model import Share
-from smp_strategy.engine.pending_state import Late, LateState
+from smp_strategy.engine.local_model import LocalModel
+from smp_strategy.engine.pending_state import PendingOptimizerState, PendingState
 from smp_strategy.engine.unit_calls import UnitCalls
 
 __all__ = ["SavedState"]
@@ -50,9 +50,9 @@ class SavedState:
     views: Views
     _calls: UnitCalls
     _module: nn.Module | None
-    _share: Share | None
+    _share: LocalModel | None
     _delayed: DelayedModule
-    _late: Late
+    _late: PendingState
     _seed: int
     _num_steps: int
     _num_evaluations: int
@@ -78,7 +78,7 @@ class SavedState:
 
         Returns:
             ``{"state_dict": ..., "optimizer_0": {"state": ..., "param_groups": ...}, ..., "gradients": ...}``, with a
-            :class:`~smp_strategy.checkpoint.storage.held_tensor.Held` for each tensor.
+            :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor` for each tensor.
         """
         assert self._module is not None
         self._delayed.refuse_saving()
@@ -153,7 +153,7 @@ class SavedState:
     ) -> None:
         load_groups(optimizer, source, number, names)
         if self._share is None or self._calls.runtime is None:
-            self._late.optimizers[optimizer] = LateState(source, number, names)
+            self._late.optimizers[optimizer] = PendingOptimizerState(source, number, names)
         else:
             self._late.optimizers.pop(optimizer, None)
             load_optimizer(optimizer, source, number, self._share.holdings, names)

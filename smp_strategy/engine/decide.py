@@ -13,29 +13,29 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.device_memory import memory_of_stages
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.engine.consensus import agree_on
-from smp_strategy.engine.dry_run import DryRun, Surroundings, dry_run
-from smp_strategy.engine.given_partition import Given
+from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run
+from smp_strategy.engine.given_partition import GivenPartition
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.microbatch_runner import Step
-from smp_strategy.planning.activation_budget.allocate import Relief
+from smp_strategy.planning.activation_budget.allocate import ActivationPlan
 from smp_strategy.planning.costs import Costs, find_costs
-from smp_strategy.planning.memory.model import Spreading, holdings_of
+from smp_strategy.planning.memory.model import ShardingOf, holdings_of
 from smp_strategy.planning.partition.from_trace import chain_of
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.planning.planner import Program, as_given, best_partition
+from smp_strategy.planning.planner import PlanningInput, as_given, best_partition
 
 __all__ = ["decide", "partition_of", "program_of", "relief_of"]
 
 
 def decide(
     config: SMPConfig,
-    surroundings: Surroundings,
+    surroundings: DryRunInput,
     shape: MeshShape,
     *,
     first: tuple[Step, Any, Callable[[Any], Tensor | None] | None],
-    given: Given | None = None,
+    given: GivenPartition | None = None,
     chosen: Treatments | None = None,
     num_parameters: Mapping[str, int],
     measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -75,7 +75,7 @@ def decide(
     return partition, DryRun(found.trace, tuple(tensors[name] for name in names)), costs
 
 
-def partition_of(config: SMPConfig, program: Program, num_stages: int, given: Given | None) -> Partition:
+def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, given: GivenPartition | None) -> Partition:
     """The best partition, or what the given one costs.
 
     Raises:
@@ -87,7 +87,7 @@ def partition_of(config: SMPConfig, program: Program, num_stages: int, given: Gi
     return as_given(config, program, num_stages, given.stage_of)
 
 
-def relief_of(config: SMPConfig, surroundings: Surroundings, machine: Machine, chosen: Treatments) -> Relief:
+def relief_of(config: SMPConfig, surroundings: DryRunInput, machine: Machine, chosen: Treatments) -> ActivationPlan:
     """What becomes of what units would keep for backward.
 
     Args:
@@ -99,7 +99,7 @@ def relief_of(config: SMPConfig, surroundings: Surroundings, machine: Machine, c
     free: frozenset[str] = frozenset()
     if config.activation_checkpointing == "auto":
         free = frozenset(unit.name for unit in surroundings.units if unit.name not in chosen)
-    return Relief(
+    return ActivationPlan(
         machine=machine,
         fixed=chosen,
         free=free,
@@ -112,19 +112,19 @@ def relief_of(config: SMPConfig, surroundings: Surroundings, machine: Machine, c
     )
 
 
-def _room_of_stages(config: SMPConfig, surroundings: Surroundings, shape: MeshShape) -> tuple[int | None, ...]:
+def _room_of_stages(config: SMPConfig, surroundings: DryRunInput, shape: MeshShape) -> tuple[int | None, ...]:
     """Bytes that a rank of each stage may fill: what the user says, or what there is."""
     return config.memory_limits(shape.pp) or memory_of_stages(surroundings.device, shape)
 
 
 def program_of(
     config: SMPConfig,
-    surroundings: Surroundings,
+    surroundings: DryRunInput,
     found: DryRun,
     costs: Costs,
     shape: MeshShape,
     limits: Sequence[int | None],
-) -> Program:
+) -> PlanningInput:
     """What is to be planned; without a trace the units are taken for a chain in order of registration.
 
     Args:
@@ -135,7 +135,7 @@ def program_of(
         shape: how many ranks share what a stage holds, and how many stages there are.
         limits: bytes that a rank of each stage may fill; ``None``: any number.
     """
-    spreading = Spreading.of(config, shape)
+    spreading = ShardingOf.of(config, shape)
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]
     halves = surroundings.calls.halves
     holdings = holdings_of(
@@ -157,7 +157,7 @@ def program_of(
     else:
         events = costs.with_bytes(_as_training(found.trace))
         work = costs.work(events.events)
-    return Program(
+    return PlanningInput(
         trace=events,
         work=work,
         parameters=holdings.by_unit,
@@ -169,7 +169,7 @@ def program_of(
         crowding=costs.crowding,
         memory_limits=tuple(limits),
         stage_speeds=costs.stage_speeds,
-        relief=costs.relief or Relief(machine=costs.machine),
+        relief=costs.relief or ActivationPlan(machine=costs.machine),
     )
 
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.pipeline.pause import Pause
+from smp_strategy.pipeline.pause import PausedStep
 
-__all__ = ["Asked", "ForwardStep", "program_of"]
+__all__ = ["BackwardRequest", "ForwardStep", "program_of"]
 
 Gradients = Sequence[Tensor | None]
 """Of the leaves of what one microbatch has returned."""
@@ -26,7 +26,7 @@ Once = Callable[[str, Callable[[list[Any]], Any], Any], Any]
 """See :meth:`smp_strategy.engine.manual_optimization.ManualSteps.once`."""
 
 
-class Asked(NamedTuple):
+class BackwardRequest(NamedTuple):
     """What the microbatches are asked for when they go on."""
 
     gradients: Sequence[Gradients]
@@ -48,7 +48,7 @@ def program_of(step: Callable[[Any], Any], once: Once, share: Callable[[list[Any
     def run(numbered: tuple[int, Any]) -> None:
         number, microbatch = numbered
         output = step(microbatch)
-        asked: Asked | None = once("the caller of the model", share, output)
+        asked: BackwardRequest | None = once("the caller of the model", share, output)
         while asked is not None:
             once("`backward`", asked.backward, _loss(output, asked.gradients[number]))
             asked = None if asked.is_last else once("the caller of the model", lambda values: None, None)
@@ -83,7 +83,7 @@ class ForwardStep:
         self,
         outputs: list[Any],
         sizes: tuple[int, ...],
-        pause: Pause,
+        pause: PausedStep,
         backward: Callable[[list[Any], bool], None],
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -116,7 +116,9 @@ class ForwardStep:
                 "`retain_graph=True` when you call `backward` for the first time."
             )
         with self._around():
-            self._pause.go_on(Asked(gradients, lambda losses: self._backward(losses, retain_graph), not retain_graph))
+            self._pause.go_on(
+                BackwardRequest(gradients, lambda losses: self._backward(losses, retain_graph), not retain_graph)
+            )
             self._pause.go_on()
 
     def cancel(self) -> None:

@@ -28,7 +28,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.initial_values import Initialisers, places_of
 from smp_strategy.model.meta_tensors import leave_meta, ordinary, unset, without_memory, zero_values
 from smp_strategy.model.units import Unit
-from smp_strategy.tensor_parallel.split_module import SplitLayers
+from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
 __all__ = ["DelayedModule"]
 
@@ -58,7 +58,7 @@ class DelayedModule:
         self._loaded: dict[Tensor, Tensor] = {}
         self._expected: set[Tensor] = set()
         self._initialisers: Initialisers | None = None
-        self._split: SplitLayers | None = None
+        self._split: SplitLayerSet | None = None
         self._handles = _remember_loads(root, self._pending, self._loaded)
 
     @property
@@ -137,7 +137,7 @@ class DelayedModule:
         """In here all tensors have values, zero, in hardly any memory: the step can run, for somebody who watches."""
         return zero_values(self._pending, self.device)
 
-    def divide(self, split: SplitLayers) -> None:
+    def divide(self, split: SplitLayerSet) -> None:
         """Layers have been split: tensors will get this rank's part of the values that they would have had."""
         self._split = split
 

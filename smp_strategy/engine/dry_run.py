@@ -24,7 +24,7 @@ from smp_strategy.model.rng import seeded
 from smp_strategy.model.trace.context_containers import collectors
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.prediction import Callee, ValueNeededError
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.trace.undo_attributes import attributes_restored, refill, tensors_restored
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
 from smp_strategy.model.trace.undo_objects import objects_restored
@@ -33,13 +33,13 @@ from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.glue_parameters import GlueUses
 from smp_strategy.pipeline.kept_tensors import refuse_kept
 from smp_strategy.pipeline.microbatch_runner import Step
-from smp_strategy.pipeline.microbatch_state import PrivateState, reached_by_hooks
+from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.user_collectives import Replicas
-from smp_strategy.planning.profiling.recorded_calls import CallLog, UnitCall
+from smp_strategy.planning.profiling.recorded_calls import CallLog, RecordedCall
 
-__all__ = ["DryRun", "Surroundings", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real", "undone"]
+__all__ = ["DryRun", "DryRunInput", "dry_run", "look_for_exposed", "rescaled_tables", "run_for_real", "undone"]
 
 
 @final
@@ -51,13 +51,13 @@ class DryRun:
     """The events; ``None`` where the step looks at values, which a dry run does not have."""
     used_by_glue: tuple[Tensor, ...]
     """Parameters and tables of units that code above the units computes with."""
-    calls: tuple[UnitCall, ...] = ()
+    calls: tuple[RecordedCall, ...] = ()
     """The calls of units."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class DryRunInput:
     """What a dry run runs on."""
 
     module: nn.Module
@@ -65,7 +65,7 @@ class Surroundings:
     units: Sequence[Unit]
     calls: UnitCalls
     """Where calls of the units arrive."""
-    oracle: Oracle
+    oracle: ShapeInference
     """Predicts results and keeps the predictions for later."""
     device: torch.device
     """Where the step will run."""
@@ -81,7 +81,7 @@ def dry_run(
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
-    surroundings: Surroundings,
+    surroundings: DryRunInput,
 ) -> DryRun:
     """Run ``step`` dry.
 
@@ -112,7 +112,7 @@ def dry_run(
 
 
 def run_for_real(
-    step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None, surroundings: Surroundings
+    step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None, surroundings: DryRunInput
 ) -> None:
     """Run ``step`` once with values, and undo what it does, for somebody who watches. The module is still whole.
 
@@ -123,12 +123,12 @@ def run_for_real(
         surroundings: what it runs on.
     """
     # What units return as a whole is not what they will return in parts: predictions made here must not be kept.
-    own = replace(surroundings, oracle=Oracle(surroundings.device))
+    own = replace(surroundings, oracle=ShapeInference(surroundings.device))
     with torch.inference_mode(False):
         _survey(step, microbatch, loss_of, own, computes=True)
 
 
-def look_for_exposed(step: Step, microbatch: Any, surroundings: Surroundings, *, has_values: bool = False) -> DryRun:
+def look_for_exposed(step: Step, microbatch: Any, surroundings: DryRunInput, *, has_values: bool = False) -> DryRun:
     """Run a later kind of step dry, too, because it may read attributes of units that the first one has not read.
 
     Args:
@@ -152,7 +152,7 @@ def _survey(
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
-    surroundings: Surroundings,
+    surroundings: DryRunInput,
     *,
     computes: bool,
 ) -> DryRun:
@@ -174,7 +174,7 @@ def _survey(
     )
     uses = GlueUses(units, lambda: runtime.running_unit, leftovers)
     log = CallLog(device.type)
-    private = PrivateState(list(leftovers.above.values()), [unit.module for unit in units], switches=calls.switches)
+    private = MicrobatchState(list(leftovers.above.values()), [unit.module for unit in units], switches=calls.switches)
 
     def called(callee: Callee, args: Any, kwargs: Any) -> None:
         log.note(callee, args, kwargs)
@@ -206,7 +206,7 @@ def _survey(
 
 def _try_another(
     runtime: Runtime,
-    private: PrivateState,
+    private: MicrobatchState,
     step: Step,
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
@@ -231,7 +231,7 @@ def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def undone(step: Step, surroundings: Surroundings, *, computes: bool) -> Iterator[None]:
+def undone(step: Step, surroundings: DryRunInput, *, computes: bool) -> Iterator[None]:
     """In here ``step`` runs without a trace: it draws from random streams of its own, and its changes are undone.
 
     Args:

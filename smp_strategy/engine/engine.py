@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.device import chosen
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine import active_engines as attached
 from smp_strategy.engine.checkpointing import SavedState
 from smp_strategy.engine.consensus import start_alike
@@ -36,10 +36,10 @@ from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
 from smp_strategy.engine.hooks.cross_stage import Views
 from smp_strategy.engine.inspection import Inspection
-from smp_strategy.engine.local_model import Share
+from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
-from smp_strategy.engine.parallelize import First, Layout
-from smp_strategy.engine.pending_state import Late
+from smp_strategy.engine.parallelize import FirstStep, Parallelizer
+from smp_strategy.engine.pending_state import PendingState
 from smp_strategy.engine.step_results import EvalStep, TrainStep
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
@@ -50,9 +50,9 @@ from smp_strategy.pipeline.microbatch_runner import Job, Step, StepRun
 from smp_strategy.planning.costs import Costs, measuring_device
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.precision.dtypes import halve
-from smp_strategy.precision.grad_scaler import Found
+from smp_strategy.precision.grad_scaler import UnscaleResult
 from smp_strategy.precision.master_weights import parameters_without_masters, refuse_trained
-from smp_strategy.precision.mixed_precision import HalfUnits
+from smp_strategy.precision.mixed_precision import MixedPrecision
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
 __all__ = ["Engine"]
@@ -100,15 +100,15 @@ class Engine(SavedState, Inspection):
         self._mesh: ProcessMesh | None = None
         self._keep_shared: Sequence[nn.Module] = ()
         self._without_masters: Mapping[str, nn.Parameter] = {}
-        self._calls = UnitCalls(HalfUnits.asked_for(config, self.device.type))
+        self._calls = UnitCalls(MixedPrecision.asked_for(config, self.device.type))
         self.manual = ManualSteps(self._calls)
-        self._layout: Layout | None = None
-        self._share: Share | None = None
+        self._layout: Parallelizer | None = None
+        self._share: LocalModel | None = None
         self.views = Views()
         self.copies: Callable[[], Iterable[nn.Module]] = tuple
-        self.known: Callable[[], Read | None] = lambda: None
+        self.known: Callable[[], BatchSource | None] = lambda: None
         self.gradients_are_seen = False
-        self._late = Late()
+        self._late = PendingState()
         self._seed = self._num_steps = self._num_evaluations = 0
         self._kinds: set[str] = set()
 
@@ -137,7 +137,7 @@ class Engine(SavedState, Inspection):
         return self._calls.are_intercepted
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Parallelizer:
         """Which rank gets what; exists once a module is attached."""
         if self._layout is None:
             raise SMPError("The layout does not exist before a module is attached to the engine.")
@@ -154,7 +154,7 @@ class Engine(SavedState, Inspection):
         return self.layout.costs
 
     @property
-    def share(self) -> Share:
+    def share(self) -> LocalModel:
         """What this rank holds of the module; exists from the first step on."""
         if self._share is None:
             raise SMPError("The module is spread over the ranks in the first step, which has not run yet.")
@@ -198,7 +198,7 @@ class Engine(SavedState, Inspection):
             self._placed_by_hand = placed_modules(module)
             self._seed = seed
             self._delayed = DelayedModule(module, seed, self.device)
-            self._layout = Layout(
+            self._layout = Parallelizer(
                 self.config,
                 module,
                 self._units,
@@ -259,9 +259,9 @@ class Engine(SavedState, Inspection):
         if self._calls.halves is not None:
             self._calls.halves.refresh()
         if self._calls.runtime is None:
-            self._spread(First(kind, step, microbatches, loss_of))
+            self._spread(FirstStep(kind, step, microbatches, loss_of))
         needs_look = self._module.training or self.layout.needs_look or not self._calls.leftovers.is_empty
-        new = First(kind, step, microbatches)
+        new = FirstStep(kind, step, microbatches)
         if was_surveyed and is_new and needs_look:
             self.share.settle()
             self.layout.look(new, self._optimizers)
@@ -271,14 +271,14 @@ class Engine(SavedState, Inspection):
     def look(self, step: Step, batch: Any, *, loss_of: Callable[[Any], Tensor | None]) -> None:
         """Let ``step`` see a microbatch dry, without values, so that its author sees what it returns; before the first
         step, this is the look that decides about the partition. Collective."""
-        first = First("train", self._in_precision(step), self._cut(batch, "look")[0], loss_of)
+        first = FirstStep("train", self._in_precision(step), self._cut(batch, "look")[0], loss_of)
         if self._calls.runtime is None:
             self._prepare(*first)
         else:
             self.share.settle()
             self.layout.look(first, self._optimizers)
 
-    def _spread(self, first: First) -> None:
+    def _spread(self, first: FirstStep) -> None:
         """Let go of what belongs to other ranks, after the partition that is kept, or the one that is made now."""
         assert self._module is not None
         layout = self.layout
@@ -425,7 +425,7 @@ class Engine(SavedState, Inspection):
             with self.views.put_aside():
                 self._share.reduction.reduce()
 
-    def unscale(self, optimizer: Optimizer, scale: float) -> Found:
+    def unscale(self, optimizer: Optimizer, scale: float) -> UnscaleResult:
         """Divide the gradients of ``optimizer``, which are final, by ``scale``, as a gradient scaler asks for.
 
         Collective over all ranks: all get to know whether some gradient on some rank has overflowed.

@@ -21,10 +21,10 @@ from smp_strategy.model.units import Unit, choose_units
 from smp_strategy.planning.partition.file import read_partition
 from smp_strategy.planning.partition.manual import ByHand, some
 
-__all__ = ["Given", "choose_placed_units", "num_parameters_of", "place_beforehand"]
+__all__ = ["GivenPartition", "choose_placed_units", "num_parameters_of", "place_beforehand"]
 
 
-class Given(NamedTuple):
+class GivenPartition(NamedTuple):
     """What the user has decided."""
 
     stage_of: Mapping[str, int]
@@ -52,7 +52,9 @@ def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -
     return choose_units(module, num_chunks, config.unit_classes, stage_of=stage_of)
 
 
-def place_beforehand(config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int) -> Given | None:
+def place_beforehand(
+    config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int
+) -> GivenPartition | None:
     """The stage of every unit, where the user says so; ``None`` where the library is to choose.
 
     Collective where there are ranks: they read a file together.
@@ -62,9 +64,9 @@ def place_beforehand(config: SMPConfig, module: nn.Module, units: Sequence[Unit]
     """
     by_hand = ByHand(placed_modules(module), config.default_partition)
     if not config.auto_partition:
-        return Given(by_hand.place([unit.name for unit in units], num_stages))
+        return GivenPartition(by_hand.place([unit.name for unit in units], num_stages))
     if not config.load_partition:
-        return None if units else Given({})  # of a bare layer, say, there is nothing to choose
+        return None if units else GivenPartition({})  # of a bare layer, say, there is nothing to choose
     assert config.partition_file is not None
     saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
     stage_of = saved.place(num_parameters_of(units), num_stages, config.chunks_per_stage)
@@ -74,7 +76,7 @@ def place_beforehand(config: SMPConfig, module: nn.Module, units: Sequence[Unit]
                 f"`{name}` is on stage {stage} in {config.partition_file}, but is placed on stage "
                 f"{by_hand.stage_of(name)} by hand. Change one of them."
             )
-    return Given(stage_of, saved.treatments)
+    return GivenPartition(stage_of, saved.treatments)
 
 
 def num_parameters_of(units: Sequence[Unit]) -> dict[str, int]:

@@ -6,12 +6,12 @@ from datetime import timedelta
 from torch import nn
 from torch.optim import Optimizer
 
-from smp_strategy.activations.offload_stats import Traffic
+from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.hooks.cross_stage import Views
-from smp_strategy.engine.local_model import Share
-from smp_strategy.engine.parallelize import Layout
+from smp_strategy.engine.local_model import LocalModel
+from smp_strategy.engine.parallelize import Parallelizer
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError
 from smp_strategy.planning.partition.partition import Partition
@@ -39,7 +39,7 @@ class Inspection:
         raise NotImplementedError
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Parallelizer:
         """See :class:`~smp_strategy.engine.engine.Engine`."""
         raise NotImplementedError
 
@@ -49,7 +49,7 @@ class Inspection:
         raise NotImplementedError
 
     @property
-    def share(self) -> Share:
+    def share(self) -> LocalModel:
         """See :class:`~smp_strategy.engine.engine.Engine`."""
         raise NotImplementedError
 
@@ -96,9 +96,9 @@ class Inspection:
             return gather(recorded, self.mesh, self._timeout)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> OffloadStats:
         """What this rank's units have put into host memory, and taken back, in the latest step with backward."""
-        return Traffic() if self._calls.runtime is None else self._calls.runtime.traffic
+        return OffloadStats() if self._calls.runtime is None else self._calls.runtime.traffic
 
     def memory_report(self) -> MemoryReport:
         """What each rank holds, counted, beside what was predicted. Collective over all ranks, outside of steps."""

@@ -15,7 +15,7 @@ _LEFT: Final = "_smp_left"
 
 def leave_spread(module: Any, engine: Engine) -> None:
     """Note on ``module`` that ``engine`` has left it spread."""
-    vars(module)[_LEFT] = _Left(engine)
+    vars(module)[_LEFT] = _EngineLeft(engine)
 
 
 def restore_left(module: Any) -> None:
@@ -25,14 +25,14 @@ def restore_left(module: Any) -> None:
         left.engine.restore_everywhere()
 
 
-class _Left:
+class _EngineLeft:
     """The engine; ``None`` on a copy."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine
 
-    def __deepcopy__(self, memo: Any) -> "_Left":
-        return _Left()
+    def __deepcopy__(self, memo: Any) -> "_EngineLeft":
+        return _EngineLeft()
 
     def __reduce__(self) -> Any:
-        return _Left, ()
+        return _EngineLeft, ()

@@ -18,52 +18,52 @@ from torch.optim import Optimizer
 
 from smp_strategy.checkpoint import full_state_dict as full
 from smp_strategy.checkpoint.load import MODULE, load_module
-from smp_strategy.checkpoint.local_shards import Holdings
+from smp_strategy.checkpoint.local_shards import LocalShards
 from smp_strategy.checkpoint.restore_module import restore
 from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.config.config import RestoreModule, SMPConfig
-from smp_strategy.data_parallel.bucketed_all_reduce import Sums
-from smp_strategy.data_parallel.flat_unit import Keeping
-from smp_strategy.data_parallel.full_optimizer_state import StateView, mark_own_states
-from smp_strategy.data_parallel.gather_schedule import Timing
+from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
+from smp_strategy.data_parallel.flat_unit import ShardPolicy
+from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState, mark_own_states
+from smp_strategy.data_parallel.gather_schedule import GatherPolicy
 from smp_strategy.data_parallel.optimizer_checks import problems_of_cuts
 from smp_strategy.data_parallel.optimizer_dependence import Updater, problems_of_dependence
 from smp_strategy.data_parallel.reduction import Reduction
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.unscale import agreed, unscale_gradients
-from smp_strategy.data_parallel.zero1 import StateSharding
+from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.collectives.interface import collectives_of
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.hooks.cross_stage import Views
-from smp_strategy.engine.hooks.full_parameters import PartsInSight
+from smp_strategy.engine.hooks.full_parameters import FullSplitLayers
 from smp_strategy.engine.step_results import Accumulated, accumulating
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.pipeline.transport import Transport
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, reduce_dtype
-from smp_strategy.precision.grad_scaler import Found
-from smp_strategy.precision.master_weights import WideGradients
-from smp_strategy.tensor_parallel.split_module import SplitLayers
+from smp_strategy.precision.grad_scaler import UnscaleResult
+from smp_strategy.precision.master_weights import Fp32Gradients
+from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["Share"]
+__all__ = ["LocalModel"]
 
 
-class Backward(NamedTuple):
+class OngoingBackward(NamedTuple):
     """A pass with backward, on its way."""
 
     gradients: Accumulated
     """Those that it has added, when it is over."""
-    averages: Sums | None
+    averages: BucketedAllReduce | None
     """Those of them that are on their way to the replicas."""
     around_last: Callable[[], AbstractContextManager[None]]
     """To be entered when its last backward action begins."""
 
 
 @final
-class Share:
+class LocalModel:
     """See the module docstring. Its construction lets go of everything else; collective.
 
     Args:
@@ -95,7 +95,7 @@ class Share:
         *,
         copies: Iterable[nn.Module] = (),
         everyone_sees: bool = False,
-        split: SplitLayers | None = None,
+        split: SplitLayerSet | None = None,
     ) -> None:
         self.ownership = ownership
         self._module = module
@@ -106,7 +106,7 @@ class Share:
         self._parts = parts = None if split is None else split.parts
         self.parts_in_sight = None
         if parts is not None:
-            self.parts_in_sight = PartsInSight(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
+            self.parts_in_sight = FullSplitLayers(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
         copies = list(copies)
         spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
         delayed.settle(
@@ -116,14 +116,14 @@ class Share:
         )
         ownership.release(mesh.stage, copies)
         deals_out = config.shard_optimizer_state and mesh.shard_group is None
-        self._state = StateSharding(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
+        self._state = ZeroOptimizer(ownership, mesh, is_on=deals_out, everyone_sees=everyone_sees)
         self.sharded = None
         if mesh.shard_group is not None:
             self.sharded = _sharded(ownership, mesh, config, delayed, _keeping(module, config))
-        self.holdings = Holdings(module, ownership, mesh, self._state, self.sharded, parts)
+        self.holdings = LocalShards(module, ownership, mesh, self._state, self.sharded, parts)
         self._parameters_of = {unit.name: list(unit.module.parameters()) for unit in ownership.units}
         sharded = self.sharded
-        self._wide = WideGradients(each for each in self.parameters if sharded is None or not sharded.has(each))
+        self._wide = Fp32Gradients(each for each in self.parameters if sharded is None or not sharded.has(each))
         # The parameters, by identity, that optimizers had to train when they were tried.
         self._tried: dict[Optimizer, list[int]] = {}
         self.reduction = Reduction(
@@ -181,7 +181,7 @@ class Share:
         self._state.arrivals.wait()
 
     @contextmanager
-    def backward(self, *, continues: bool, sums: bool) -> Iterator[Backward]:
+    def backward(self, *, continues: bool, sums: bool) -> Iterator[OngoingBackward]:
         """A pass with backward runs in here. Collective.
 
         Args:
@@ -197,7 +197,7 @@ class Share:
             accumulating(self.parameters, continues=continues) as found,
             nullcontext() if sharded is None else sharded.training(sums=sums),
         ):
-            yield Backward(found, averages, partial(_all, contexts))
+            yield OngoingBackward(found, averages, partial(_all, contexts))
             if averages is not None:
                 averages.send_rest(self.reduction.buffers.notes())
 
@@ -222,11 +222,11 @@ class Share:
         def keep_share(optimizer: Optimizer) -> None:
             full.keep_share(optimizer, self._state, self.sharded, self._parts)
 
-        views.states = StateView(optimizers, gather, keep_share)
+        views.states = FullOptimizerState(optimizers, gather, keep_share)
 
     # The optimizer's step
 
-    def unscale(self, optimizer: Optimizer, scale: float) -> Found:
+    def unscale(self, optimizer: Optimizer, scale: float) -> UnscaleResult:
         """See :meth:`smp_strategy.engine.engine.Engine.unscale`."""
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         with torch.no_grad():
@@ -399,8 +399,8 @@ def _sharded(
     mesh: ProcessMesh,
     config: SMPConfig,
     delayed: DelayedModule,
-    keeping: Keeping,
-) -> ShardedUnits:
+    keeping: ShardPolicy,
+) -> ShardedModule:
     assert mesh.shard_group is not None
     device = delayed.device
     is_on_nodes = mesh.shape.nodes_of_shard_group > 1
@@ -420,13 +420,13 @@ def _sharded(
         if group is not None:
             across[users] = (group, mesh.stage == min(stages))
     has_replicas = mesh.dp > mesh.shape.dp_shard
-    units = ShardedUnits(
+    units = ShardedModule(
         parameters,
         shards,
         collectives_of(mesh.replicate_group, device) if has_replicas else None,
         device,
         across=across,
-        timing=Timing(
+        timing=GatherPolicy(
             gathers_once=config.gathers_once(mesh.pp),
             reduces_early=mesh.pp == 1,
             most_live=config.sdp_max_live_parameters,
@@ -438,9 +438,9 @@ def _sharded(
     return units
 
 
-def _keeping(module: nn.Module, config: SMPConfig) -> Keeping:
+def _keeping(module: nn.Module, config: SMPConfig) -> ShardPolicy:
     named, seen = dict(module.named_parameters()), dtypes_in_use(module, compute_dtype(config))
-    return Keeping(
+    return ShardPolicy(
         persistence_threshold=config.sdp_param_persistence_threshold,
         dtypes={named[name]: dtype for name, dtype in seen.items()},
         reduce_dtype=reduce_dtype(config),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.data_parallel.reduction import Reduction
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.engine.deferred_loss import ForwardStep, program_of
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import UnsupportedError
@@ -41,7 +41,7 @@ class HiddenGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._real: list[tuple[nn.Parameter, Tensor, _StandIn]] = []
+        self._real: list[tuple[nn.Parameter, Tensor, _GradientMetadata]] = []
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class HiddenGradients:
     def _hide(self) -> None:
         for parameter in self._parameters:
             if parameter.grad is not None:
-                stand_in = _StandIn(parameter.grad)
+                stand_in = _GradientMetadata(parameter.grad)
                 self._real.append((parameter, parameter.grad, stand_in))
                 parameter.grad = stand_in
 
@@ -75,12 +75,12 @@ class HiddenGradients:
         self._real.clear()
 
 
-class _StandIn(Tensor):
+class _GradientMetadata(Tensor):
     """Has the metadata of a gradient, which is all that ``.grad =`` asks for."""
 
     @staticmethod
-    def __new__(cls, gradient: Tensor) -> "_StandIn":
-        made: _StandIn = Tensor._make_wrapper_subclass(
+    def __new__(cls, gradient: Tensor) -> "_GradientMetadata":
+        made: _GradientMetadata = Tensor._make_wrapper_subclass(
             cls, gradient.size(), strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
         )
         return made
@@ -109,12 +109,12 @@ class ManualSteps:
     def __init__(self, calls: UnitCalls) -> None:
         self._calls = calls
         self._reduction: Reduction | None = None
-        self._sharded: ShardedUnits | None = None
+        self._sharded: ShardedModule | None = None
         self._hidden: HiddenGradients | None = None
         self._weights: Sequence[float] = ()
 
     def begin(
-        self, parameters: Sequence[nn.Parameter], reduction: Reduction, sharded: ShardedUnits | None = None
+        self, parameters: Sequence[nn.Parameter], reduction: Reduction, sharded: ShardedModule | None = None
     ) -> None:
         """The model is partitioned.
 

@@ -21,19 +21,19 @@ from smp_strategy.activations.selection import choose
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.engine.decide import partition_of, program_of, relief_of
-from smp_strategy.engine.dry_run import DryRun, Surroundings, dry_run, run_for_real
+from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run, run_for_real
 from smp_strategy.engine.given_partition import choose_placed_units, num_parameters_of, place_beforehand
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.model.meta_tensors import zero_values
 from smp_strategy.model.trace.device_model import Machine
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.trace.undo_attributes import attributes_restored
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.costs import find_costs
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.planning.planner import Program
+from smp_strategy.planning.planner import PlanningInput
 from smp_strategy.precision.dtypes import halved
-from smp_strategy.precision.mixed_precision import HalfUnits
+from smp_strategy.precision.mixed_precision import MixedPrecision
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.split import split_layers
 
@@ -103,16 +103,16 @@ def trace_program(
     loss_of: Callable[[Any], Tensor | None] = lambda loss: loss,
     optimizers: Sequence[Optimizer] = (),
     machine: Machine | str = "cpu",
-) -> Program:
+) -> PlanningInput:
     """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
     device, dp_shard = torch.device("cpu"), config.sharded_data_parallel_degree
     shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
     units = choose_placed_units(config, module, num_stages)
-    calls = UnitCalls(HalfUnits.asked_for(config, device.type))
+    calls = UnitCalls(MixedPrecision.asked_for(config, device.type))
     if calls.halves is not None:
         step = calls.halves.around_step(step)
-    surroundings = Surroundings(
-        module=module, units=units, calls=calls, oracle=Oracle(device), device=device, optimizers=optimizers
+    surroundings = DryRunInput(
+        module=module, units=units, calls=calls, oracle=ShapeInference(device), device=device, optimizers=optimizers
     )
     microbatch = pytree.tree_map(_real, microbatch)
     precision = halved(module, torch.float16) if config.fp16_params else nullcontext()
@@ -136,7 +136,7 @@ def trace_program(
 @contextmanager
 def _split(
     config: SMPConfig,
-    surroundings: Surroundings,
+    surroundings: DryRunInput,
     step: Callable[[Any], Any],
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None],
@@ -166,7 +166,7 @@ def _split(
 
 
 def _run(
-    step: Callable[[Any], Any], microbatch: Any, loss_of: Callable[[Any], Tensor | None], surroundings: Surroundings
+    step: Callable[[Any], Any], microbatch: Any, loss_of: Callable[[Any], Tensor | None], surroundings: DryRunInput
 ) -> None:
     """Run the step for somebody who watches."""
     module = surroundings.module

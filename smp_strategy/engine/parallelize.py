@@ -21,28 +21,28 @@ from torch.optim import Optimizer
 from smp_strategy.activations.copy_stream import copies_of
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.selection import choose
-from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.engine.carried_state import Rehearsals
 from smp_strategy.engine.decide import decide
 from smp_strategy.engine.delayed_init import DelayedModule
-from smp_strategy.engine.dry_run import Surroundings, look_for_exposed, rescaled_tables, run_for_real
-from smp_strategy.engine.given_partition import Given, num_parameters_of
-from smp_strategy.engine.local_model import Share
-from smp_strategy.engine.plan_cache import Timetables
+from smp_strategy.engine.dry_run import DryRunInput, look_for_exposed, rescaled_tables, run_for_real
+from smp_strategy.engine.given_partition import GivenPartition, num_parameters_of
+from smp_strategy.engine.local_model import LocalModel
+from smp_strategy.engine.plan_cache import PlanCache
 from smp_strategy.engine.startup_report import render_batch, render_layout, render_order
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.trace.events import Trace
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.pipeline.microbatch_runner import Step
-from smp_strategy.pipeline.microbatch_state import PrivateState, reached_by_hooks
+from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.transport import Transport
@@ -53,14 +53,14 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.joint_batch import join
 from smp_strategy.tensor_parallel.plan.observed_pairs import read_by_others
 from smp_strategy.tensor_parallel.plan.patterns import heads_explained
-from smp_strategy.tensor_parallel.plan.split_report import Report
+from smp_strategy.tensor_parallel.plan.split_report import SplitReport
 from smp_strategy.tensor_parallel.split import split_layers
-from smp_strategy.tensor_parallel.split_module import SplitLayers
+from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
-__all__ = ["First", "Layout"]
+__all__ = ["FirstStep", "Parallelizer"]
 
 
-class First(NamedTuple):
+class FirstStep(NamedTuple):
     """What the first step is to do."""
 
     kind: str
@@ -74,7 +74,7 @@ class First(NamedTuple):
 
 
 @final
-class Layout:
+class Parallelizer:
     """See the module docstring.
 
     Args:
@@ -102,7 +102,7 @@ class Layout:
         *,
         calls: UnitCalls,
         delayed: DelayedModule,
-        given: Given | None,
+        given: GivenPartition | None,
         report: Callable[[str], None],
     ) -> None:
         self._config = config
@@ -116,17 +116,17 @@ class Layout:
         self._num_parameters = num_parameters_of(units)
         self._recomputed = choose(config, module, units)
         self.treatments = self._recomputed.units
-        self._oracle = Oracle(delayed.device)
+        self._oracle = ShapeInference(delayed.device)
         self._group = None if mesh.tp_group is None else TensorGroup(mesh.tp_group)
-        self._split: SplitLayers | None = None
+        self._split: SplitLayerSet | None = None
         self._used_by_glue: tuple[Tensor, ...] = ()
-        self._timetables: Timetables | None = None
+        self._timetables: PlanCache | None = None
         self._has_counted = False
         self.partition: Partition | None = None
         self.costs = Costs.modelled(delayed.device)
 
     @property
-    def timetables(self) -> Timetables:
+    def timetables(self) -> PlanCache:
         """After which steps run; exist once the partition is decided."""
         assert self._timetables is not None
         return self._timetables
@@ -145,7 +145,7 @@ class Layout:
         """Code of the user runs in here: see :meth:`TensorGroup.in_hook`."""
         return nullcontext() if self._group is None else self._group.in_hook()
 
-    def cut(self, batch: Any, known: Read | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
+    def cut(self, batch: Any, known: BatchSource | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
         """Microbatches and their sizes, of the samples of all ranks that split layers between them. Collective.
 
         Args:
@@ -173,9 +173,9 @@ class Layout:
             self._has_counted = True
             self._report(render_batch(num_samples, self._mesh.shape))
 
-    def surroundings(self, optimizers: Sequence[Optimizer]) -> Surroundings:
+    def surroundings(self, optimizers: Sequence[Optimizer]) -> DryRunInput:
         """What dry runs run on."""
-        return Surroundings(
+        return DryRunInput(
             module=self._module,
             units=self._units,
             calls=self._calls,
@@ -186,7 +186,7 @@ class Layout:
             replicas=replicas_of(self._mesh),
         )
 
-    def decide(self, first: First, optimizers: Sequence[Optimizer]) -> None:
+    def decide(self, first: FirstStep, optimizers: Sequence[Optimizer]) -> None:
         """Split layers, and make the partition, unless one is kept. Collective over all ranks."""
         self._delayed.prepare(self._units, optimizers)
         if self._group is not None:
@@ -211,7 +211,7 @@ class Layout:
         self._refuse_rewritten()
         self.treatments = self.partition.treatments
         self._used_by_glue = found.used_by_glue
-        self._timetables = Timetables(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
+        self._timetables = PlanCache(self._config, self.partition, self.costs, self._report, self._agree_on_trace)
         if found.trace is not None and found.trace.loss is not None:
             self._timetables.learn(first.kind, found.trace)
         layout = render_layout(self._mesh.shape, self.partition, config, self.split_report)
@@ -219,11 +219,11 @@ class Layout:
         self._report(f"{notes}\n{layout}" if notes else layout)
 
     @property
-    def split_report(self) -> Report | None:
+    def split_report(self) -> SplitReport | None:
         """What became of each layer; ``None`` where none are split, or before the first step."""
         return None if self._split is None else self._split.report
 
-    def _split_layers(self, first: First, optimizers: Sequence[Optimizer], group: TensorGroup) -> None:
+    def _split_layers(self, first: FirstStep, optimizers: Sequence[Optimizer], group: TensorGroup) -> None:
         def run_step() -> None:
             self._calls.intercept(self._units)
             try:
@@ -246,7 +246,7 @@ class Layout:
                 run_step=run_step,
                 before=watched,
             )
-            self._split = SplitLayers(split, group)
+            self._split = SplitLayerSet(split, group)
         finally:
             self._calls.intercept(self._units)
         self._delayed.divide(self._split)
@@ -264,7 +264,7 @@ class Layout:
         """Whether each new kind of step is to be looked at before it runs: see :meth:`look`."""
         return self._split is not None
 
-    def look(self, kind: First, optimizers: Sequence[Optimizer]) -> None:
+    def look(self, kind: FirstStep, optimizers: Sequence[Optimizer]) -> None:
         """Look at a later kind of step, which may use what the first one has not used.
 
         Raises:
@@ -293,7 +293,7 @@ class Layout:
                 f'(`tensor_parallel={{"{layer}": "replicate"}}`), or move the computation into a module.'
             )
 
-    def rehearse(self, kind: First, optimizers: Sequence[Optimizer], keep_shared: Iterable[nn.Module]) -> None:
+    def rehearse(self, kind: FirstStep, optimizers: Sequence[Optimizer], keep_shared: Iterable[nn.Module]) -> None:
         """Find out how far microbatches of a new kind of step may take turns. Collective over the replica's ranks.
 
         Args:
@@ -381,14 +381,14 @@ class Layout:
         first = self._group.objects(trace)[0]
         return Trace(first.events, first.loss)
 
-    def take_share(self, copies: Iterable[nn.Module], *, everyone_sees: bool) -> Share:
-        """Let go of what belongs to other ranks; see :class:`~smp_strategy.engine.local_model.Share`. Collective."""
+    def take_share(self, copies: Iterable[nn.Module], *, everyone_sees: bool) -> LocalModel:
+        """Let go of what belongs to other ranks; see :class:`~smp_strategy.engine.local_model.LocalModel`."""
         assert self.partition is not None
         # Anew each time: buffers may have been replaced in the meantime.
         ownership = Ownership(
             self._module, self._units, self.partition.stage_of, self._mesh.pp, used_by_glue=self._used_by_glue
         )
-        return Share(
+        return LocalModel(
             self._module,
             ownership,
             self._mesh,
@@ -403,7 +403,7 @@ class Layout:
         """What carries values between the stages, where there are several."""
         return Transport(self._mesh.stage_ranks, self._mesh.pp_group, timeout) if self._mesh.pp > 1 else None
 
-    def runtime(self, share: Share, transport: Transport | None, keep_shared: Iterable[nn.Module]) -> Runtime:
+    def runtime(self, share: LocalModel, transport: Transport | None, keep_shared: Iterable[nn.Module]) -> Runtime:
         """What runs the user's code on this rank's stage.
 
         Args:
@@ -432,16 +432,16 @@ class Layout:
                 self._calls.compile(name)
         return Runtime(stage, self._private_state(glue, units))
 
-    def _private_state(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> PrivateState:
-        return PrivateState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches)
+    def _private_state(self, glue: Sequence[nn.Module], units: Sequence[nn.Module]) -> MicrobatchState:
+        return MicrobatchState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches)
 
-    def _activations(self, glue: Sequence[nn.Module]) -> Activations:
+    def _activations(self, glue: Sequence[nn.Module]) -> UnitWrapper:
         """What becomes of what units, and parts of them, keep for backward."""
 
         def reached(unit: nn.Module) -> tuple[Sequence[nn.Module], Sequence[Any]]:
             return glue, reached_by_hooks(list(unit.modules()))
 
-        activations = Activations(self.treatments, self._delayed.device, reached, offload=self._offload())
+        activations = UnitWrapper(self.treatments, self._delayed.device, reached, offload=self._offload())
         inside = self._recomputed.inside.items()
         parts = {name: (self._module.get_submodule(name), treatment) for name, treatment in inside}
         self._calls.recompute_inside(parts, activations, self._delayed.device)

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.checkpoint.load import MODULE, load_gradients, load_module, load_optimizer, read_optimizer
-from smp_strategy.checkpoint.local_shards import Holdings
-from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.local_shards import LocalShards
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.source import Source
 from smp_strategy.engine.delayed_init import DelayedModule
 
-__all__ = ["Late", "LateState"]
+__all__ = ["PendingState", "PendingOptimizerState"]
 
 
-class LateState(NamedTuple):
+class PendingOptimizerState(NamedTuple):
     """The state of an optimizer."""
 
     source: Source
@@ -35,7 +35,7 @@ class LateState(NamedTuple):
 
 
 @final
-class Late:
+class PendingState:
     """See the module docstring.
 
     Attributes:
@@ -44,7 +44,7 @@ class Late:
 
     def __init__(self) -> None:
         self._module: tuple[Source, bool] | None = None
-        self.optimizers: dict[Optimizer, LateState] = {}
+        self.optimizers: dict[Optimizer, PendingOptimizerState] = {}
         self._gradients: Source | None = None
 
     def expect_module(self, source: Source, *, strict: bool) -> None:
@@ -63,7 +63,7 @@ class Late:
         values: dict[Tensor, Tensor] = {
             tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=delayed.device) for tensor in names
         }
-        self._module[0].fill({names[tensor]: Held.whole(value) for tensor, value in values.items()})
+        self._module[0].fill({names[tensor]: HeldTensor.whole(value) for tensor, value in values.items()})
         delayed.take(values)
 
     def give_optimizers(self) -> None:
@@ -79,7 +79,7 @@ class Late:
         kept = {numbers[parameter]: value for parameter, value in self.optimizers[optimizer].read().items()}
         return {**optimizer.state_dict(), "state": dict(sorted(kept.items()))}
 
-    def load(self, holdings: Holdings) -> None:
+    def load(self, holdings: LocalShards) -> None:
         """Take this rank's share of everything that waits."""
         if self._module is not None:
             source, strict = self._module

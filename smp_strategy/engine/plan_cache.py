@@ -23,7 +23,7 @@ from smp_strategy.planning.schedule.step_graph import StepGraph
 from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
 from smp_strategy.reports.explain.text import timetable
 
-__all__ = ["Timetables", "policy_of"]
+__all__ = ["PlanCache", "policy_of"]
 
 # A step that never repeats a path or a size of batch must not fill the memory.
 MOST_PLANS = 256
@@ -36,7 +36,7 @@ def policy_of(partition: Partition) -> Policy:
 
 
 @final
-class Timetables:
+class PlanCache:
     """See the module docstring.
 
     Args:

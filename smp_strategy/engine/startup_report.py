@@ -9,12 +9,12 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.text import WIDTH, stage_table, summary
-from smp_strategy.tensor_parallel.plan.split_report import Report
+from smp_strategy.tensor_parallel.plan.split_report import SplitReport
 
 __all__ = ["render_batch", "render_layout", "render_order"]
 
 
-def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: Report | None = None) -> str:
+def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: SplitReport | None = None) -> str:
     """The mesh, what was decided, and the stages as plain text.
 
     Args:

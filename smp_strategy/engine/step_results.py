@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from smp_strategy.data_parallel.bucketed_all_reduce import Sums
+from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.data_parallel.buffer_sync import Notes
 from smp_strategy.data_parallel.reduction import Reduction
 from smp_strategy.errors import UnsupportedError
@@ -82,7 +82,7 @@ class TrainStep:
     _accumulated: Accumulated
     _factor: float
     _reduction: Reduction
-    _averages: Sums | None = None
+    _averages: BucketedAllReduce | None = None
     """On their way already, where it was known before that they would be needed."""
 
     def commit(self, grad_output: Tensor, *, reduce: bool) -> None:

@@ -12,13 +12,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from smp_strategy.activations.policy import Treatment
-from smp_strategy.activations.submodules import PartCalls
-from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.activations.policy import ActivationPolicy
+from smp_strategy.activations.submodules import SubmoduleCalls
+from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.errors import SMPError
 from smp_strategy.model.guarded_tensors import in_plain_sight
-from smp_strategy.model.patching import StandIns
-from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.patching import Patches
+from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.module_hooks import (
@@ -31,7 +31,7 @@ from smp_strategy.pipeline.module_hooks import (
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.switches import Switches
 from smp_strategy.pipeline.user_collectives import WatchedCollectives
-from smp_strategy.precision.mixed_precision import HalfUnits
+from smp_strategy.precision.mixed_precision import MixedPrecision
 
 __all__ = ["UnitCalls"]
 
@@ -52,15 +52,15 @@ class UnitCalls:
         in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
-    def __init__(self, halves: HalfUnits | None = None) -> None:
+    def __init__(self, halves: MixedPrecision | None = None) -> None:
         self.runtime: Runtime | None = None
-        self.leftovers = Leftovers()
+        self.leftovers = ExposedAttributes()
         self.switches = Switches()
         self.halves = halves
         self.outside: Callable[[str, Callable[[], Any]], Any] | None = None
         self.in_hook = False
-        self._parts: PartCalls | None = None
-        self._stand_ins = StandIns()
+        self._parts: SubmoduleCalls | None = None
+        self._stand_ins = Patches()
         self._units: dict[str, nn.Module] = {}
         self._callees: dict[str, Callee] = {}
         self._forwards: dict[str, Callable[..., Any]] = {}
@@ -155,10 +155,10 @@ class UnitCalls:
         return self.runtime is not None and (self.runtime.is_in_step or self.runtime.is_in_unit)
 
     def recompute_inside(
-        self, parts: Mapping[str, tuple[nn.Module, Treatment]], activations: Activations, device: torch.device
+        self, parts: Mapping[str, tuple[nn.Module, ActivationPolicy]], activations: UnitWrapper, device: torch.device
     ) -> None:
         """Let ``parts`` of units, by their names, be computed again in backward, each for itself."""
-        self._parts = PartCalls(activations, device, lambda: self.runtime is not None and self.runtime.is_in_unit)
+        self._parts = SubmoduleCalls(activations, device, lambda: self.runtime is not None and self.runtime.is_in_unit)
         self._parts.intercept(parts)
 
     def expose(self) -> None:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from smp_strategy.checkpoint.sources import WholeState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.sagemaker_folder import TaggedFolder
 from smp_strategy.checkpoint.storage.torch_load import check_content
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
@@ -157,7 +157,7 @@ def resume_from_checkpoint(  # noqa: PLR0913  # SageMaker's, and what to load in
         folder = TaggedFolder.to_read(Path(path), tag, partial=partial)
         if not partial:
             return _load_full(engine, folder, translate_function, strict=strict)
-        stored = Stored.open(folder.partial)
+        stored = CheckpointReader.open(folder.partial)
         rest = stored.rest()
         engine.load_stored(stored, strict=strict)
         for number, each in enumerate(optimizers if load_optimizer else ()):
@@ -204,7 +204,7 @@ def _load_full(
 class _WithoutState:
     """A source in which optimizers have no state, but the options of their groups."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: CheckpointReader) -> None:
         self._stored = stored
 
     @property

@@ -31,8 +31,8 @@ __all__ = [
     "GRADIENT",
     "HARMLESS",
     "SIZES",
-    "Home",
-    "Sight",
+    "HomeStages",
+    "HookAccess",
     "StageParameter",
     "StageTensor",
     "home_of",
@@ -76,7 +76,7 @@ SIZES = frozenset({torch.numel}) | _accessors(
 
 @final
 @dataclass
-class Sight:
+class HookAccess:
     """Who answers for the values of all stages just now.
 
     Attributes:
@@ -92,7 +92,7 @@ class Sight:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class HomeStages:
     """Where a tensor lives, seen from one rank."""
 
     name: str
@@ -105,7 +105,7 @@ class Home:
     """Its class when it is an ordinary tensor."""
     stride: tuple[int, ...]
     """Its memory layout where the values are."""
-    sight: Sight
+    sight: HookAccess
     """Shared by all tensors of a module."""
 
     @property
@@ -149,7 +149,7 @@ class StageTensor(Tensor):
     @property
     def grad(self) -> Tensor | None:
         """Optimizers ask for it twice per step, of all parameters: where nobody else answers, this is short."""
-        home: Home = vars(self)[_HOME]
+        home: HomeStages = vars(self)[_HOME]
         if home.sight.call is not None:
             return _get_grad(self)
         with in_plain_sight():
@@ -180,7 +180,7 @@ class StageTensor(Tensor):
         return f"{home.kind.__name__}({home.name}: {list(self.shape)} on stage {sorted(home.holders)})"
 
     @staticmethod
-    def send_away(tensor: Tensor, home: Home) -> None:
+    def send_away(tensor: Tensor, home: HomeStages) -> None:
         """Free the memory of ``tensor`` and let it stand for what others have."""
         fill = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         one = torch.full((1,) * tensor.ndim, fill, dtype=tensor.dtype, device=tensor.device)
@@ -203,7 +203,7 @@ class StageTensor(Tensor):
         tensor.data = values
 
     @staticmethod
-    def watch(tensor: Tensor, home: Home) -> None:
+    def watch(tensor: Tensor, home: HomeStages) -> None:
         """Let operations on ``tensor`` arrive here."""
         setattr(tensor, _HOME, home)
         tensor.__class__ = StageParameter if isinstance(tensor, nn.Parameter) else StageTensor
@@ -218,20 +218,20 @@ class StageParameter(StageTensor, nn.Parameter):
     """A parameter that lives on certain stages."""
 
 
-def home_of(tensor: Any) -> Home | None:
+def home_of(tensor: Any) -> HomeStages | None:
     """Where ``tensor`` lives, if operations on it arrive here."""
     return _home(tensor) if isinstance(tensor, StageTensor) else None
 
 
-def _first_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Home:
+def _first_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HomeStages:
     for leaf in args:
         if isinstance(leaf, StageTensor):
             return _home(leaf)
     return next(home for leaf in pytree.tree_leaves((args, kwargs)) if (home := home_of(leaf)))
 
 
-def _home(tensor: StageTensor) -> Home:
-    home: Home = vars(tensor)[_HOME]
+def _home(tensor: StageTensor) -> HomeStages:
+    home: HomeStages = vars(tensor)[_HOME]
     return home
 
 

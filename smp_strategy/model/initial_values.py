@@ -39,12 +39,12 @@ from smp_strategy.model.rng import begin_at, derive_seed, seeded
 from smp_strategy.model.trace.tensor_spec import storage_of
 from smp_strategy.model.trace.undo_attributes import attributes_restored
 
-__all__ = ["Initialisers", "Place", "Rehearsal", "places_of"]
+__all__ = ["Initialisers", "TensorSlot", "InitializerTrace", "places_of"]
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Place:
+class TensorSlot:
     """Where a tensor is registered."""
 
     owner: str
@@ -59,14 +59,14 @@ class Place:
         return f"{self.owner}.{self.key}" if self.owner else self.key
 
 
-def places_of(root: nn.Module) -> dict[Tensor, list[Place]]:
+def places_of(root: nn.Module) -> dict[Tensor, list[TensorSlot]]:
     """Every parameter and buffer of ``root`` in order of registration, with all the places of tied ones."""
-    found: dict[Tensor, list[Place]] = {}
+    found: dict[Tensor, list[TensorSlot]] = {}
     for owner, module in root.named_modules():
         for tensors in _registered(module):
             for key, tensor in tensors.items():
                 if tensor is not None:
-                    found.setdefault(tensor, []).append(Place(owner, tensors, key))
+                    found.setdefault(tensor, []).append(TensorSlot(owner, tensors, key))
     return found
 
 
@@ -106,7 +106,7 @@ class Initialisers:
         self._stand_ins = {tensor: _on_meta(tensor) for tensor in self._places}
         self._filled_by: dict[str, list[Tensor]] = {}
 
-    def rehearse(self) -> "Rehearsal":
+    def rehearse(self) -> "InitializerTrace":
         """Let all initialisers run on the meta device.
 
         Raises:
@@ -130,9 +130,9 @@ class Initialisers:
                     self._filled_by.setdefault(found[0].owner, []).append(tensor)
                     filled[tensor] = sum(stand_ins[place]._version for place in places)
             touched = {place for place, stand_in in stand_ins.items() if by_models.include(stand_in, place)}
-        return Rehearsal(filled, self._passed_over(touched))
+        return InitializerTrace(filled, self._passed_over(touched))
 
-    def _passed_over(self, touched: set[Place]) -> list[str]:
+    def _passed_over(self, touched: set[TensorSlot]) -> list[str]:
         """Parameters that are not on the meta device, though Hugging Face has taken them for it."""
         delayed = {
             self._entries[places[0].owner].model
@@ -223,7 +223,7 @@ class Initialisers:
 
 @final
 @dataclass(frozen=True)
-class Rehearsal:
+class InitializerTrace:
     """What initialisers do."""
 
     filled: dict[Tensor, int]
@@ -241,7 +241,7 @@ class _Changes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._changed: set[int] = set()
 
-    def include(self, tensor: Tensor, place: Place) -> bool:
+    def include(self, tensor: Tensor, place: TensorSlot) -> bool:
         """Whether an operation has changed it, or a view of it, or something else stands in its place now."""
         return storage_of(tensor) in self._changed or place.tensors.get(place.key) is not tensor
 
@@ -330,7 +330,7 @@ def _call(entry: _Entry, method: Callable[..., Any], *args: Any) -> None:
         ) from error
 
 
-def _take_over(tensor: Tensor, place: Place) -> None:
+def _take_over(tensor: Tensor, place: TensorSlot) -> None:
     """Where an initialiser has registered a new tensor instead of filling ``tensor``, that gets its values."""
     new = place.tensors.get(place.key)
     if new is tensor:

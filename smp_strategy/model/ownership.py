@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.model.guarded_tensors import Home, Sight, StageTensor, home_of
+from smp_strategy.model.guarded_tensors import HomeStages, HookAccess, StageTensor, home_of
 from smp_strategy.model.units import Unit
 
 __all__ = ["Ownership"]
@@ -63,11 +63,11 @@ class Ownership:
         # Buffers may be replaced by assignment during training, parameters keep their identity.
         self._by_name = {name: self.holders(tensor) for name, tensor in _named_tensors(root)}
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._homes: dict[str, Home] = {}
-        self._guests: dict[int, tuple[weakref.ref[Tensor], Home]] = {}
+        self._homes: dict[str, HomeStages] = {}
+        self._guests: dict[int, tuple[weakref.ref[Tensor], HomeStages]] = {}
         self._guest_numbers: dict[int, int] = {}
         self._num_guests = 0
-        self.sight = Sight()
+        self.sight = HookAccess()
 
     def holders(self, tensor: Tensor) -> frozenset[int]:
         """Stages that hold ``tensor``."""
@@ -149,12 +149,12 @@ class Ownership:
                         if not home.is_here:
                             StageTensor.send_away(tensor, home)
 
-    def residents(self) -> Iterator[tuple[str, Tensor, Home]]:
+    def residents(self) -> Iterator[tuple[str, Tensor, HomeStages]]:
         """The module's own parameters and buffers as they are now, and where they live."""
         for name, tensor in _named_tensors(self._root):
             yield name, tensor, home_of(tensor) or self._home(name, tensor)
 
-    def take_in(self, tensor: Tensor, home: Home) -> None:
+    def take_in(self, tensor: Tensor, home: HomeStages) -> None:
         """Remember where a tensor lives that is not the module's own, as long as the user keeps it."""
         number = self._guest_numbers.get(id(tensor), -1)
         if number in self._guests and self._guests[number][0]() is tensor:
@@ -163,7 +163,7 @@ class Ownership:
         self._guest_numbers[id(tensor)] = self._num_guests
         self._num_guests += 1
 
-    def guests(self) -> list[tuple[int, Tensor, Home]]:
+    def guests(self) -> list[tuple[int, Tensor, HomeStages]]:
         """Tensors that were taken in and still exist. Their numbers are the same on every rank, which of them have
         been collected is not."""
         found = [(number, reference(), home) for number, (reference, home) in self._guests.items()]
@@ -171,10 +171,10 @@ class Ownership:
         self._guest_numbers = {id(tensor): number for number, tensor, _ in found if tensor is not None}
         return [(number, tensor, home) for number, tensor, home in found if tensor is not None]
 
-    def _home(self, name: str, tensor: Tensor) -> Home:
+    def _home(self, name: str, tensor: Tensor) -> HomeStages:
         known = self._homes.get(name)
         if known is None or known.kind is not type(tensor) or known.stride != tensor.stride():
-            known = self._homes[name] = Home(
+            known = self._homes[name] = HomeStages(
                 name=name,
                 holders=self._by_name.get(name, self._everywhere),
                 stage=self._stage,

@@ -7,11 +7,11 @@ from typing import Any, final
 
 from torch import nn
 
-__all__ = ["StandIns"]
+__all__ = ["Patches"]
 
 
 @final
-class StandIns:
+class Patches:
     """What was replaced, on the instances; their classes and everything else of them is untouched."""
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.errors import UnsupportedError
 
 __all__ = [
@@ -95,7 +95,7 @@ def visited(tree: Any, lists: Collection[Path], visit: Visit, path: Path = ()) -
     return visit(path, tree)
 
 
-def find_samples(batch: Any, read: Read | None = None) -> Samples:
+def find_samples(batch: Any, read: BatchSource | None = None) -> Samples:
     """Where the samples of ``batch`` are. See the module docstring.
 
     Args:
@@ -327,7 +327,7 @@ def rebuild_mapping(
     return rebuilt
 
 
-def refuse_other_sizes(known: Read | None) -> None:
+def refuse_other_sizes(known: BatchSource | None) -> None:
     """A batch is about to be cut between its samples, or put together with others.
 
     Raises:

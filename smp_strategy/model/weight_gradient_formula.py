@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Formula", "Kind"]
+__all__ = ["WeightGradientFormula", "WeightGradientKind"]
 
-Formula = Callable[[Tensor], list[Tensor]]
+WeightGradientFormula = Callable[[Tensor], list[Tensor]]
 """From the gradient of a node's result to gradients of some of its inputs."""
 
 
-class Kind(NamedTuple):
+class WeightGradientKind(NamedTuple):
     """What is known of nodes that are products.
 
     A subclass of ``torch.autograd.Function`` can have one as its attribute ``product``. Its backward must leave out
@@ -23,5 +23,5 @@ class Kind(NamedTuple):
     bias: int | None
     saved: tuple[str, ...]
     """Attributes of a node with what is saved for the formula."""
-    make: Callable[[Any, Sequence[int]], Formula]
+    make: Callable[[Any, Sequence[int]], WeightGradientFormula]
     """Called while a node is visited, with the inputs whose gradients will be asked for."""

@@ -21,10 +21,10 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils import checkpoint as torch_checkpoint
 
 from smp_strategy.activations.checkpoint_sequential import LayersInARow
-from smp_strategy.activations.policy import Recompute, Treatment
+from smp_strategy.activations.policy import ActivationPolicy, Recompute
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten_call
-from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
 __all__ = ["watched_entrances"]
@@ -34,7 +34,7 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 
 @contextmanager
-def watched_entrances(active: "Callable[[], Program | None]") -> Iterator[None]:
+def watched_entrances(active: "Callable[[], MicrobatchInterpreter | None]") -> Iterator[None]:
     """While this is open, calls with placed tensors come here.
 
     Args:
@@ -43,7 +43,7 @@ def watched_entrances(active: "Callable[[], Program | None]") -> Iterator[None]:
     apply = vars(torch.autograd.Function)["apply"]
     generator = vars(torch_checkpoint)[_CHECKPOINT]
 
-    def glue() -> Program | None:
+    def glue() -> MicrobatchInterpreter | None:
         program = active()
         return None if program is None or program.is_in_unit else program
 
@@ -77,7 +77,9 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
         program.function = before
 
 
-def _reentrant(original: Callable[..., Any], program: Program | None, run: Any, preserve: Any, *inputs: Any) -> Any:
+def _reentrant(
+    original: Callable[..., Any], program: MicrobatchInterpreter | None, run: Any, preserve: Any, *inputs: Any
+) -> Any:
     if program is None:
         return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
     # As in torch: where no input needs a gradient, the parameters inside get none either.
@@ -88,7 +90,7 @@ def _reentrant(original: Callable[..., Any], program: Program | None, run: Any, 
 
 def _checkpoint(
     original: Callable[..., Any],
-    glue: "Callable[[], Program | None]",
+    glue: "Callable[[], MicrobatchInterpreter | None]",
     function: Any,
     preserve: bool,
     contexts: Any,
@@ -103,14 +105,14 @@ def _checkpoint(
         yield
 
 
-def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> Treatment:
+def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> ActivationPolicy:
     """What `checkpoint` asks for the units that ``function`` calls.
 
     With contexts of the user's, which choose operations whose results are kept: ours, that keep those of products.
     """
     group = function.group if isinstance(function, LayersInARow) else 1
     recompute: Recompute = "all" if contexts is torch_checkpoint.noop_context_fn else "cheap"
-    return Treatment(recompute=recompute, group=group, preserve_rng_state=preserve)
+    return ActivationPolicy(recompute=recompute, group=group, preserve_rng_state=preserve)
 
 
 def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:

@@ -15,17 +15,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.segments import Export, Import, Remote, Segment, edge_of
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.transport import Receipt, Transport
 
-__all__ = ["Backward"]
+__all__ = ["MicrobatchBackward"]
 
 
 @final
-class Backward:
+class MicrobatchBackward:
     """Runs the backward passes of one microbatch's segments, last one first.
 
     Args:
@@ -41,7 +41,7 @@ class Backward:
 
     def __init__(
         self,
-        program: Program,
+        program: MicrobatchInterpreter,
         loss: Any,
         weight: float,
         *,

@@ -27,7 +27,7 @@ from smp_strategy.distributed.device import current_stream, entered
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import Streams, derive_seed
 
-__all__ = ["BETWEEN_TURNS", "Coroutine", "ProgramThread", "Threads"]
+__all__ = ["BETWEEN_TURNS", "Coroutine", "ProgramThread", "ThreadPool"]
 
 Task = Callable[[], None]
 
@@ -89,7 +89,7 @@ def _work(program: socket.socket, tasks: list[Task]) -> None:
 
 
 @final
-class Threads:
+class ThreadPool:
     """As many as there are programs alive at once, used again: each keeps an OpenMP team of its own."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class Coroutine:
         streams: gives the program its random stream.
     """
 
-    def __init__(self, body: Callable[[], Any], threads: Threads, *, seed: int, streams: Streams) -> None:
+    def __init__(self, body: Callable[[], Any], threads: ThreadPool, *, seed: int, streams: Streams) -> None:
         self.finished = False
         self.result: Any = None
         self._body = body

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.metadata_ops import METADATA
 from smp_strategy.model.trace.pytree import given_to, leaves_of
 from smp_strategy.model.units import Unit
@@ -38,7 +38,7 @@ class GlueUses(TorchFunctionMode):
     """
 
     def __init__(
-        self, units: Sequence[Unit], running_unit: Callable[[], nn.Module | None], leftovers: Leftovers
+        self, units: Sequence[Unit], running_unit: Callable[[], nn.Module | None], leftovers: ExposedAttributes
     ) -> None:
         super().__init__()
         self._running_unit = running_unit

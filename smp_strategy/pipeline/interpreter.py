@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.unit_wrapper import UnitCall
 from smp_strategy.distributed.torch_modes import NOTHING
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.dispatch import Meter
 from smp_strategy.model.trace.events import Event, Value
-from smp_strategy.model.trace.exposed_attributes import STATE, Former, left_behind, put_state, state_of
+from smp_strategy.model.trace.exposed_attributes import STATE, StaleTensor, left_behind, put_state, state_of
 from smp_strategy.model.trace.fake_call import is_left_behind, tensors_of
-from smp_strategy.model.trace.flops import Tally
+from smp_strategy.model.trace.flops import KernelTally
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import (
     Callee,
@@ -47,25 +47,25 @@ from smp_strategy.model.trace.saved_tensors import counting_saved
 from smp_strategy.model.trace.side_effects import Changed, apply_changes, contents_of_objects, put_back, watched
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.global_rng import GlobalGenerators
-from smp_strategy.pipeline.kept_tensors import Kept, call_with_known, without_others
+from smp_strategy.pipeline.kept_tensors import AdoptedTensors, call_with_known, without_others
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.module_hooks import with_backward_hooks
-from smp_strategy.pipeline.outcome import MESSAGE, Ran, assemble, check_tensor, decode, encode, made_tensors
+from smp_strategy.pipeline.outcome import MESSAGE, CallOutcome, assemble, check_tensor, decode, encode, made_tensors
 from smp_strategy.pipeline.placed_tensor import PlacedTensor, number_of
-from smp_strategy.pipeline.record import Record
+from smp_strategy.pipeline.record import ProgramTrace
 from smp_strategy.pipeline.replicated_tensors import is_plain, must_run_everywhere, refuse_changed_plain
 from smp_strategy.pipeline.routing import Placement, SegmentId
 from smp_strategy.pipeline.segments import cut_off
-from smp_strategy.pipeline.stage_context import Context
+from smp_strategy.pipeline.stage_context import StageContext
 
-__all__ = ["Program"]
+__all__ = ["MicrobatchInterpreter"]
 
 # No other seed derives from that of a program by this number.
 _OPERATIONS = -2
 
 
-class _Call(NamedTuple):
+class _InterpretedCall(NamedTuple):
     kind: Literal["unit", "op"]
     name: str
     callee: Callee
@@ -75,7 +75,7 @@ class _Call(NamedTuple):
 
 
 @final
-class Program:
+class MicrobatchInterpreter:
     """The calls of one microbatch, seen from one stage.
 
     Args:
@@ -90,13 +90,13 @@ class Program:
 
     def __init__(
         self,
-        context: Context,
+        context: StageContext,
         *,
         microbatch: int,
         seed: int,
         generators: GlobalGenerators | None,
         gate: Gate | None,
-        record: Record,
+        record: ProgramTrace,
         graph: LocalGraph,
     ) -> None:
         self.microbatch = microbatch
@@ -112,7 +112,7 @@ class Program:
         # The autograd Function of the glue that runs just now.
         self.function = ""
         # What the glue asks for the units that it calls just now.
-        self._asked: Treatment | None = None
+        self._asked: ActivationPolicy | None = None
         self._seed = seed
         self._num_draws = 0
         self._generators = generators
@@ -127,7 +127,7 @@ class Program:
         self._activations = context.activations
         self._reads_refused = context.reads_refused
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
-        self._kept = Kept()
+        self._kept = AdoptedTensors()
         # Containers in objects that a dry run lends to units, with what was in them.
         self._lent: list[tuple[Any, Any]] = []
 
@@ -174,7 +174,7 @@ class Program:
         return placed
 
     @contextmanager
-    def recomputing(self, treatment: Treatment) -> Iterator[None]:
+    def recomputing(self, treatment: ActivationPolicy) -> Iterator[None]:
         """Units that are called in here are treated so, unless more is to be done with them anyway."""
         before, self._asked = self._asked, treatment
         try:
@@ -192,7 +192,7 @@ class Program:
         if isinstance(result, Changed):
             result = apply_changes(result, (args, kwargs))
         if callee.exposed:
-            put_state(callee.exposed, {k: before[k] if isinstance(v, Former) else v for k, v in state.items()})
+            put_state(callee.exposed, {k: before[k] if isinstance(v, StaleTensor) else v for k, v in state.items()})
         if self._gate is not None:
             self._gate.reach(len(self.record.events))
         return result
@@ -252,7 +252,7 @@ class Program:
             # All of them were kept from earlier steps, and are known everywhere by now.
             args, kwargs = unflatten_call(leaves, structure)
             return callee.function(*args, **kwargs)
-        call = _Call(kind, name, callee, leaves, structure, placed)
+        call = _InterpretedCall(kind, name, callee, leaves, structure, placed)
         prediction = self._oracle.recall(callee, given, structure)
         if prediction is None:
             prediction = self._predict(call, given)
@@ -274,7 +274,7 @@ class Program:
             self._generators.follow(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
-    def _call_and_tell(self, call: _Call, why: Unpredictable) -> Any:
+    def _call_and_tell(self, call: _InterpretedCall, why: Unpredictable) -> Any:
         """A call with a result that cannot be predicted: its stage runs it, and the others wait to be told."""
         if not self.computes_here:
             raise ValueNeededError(f"{call.name}: {why.reason}")
@@ -301,7 +301,7 @@ class Program:
         self.record.complete(position, values, prediction)
         return self._hand_out(call, prediction, segment, values, ran)
 
-    def _observe(self, call: _Call) -> tuple[Ran, Prediction]:
+    def _observe(self, call: _InterpretedCall) -> tuple[CallOutcome, Prediction]:
         """Run ``call`` and describe what it did; costs are worth measuring in a survey only."""
         leaves = [self.graph.real(leaf) for leaf in call.leaves]
         versions = versions_of(leaves)
@@ -309,7 +309,7 @@ class Program:
             ran = self._run(call, random=True)
             return ran, describe(ran.output, ran.inputs, versions, random=True)
         weights = list(tensors_of(call.callee.module).values())
-        tally = Tally(weights)
+        tally = KernelTally(weights)
         with counting_saved(weights) as saved_bytes, Meter(tally):
             ran = self._run(call, random=True)
         prediction = describe(
@@ -319,11 +319,11 @@ class Program:
 
     def _hand_out(
         self,
-        call: _Call,
+        call: _InterpretedCall,
         prediction: Prediction,
         segment: SegmentId,
         values: Sequence[Value],
-        ran: Ran | None,
+        ran: CallOutcome | None,
     ) -> Any:
         """What the program goes on with, on every stage."""
         if ran is None and prediction.is_plain:
@@ -346,7 +346,7 @@ class Program:
             leaves[position].origin = leaves[position].current = here
         return assemble(prediction, results, leaves, constants)
 
-    def _run(self, call: _Call, random: bool, changed: Collection[int] = ()) -> Ran:
+    def _run(self, call: _InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:
         self.graph.begin_work()
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
@@ -377,11 +377,11 @@ class Program:
         self.enclosing = call.callee.module
         try:
             with NOTHING if seeded is None else seeded(), noting:
-                return Ran(inputs, function(*args, **kwargs))
+                return CallOutcome(inputs, function(*args, **kwargs))
         finally:
             self.enclosing = None
 
-    def _predict(self, call: _Call, given: list[Any]) -> Prediction | Unpredictable:
+    def _predict(self, call: _InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
             if not self.computes_here and call.kind == "unit":

@@ -12,13 +12,13 @@ from typing import Any, final
 from torch import Tensor
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.exposed_attributes import Former
+from smp_strategy.model.trace.exposed_attributes import StaleTensor
 from smp_strategy.model.trace.fake_call import imitate
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 
-__all__ = ["Kept", "KeptInSurveyError", "call_with_known", "refuse_kept", "without_others"]
+__all__ = ["AdoptedTensors", "KeptInSurveyError", "call_with_known", "refuse_kept", "without_others"]
 
 
 class KeptInSurveyError(UnsupportedError):
@@ -42,7 +42,7 @@ def _across_microbatches(earlier: int, later: int) -> UnsupportedError:
 
 
 @final
-class Kept:
+class AdoptedTensors:
     """What stands in one program for tensors of programs that have ended."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ def without_others(value: Any, program: Interpreter) -> Any:
             return value.origin[1].detach()
         return value
 
-    return Former(tensor)
+    return StaleTensor(tensor)
 
 
 def _known(leaf: Any) -> Any:

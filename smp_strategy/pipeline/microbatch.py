@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import (
     Path,
@@ -38,7 +38,7 @@ def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(base + (index < extra) for index in range(num))
 
 
-def split(batch: Any, num_microbatches: int, known: Read | None = None) -> tuple[list[Any], tuple[int, ...]]:
+def split(batch: Any, num_microbatches: int, known: BatchSource | None = None) -> tuple[list[Any], tuple[int, ...]]:
     """Cut ``batch`` into microbatches; see the module docstring.
 
     An object may cut itself with a method ``smp_slice(num_microbatches, microbatch, axis)``.

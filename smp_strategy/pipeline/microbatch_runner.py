@@ -18,20 +18,20 @@ from smp_strategy.distributed.deadlock import PATIENCE_SECONDS, PAUSE_SECONDS
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.events import Event, Trace
-from smp_strategy.pipeline.backward import Backward
-from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, Coroutine, Threads
-from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.backward import MicrobatchBackward
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, Coroutine, ThreadPool
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.microbatch_order import Gate
-from smp_strategy.pipeline.microbatch_state import PrivateState
+from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
-from smp_strategy.pipeline.step_end import Ending
+from smp_strategy.pipeline.step_end import StepEnd
 from smp_strategy.pipeline.transport import Receipt
 
-__all__ = ["Barrier", "Job", "Step", "StepRun", "Turns", "trace_of"]
+__all__ = ["Barrier", "Job", "Step", "StepRun", "MicrobatchRunner", "trace_of"]
 
 Step = Callable[[Any], Any]
 
@@ -98,7 +98,7 @@ class StepRun:
 
 
 @final
-class Turns:
+class MicrobatchRunner:
     """The microbatches of one step.
 
     Args:
@@ -122,10 +122,10 @@ class Turns:
         microbatches: Sequence[Any],
         job: Job,
         *,
-        threads: Threads,
-        enter: Callable[[Program | None], None],
-        active: Callable[[], Program | None],
-        private: PrivateState | None,
+        threads: ThreadPool,
+        enter: Callable[[MicrobatchInterpreter | None], None],
+        active: Callable[[], MicrobatchInterpreter | None],
+        private: MicrobatchState | None,
         improvises: Callable[[], None],
     ) -> None:
         self._stage = stage
@@ -142,20 +142,20 @@ class Turns:
         # The microbatch that has begun before the plan says so, if one has, and whether that makes sense.
         self._begun_early: int | None = None
         self._receives_first = True
-        self._programs: list[Program] = []
+        self._programs: list[MicrobatchInterpreter] = []
         self._coroutines: list[Coroutine] = []
-        self._backwards: dict[int, Backward] = {}
+        self._backwards: dict[int, MicrobatchBackward] = {}
         self._losses: dict[int, Any] = {}
         self._barriers: dict[int, Barrier] = {}
         self.answer: Any = None
-        self._ending: Ending | None = None
+        self._ending: StepEnd | None = None
         self.has_left_plan = False
         for number, microbatch in enumerate(microbatches):
             program, coroutine = self._make(number, microbatch, derive_seed(job.seed, number))
             self._programs.append(program)
             self._coroutines.append(coroutine)
 
-    def _make(self, number: int, microbatch: Any, seed: int) -> tuple[Program, Coroutine]:
+    def _make(self, number: int, microbatch: Any, seed: int) -> tuple[MicrobatchInterpreter, Coroutine]:
         def pause(receipts: Sequence[Receipt]) -> None:
             if receipts or number == self._begun_early:
                 self._waiting[number] = receipts
@@ -287,11 +287,11 @@ class Turns:
             self._resume(number)
             self._receives_first = bool(self._waiting.get(number))
 
-    def has(self, program: Program) -> bool:
+    def has(self, program: MicrobatchInterpreter) -> bool:
         """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
         return self._programs[program.microbatch] is program
 
-    def stop_at(self, barrier: Barrier, program: Program) -> Any:
+    def stop_at(self, barrier: Barrier, program: MicrobatchInterpreter) -> Any:
         """Called by a program: wait until all microbatches are at ``barrier`` and it is done."""
         self._barriers[program.microbatch] = barrier
         self._coroutines[program.microbatch].pause()
@@ -369,11 +369,11 @@ class Turns:
         else:
             self._end().go_on()
 
-    def _end(self) -> Ending:
+    def _end(self) -> StepEnd:
         if self._ending is None:
             outputs = [coroutine.result for coroutine in self._coroutines]
             losses = [self._losses.get(number) for number in range(len(outputs))]
-            self._ending = Ending(self._stage, self._programs, (outputs, losses))
+            self._ending = StepEnd(self._stage, self._programs, (outputs, losses))
         return self._ending
 
     def cancel(self) -> None:
@@ -467,8 +467,8 @@ class Turns:
         self._losses[number] = loss
         self._backwards[number] = self._backward_of(number, loss)
 
-    def _backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> Backward:
-        return Backward(
+    def _backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> MicrobatchBackward:
+        return MicrobatchBackward(
             self._programs[number],
             loss,
             self._job.weights[number] * factor,
@@ -491,7 +491,7 @@ def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:
             )
 
 
-def trace_of(program: Program, loss: Any) -> Trace:
+def trace_of(program: MicrobatchInterpreter, loss: Any) -> Trace:
     """The record of a program whose loss is ``loss``."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
     return Trace([event for event, _ in program.record.events], number)

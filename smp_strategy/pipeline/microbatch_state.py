@@ -34,7 +34,7 @@ from smp_strategy.pipeline.switches import MISSING, Switches, SwitchPlace
 from smp_strategy.pipeline.torch_switches import Frozen, TorchSettings
 from smp_strategy.pipeline.writes import BufferWrites
 
-__all__ = ["PrivateState", "reached_by_hooks"]
+__all__ = ["MicrobatchState", "reached_by_hooks"]
 
 # Larger containers (vocabularies, histories of an epoch) are not looked into: it would cost more than it is worth.
 MOST_ENTRIES = 1000
@@ -48,7 +48,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @final
-class PrivateState:
+class MicrobatchState:
     """Keeps the microbatches of each step apart. One object lasts for all steps.
 
     Args:

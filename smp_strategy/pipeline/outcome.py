@@ -20,14 +20,14 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.segments import start_of_gradient
 
-__all__ = ["MESSAGE", "Ran", "assemble", "check_tensor", "decode", "encode", "made_tensors"]
+__all__ = ["MESSAGE", "CallOutcome", "assemble", "check_tensor", "decode", "encode", "made_tensors"]
 
 MESSAGE_BYTES = 1 << 15
 MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), False)
 """Metadata of a description: other stages must know the size of every message beforehand."""
 
 
-class Ran(NamedTuple):
+class CallOutcome(NamedTuple):
     """A call that happened on this stage."""
 
     inputs: list[Any]
@@ -86,7 +86,7 @@ def check_tensor(name: str, spec: TensorSpec, tensor: Tensor) -> None:
         )
 
 
-class _Place:
+class _LeafSlot:
     """Stands for a leaf. A packed sequence, which is a named tuple, asks where its parts are."""
 
     device = torch.device("cpu")
@@ -100,7 +100,7 @@ def encode(name: str, prediction: Prediction) -> Tensor:
     """
     outputs = tuple(_sendable(output) for output in prediction.outputs)
     # Containers can be pickled, pytree's description of them only with a warning.
-    skeleton = pytree.tree_unflatten([_Place()] * len(outputs), prediction.structure)
+    skeleton = pytree.tree_unflatten([_LeafSlot()] * len(outputs), prediction.structure)
     try:
         message = pickle.dumps((skeleton, outputs, prediction.changed, prediction.aliases))
     except Exception as error:

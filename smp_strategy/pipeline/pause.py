@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from smp_strategy.pipeline.microbatch_runner import Turns
+from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 
-__all__ = ["Pause"]
+__all__ = ["PausedStep"]
 
 
 @final
-class Pause:
+class PausedStep:
     """See the module docstring.
 
     Args:
@@ -27,7 +27,9 @@ class Pause:
         is_over: whether they have ended.
     """
 
-    def __init__(self, turns: Turns, running: Callable[[Turns], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, turns: MicrobatchRunner, running: Callable[[MicrobatchRunner], AbstractContextManager[None]]
+    ) -> None:
         self._turns = turns
         self._running = running
         self.is_over = False

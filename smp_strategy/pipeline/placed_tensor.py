@@ -27,7 +27,7 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.segments import start_of_gradient
 
-__all__ = ["Interpreter", "Memory", "PlacedTensor", "number_of"]
+__all__ = ["Interpreter", "TensorMemory", "PlacedTensor", "number_of"]
 
 _READS: frozenset[Any] = frozenset(
     {
@@ -65,7 +65,7 @@ _REFUSED: dict[Any, str] = {
 
 
 @final
-class Memory:
+class TensorMemory:
     """What a tensor shares with its views. A change through one of them reaches them all, where they really share.
 
     Made for every placed tensor and rarely changed, so what it holds at first stands in the class.
@@ -135,7 +135,7 @@ class PlacedTensor(Tensor):
     origin: tuple[int, Tensor] | None = None
     current: tuple[int, Tensor] | None = None
     born: SegmentId
-    memory: Memory
+    memory: TensorMemory
     version: int = 0
     family: int
     known: Tensor | None = None
@@ -168,7 +168,7 @@ class PlacedTensor(Tensor):
         self.value = value
         self.spec = spec
         self.born = born
-        self.memory = Memory()
+        self.memory = TensorMemory()
         self.family = value.id
 
     def share(self, other: Tensor, *, is_view: bool) -> None:

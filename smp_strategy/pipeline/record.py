@@ -17,18 +17,18 @@ from smp_strategy.model.trace.prediction import Prediction
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.routing import MOST_MOVES, Placement, Router, SegmentId, gradient_uses
 
-__all__ = ["Latest", "Record"]
+__all__ = ["Latest", "ProgramTrace"]
 
 
 @final
 class Latest:
     """Holds the record of the program on a stage that has ended last, if any."""
 
-    record: "Record | None" = None
+    record: "ProgramTrace | None" = None
 
 
 @final
-class Record:
+class ProgramTrace:
     """See the module docstring.
 
     Args:
@@ -47,7 +47,7 @@ class Record:
         self._latest = latest
         self._predictions: list[Prediction | None] = []
         self._num_values = 0
-        self._leader: Record | None = None
+        self._leader: ProgramTrace | None = None
         # Whether the leader was on the path of the plan: nothing has to be compared as long as it is followed.
         self._is_on_path = False
         # Shared with the records that this one follows, as long as it does.

@@ -14,7 +14,7 @@ from typing import final
 import torch.autograd.profiler
 from torch.profiler import record_function
 
-from smp_strategy.activations.offload_stats import Traffic
+from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.transport import Transport
@@ -46,7 +46,7 @@ class Recorder:
         end = perf_counter()
         self._spans.append(Span(action, start, end, self._seconds_waited() - waited))
 
-    def recording(self, *, left_plan: bool, traffic: Traffic) -> Recording:
+    def recording(self, *, left_plan: bool, traffic: OffloadStats) -> Recording:
         """Everything is done."""
         return Recording(tuple(self._spans), perf_counter(), left_plan, traffic)
 

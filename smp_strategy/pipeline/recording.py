@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
-from smp_strategy.activations.offload_stats import Traffic
+from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.pipeline.schedule import Action, Plan
 
 __all__ = ["Recorded", "Recording", "Span"]
@@ -36,7 +36,7 @@ class Recording:
     another path, the agreement of the stages, the exchange of results."""
     left_plan: bool = False
     """Whether a microbatch took another path than the plan was made for."""
-    traffic: Traffic = Traffic()
+    traffic: OffloadStats = OffloadStats()
     """What was offloaded."""
 
     def since(self, zero: float) -> "Recording":

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from smp_strategy.activations.offload_stats import Traffic
+from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.errors import UnsupportedError
@@ -21,12 +21,12 @@ from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.autograd_functions import watched_entrances
-from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, Threads
+from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, ThreadPool
 from smp_strategy.pipeline.global_rng import GlobalGenerators
-from smp_strategy.pipeline.interpreter import Program
-from smp_strategy.pipeline.microbatch_runner import Barrier, Job, Step, StepRun, Turns, trace_of
-from smp_strategy.pipeline.microbatch_state import PrivateState
-from smp_strategy.pipeline.pause import Pause
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.microbatch_runner import Barrier, Job, MicrobatchRunner, Step, StepRun, trace_of
+from smp_strategy.pipeline.microbatch_state import MicrobatchState
+from smp_strategy.pipeline.pause import PausedStep
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
@@ -54,7 +54,7 @@ class Runtime:
     def __init__(
         self,
         stage: Stage,
-        private: PrivateState | None = None,
+        private: MicrobatchState | None = None,
         *,
         told: Callable[[Any], None] | None = None,
         called: Callable[[Callee, Any, Any], None] | None = None,
@@ -64,11 +64,11 @@ class Runtime:
         self._private = private
         self._told = told
         self._called = called
-        self._program: Program | None = None
+        self._program: MicrobatchInterpreter | None = None
         self._collectives = ReplicaCollectives(stage.replicas, self._active, meets=not stage.is_dry)
-        self._meeting: Turns | None = None
+        self._meeting: MicrobatchRunner | None = None
         self._offload_of_pause = ExitStack()
-        self._threads = Threads()
+        self._threads = ThreadPool()
         if private is not None:
             stage.activations.switched = private.of_now
         self._written = written if private is None else private.touch
@@ -170,7 +170,7 @@ class Runtime:
             turns.agree()
         return turns.result()
 
-    def run_to_barrier(self, job: Job, microbatches: Sequence[Any]) -> tuple[Any, Pause]:
+    def run_to_barrier(self, job: Job, microbatches: Sequence[Any]) -> tuple[Any, PausedStep]:
         """Do ``job``, whose step stops at a barrier and then leaves nothing more in shared objects, up to there.
 
         Returns:
@@ -179,13 +179,13 @@ class Runtime:
         turns = self._turns(job, microbatches)
         # It lasts until the next step: in between, backward expects what has gone to the host.
         self._offload_of_pause.enter_context(self._offloading(microbatches))
-        pause = Pause(turns, self._running)
+        pause = PausedStep(turns, self._running)
         found = pause.go_on()
         turns.end_private()
         return found, pause
 
     @contextmanager
-    def _running(self, turns: Turns) -> Iterator[None]:
+    def _running(self, turns: MicrobatchRunner) -> Iterator[None]:
         """Microbatches run in here up to a barrier, or to their end."""
         self._meeting = turns
         try:
@@ -229,7 +229,7 @@ class Runtime:
         return outside
 
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
-        """At a barrier: see :meth:`~smp_strategy.pipeline.microbatch_runner.Turns.backward`."""
+        """At a barrier: see :meth:`~smp_strategy.pipeline.microbatch_runner.MicrobatchRunner.backward`."""
         assert self._meeting is not None
         with self._collectives.aside(False):
             self._meeting.backward(losses, factor, retain_graph=retain_graph)
@@ -249,12 +249,12 @@ class Runtime:
         batch = (leaf for leaf in flatten(microbatches)[0] if isinstance(leaf, Tensor))
         return self._stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
 
-    def _turns(self, job: Job, microbatches: Sequence[Any]) -> Turns:
+    def _turns(self, job: Job, microbatches: Sequence[Any]) -> MicrobatchRunner:
         self._offload_of_pause.close()
         private = self._private if len(microbatches) > 1 or self._stage.activations.recomputes else None
         if private is not None:
             private.begin(job.step)
-        return Turns(
+        return MicrobatchRunner(
             self._stage,
             microbatches,
             job,
@@ -282,7 +282,7 @@ class Runtime:
         return trace_of(program, loss)
 
     def rehearse(self, job: Job, microbatches: Sequence[Any], *, in_order: bool) -> list[tuple[Event, Placement]]:
-        """Let microbatches of a dry run take turns; see ``Turns.rehearse``."""
+        """Let microbatches of a dry run take turns; see ``MicrobatchRunner.rehearse``."""
         assert self._stage.rehearsal is not None
         turns = self._turns(job, microbatches)
         try:
@@ -295,7 +295,7 @@ class Runtime:
         finally:
             turns.cancel()
 
-    def run_alone(self, code: Callable[[Program], Any], generators: GlobalGenerators) -> Any:
+    def run_alone(self, code: Callable[[MicrobatchInterpreter], Any], generators: GlobalGenerators) -> Any:
         """Run code of the glue once, on every stage, outside of the microbatches.
 
         Args:
@@ -313,7 +313,7 @@ class Runtime:
         return result
 
     @contextmanager
-    def entered(self, program: Program) -> Iterator[None]:
+    def entered(self, program: MicrobatchInterpreter) -> Iterator[None]:
         """Calls of units in here are calls of ``program``."""
         self._enter(program)
         try:
@@ -338,7 +338,7 @@ class Runtime:
         return None if self._program is None else self._program.enclosing
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> OffloadStats:
         """What has gone between the device and the host in the latest step with backward."""
         return self._stage.activations.offload.traffic
 
@@ -354,14 +354,14 @@ class Runtime:
             return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
         return values
 
-    def _enter(self, program: Program | None) -> None:
+    def _enter(self, program: MicrobatchInterpreter | None) -> None:
         if self._program is not None:
             self._program.cached.leave()
         self._program = program
         if program is not None:
             program.cached.enter()
 
-    def _active(self) -> Program | None:
+    def _active(self) -> MicrobatchInterpreter | None:
         return self._program
 
     def _flush(self) -> None:

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
-from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.pipeline.global_rng import GlobalGenerators
-from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.local_graph import LocalGraph
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
-from smp_strategy.pipeline.record import Latest, Record
+from smp_strategy.pipeline.record import Latest, ProgramTrace
 from smp_strategy.pipeline.rehearsal import Rehearsal
 from smp_strategy.pipeline.routing import Router
-from smp_strategy.pipeline.stage_context import Context, WithWeights, weights_are_there
+from smp_strategy.pipeline.stage_context import StageContext, WithWeights, weights_are_there
 from smp_strategy.pipeline.transport import Receipt, Transport
 from smp_strategy.pipeline.user_collectives import Replicas
 
@@ -39,7 +39,7 @@ class Stage:
     stage_of: Mapping[str, int]
     """Stage of each unit, by qualified name."""
     num_stages: int
-    oracle: Oracle
+    oracle: ShapeInference
     """Predicts results of calls."""
     transport: Transport | None
     """Carries values between stages; ``None`` where there is only one."""
@@ -47,7 +47,7 @@ class Stage:
     """Where the units run."""
     with_weights: WithWeights = weights_are_there
     """Called with each unit that runs on this stage."""
-    activations: Activations = field(default_factory=Activations)
+    activations: UnitWrapper = field(default_factory=UnitWrapper)
     """Decides what units keep for backward."""
     reads_refused: str = ""
     """Why Python code must not see values in steps; empty: it may."""
@@ -57,7 +57,7 @@ class Stage:
     """Whether something is true on all ranks that split layers of this stage between them."""
     latest: Latest = field(default_factory=Latest)
     """The record that new programs begin by following."""
-    leftovers: Leftovers | None = None
+    leftovers: ExposedAttributes | None = None
     """Set where programs run to be looked at only: what units leave in attributes."""
     rehearsal: Rehearsal | None = None
     """Set where they run to see what happens when they take turns."""
@@ -81,10 +81,10 @@ class Stage:
         pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
         expected: Sequence[object] | None = None,
         gate: Gate | None = None,
-        active: Callable[[], Program | None] = lambda: None,
-    ) -> Program:
-        """A new program on this stage; see :class:`~smp_strategy.pipeline.interpreter.Program`."""
-        context = Context(
+        active: Callable[[], MicrobatchInterpreter | None] = lambda: None,
+    ) -> MicrobatchInterpreter:
+        """A new program on this stage; see :class:`~smp_strategy.pipeline.interpreter.MicrobatchInterpreter`."""
+        context = StageContext(
             stage=self.number,
             oracle=self.oracle,
             active=active,
@@ -96,13 +96,13 @@ class Stage:
             leftovers=self.leftovers,
             rehearsal=self.rehearsal,
         )
-        return Program(
+        return MicrobatchInterpreter(
             context,
             microbatch=microbatch,
             seed=seed,
             generators=generators,
             gate=gate,
-            record=Record(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
+            record=ProgramTrace(lambda: Router(self.stage_of, self.num_stages), expected, self.latest),
             graph=LocalGraph(stage=self.number, microbatch=microbatch, transport=self.transport, pause=pause),
         )
 

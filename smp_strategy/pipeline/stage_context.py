@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.model.rng import Streams
-from smp_strategy.model.trace.exposed_attributes import Leftovers
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
 from smp_strategy.pipeline.rehearsal import Rehearsal
 
-__all__ = ["Context", "WithWeights", "weights_are_there"]
+__all__ = ["StageContext", "WithWeights", "weights_are_there"]
 
 WithWeights = Callable[[str, Callable[..., Any], object], Callable[..., Any]]
 """Makes a call of a unit find its weights, which may be spread over ranks. Gets the unit's name, what to call, and
@@ -28,12 +28,12 @@ def weights_are_there(unit: str, function: Callable[..., Any], token: object) ->
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class StageContext:
     """See the module docstring."""
 
     stage: int
     """This rank's stage; -1 for a dry run that computes nothing."""
-    oracle: Oracle
+    oracle: ShapeInference
     """Predicts results."""
     active: Callable[[], Interpreter | None]
     """The program that runs now, if any; tensors of programs that have ended can be used in it."""
@@ -45,9 +45,9 @@ class Context:
     """Called with each unit that runs on this stage, and the microbatch."""
     reads_refused: str
     """Why Python code must not see values; empty: it may."""
-    activations: Activations
+    activations: UnitWrapper
     """Decides what units keep for backward."""
-    leftovers: Leftovers | None
+    leftovers: ExposedAttributes | None
     """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
     rehearsal: Rehearsal | None
     """Set where they run to see what happens when they take turns."""

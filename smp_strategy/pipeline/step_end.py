@@ -8,14 +8,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.stage import Stage
 
-__all__ = ["Ending"]
+__all__ = ["StepEnd"]
 
 
 @final
-class Ending:
+class StepEnd:
     """See the module docstring. Collective: all stages make one for each step, and finish it.
 
     Args:
@@ -24,7 +24,7 @@ class Ending:
         results: a tree with the placed tensors that they have returned.
     """
 
-    def __init__(self, stage: Stage, programs: Sequence[Program], results: Any) -> None:
+    def __init__(self, stage: Stage, programs: Sequence[MicrobatchInterpreter], results: Any) -> None:
         self._stage = stage
         self._results = results
         self._sharing: Callable[[], Any] | None = None

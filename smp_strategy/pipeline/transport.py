@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.background_wait import Arrival, Listeners
+from smp_strategy.distributed.background_wait import Arrival, BackgroundWaits
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import raise_lost
@@ -122,7 +122,7 @@ class Transport:
         self._channels = [_channel(self._rank, rank) for rank in stage_ranks]
         self._expected = [_expected(rank, self._rank) for rank in stage_ranks]
         self._watch.senders.add(self)
-        self.listeners = Listeners()
+        self.listeners = BackgroundWaits()
         # gloo writes to the memory of each until it has come, even if nobody waits for it any more.
         self._receipts: set[Receipt] = set()
 

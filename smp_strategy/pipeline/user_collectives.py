@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
-from smp_strategy.distributed.deadlock import Meeting, watch_of
+from smp_strategy.distributed.deadlock import BegunCollective, watch_of
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.collective_results import AS_IF_ALIKE, FUNCTIONAL_AS_IF_ALIKE, ReplicaNumber
-from smp_strategy.pipeline.interpreter import Program
+from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["ReplicaCollectives", "Replicas", "WatchedCollectives", "replicas_of"]
@@ -188,7 +188,7 @@ def _watched(call: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> A
 class _Pending:
     """The handle of an asynchronous collective; ``wait`` is watched."""
 
-    def __init__(self, work: dist.Work, meeting: Meeting) -> None:
+    def __init__(self, work: dist.Work, meeting: BegunCollective) -> None:
         self._work = work
         self._meeting = meeting
 
@@ -243,7 +243,11 @@ class ReplicaCollectives:
     """
 
     def __init__(
-        self, replicas: Replicas, active: "Callable[[], Program | None]" = lambda: None, *, meets: bool = True
+        self,
+        replicas: Replicas,
+        active: "Callable[[], MicrobatchInterpreter | None]" = lambda: None,
+        *,
+        meets: bool = True,
     ) -> None:
         self._replicas = replicas
         self._active = active
@@ -317,7 +321,7 @@ class ReplicaCollectives:
             return self._in_program(entry, program, given)
         return self._carry_out(entry, given)
 
-    def _in_program(self, entry: _Exchanged, program: Program, given: dict[str, Any]) -> Any:
+    def _in_program(self, entry: _Exchanged, program: MicrobatchInterpreter, given: dict[str, Any]) -> Any:
         """Placed tensors are given to it in the glue: it happens where they are."""
         if entry.name in _MESSAGES:
             raise UnsupportedError(

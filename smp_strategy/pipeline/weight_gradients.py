@@ -6,7 +6,8 @@ the node during that visit, in which autograd computes the input's gradient only
 kernel by kernel, so the bits are the same.
 
 Only products and convolutions are worth it: biases and scales beside them cost next to nothing, and a norm's kernel
-computes all of its gradients at once. An autograd Function that is a product says so itself, see :class:`Kind`.
+computes all of its gradients at once. An autograd Function that is a product says so itself, see
+:class:`WeightGradientKind`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.activations.offload import ReadBack
-from smp_strategy.model.weight_gradient_formula import Formula, Kind
+from smp_strategy.model.weight_gradient_formula import WeightGradientFormula, WeightGradientKind
 
 __all__ = ["can_come_later", "formula_of"]
 
@@ -40,14 +41,14 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
     return is_alone
 
 
-def formula_of(node: Any, inputs: Sequence[int]) -> Formula:
+def formula_of(node: Any, inputs: Sequence[int]) -> WeightGradientFormula:
     """What computes the gradients of ``inputs``, in their order; made while ``node`` is visited."""
     kind = _kind_of(node)
     assert kind is not None
     return kind.make(node, inputs)
 
 
-def _kind_of(node: Any) -> Kind | None:
+def _kind_of(node: Any) -> WeightGradientKind | None:
     function = getattr(node, "_forward_cls", None)
     return _KINDS.get(type(node).__name__) if function is None else getattr(function, "product", None)
 
@@ -60,7 +61,7 @@ def _nothing(*gradients: Any) -> None:
     """A hook that changes nothing."""
 
 
-def _addmm(node: Any, inputs: Sequence[int]) -> Formula:
+def _addmm(node: Any, inputs: Sequence[int]) -> WeightGradientFormula:
     transposed = _is_transposed(node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides)
     weight = partial(_second_factor, node._saved_mat1.detach(), transposed, node._saved_alpha)
     if 0 not in inputs:
@@ -69,16 +70,16 @@ def _addmm(node: Any, inputs: Sequence[int]) -> Formula:
     return partial(_each, [partial(_summand, node._saved_beta, below._input_metadata[number].shape), weight])
 
 
-def _mm(node: Any, inputs: Sequence[int]) -> Formula:
+def _mm(node: Any, inputs: Sequence[int]) -> WeightGradientFormula:
     transposed = _is_transposed(node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides)
     return partial(_each, [partial(_second_factor, node._saved_self.detach(), transposed, 1)])
 
 
-def _bmm(node: Any, inputs: Sequence[int]) -> Formula:
+def _bmm(node: Any, inputs: Sequence[int]) -> WeightGradientFormula:
     return partial(_each, [partial(_second_batch, node._saved_self.detach())])
 
 
-def _convolution(node: Any, inputs: Sequence[int]) -> Formula:
+def _convolution(node: Any, inputs: Sequence[int]) -> WeightGradientFormula:
     options = (
         *(node._saved_bias_sym_sizes_opt, node._saved_stride, node._saved_padding, node._saved_dilation),
         *(node._saved_transposed, node._saved_output_padding, node._saved_groups),
@@ -120,9 +121,9 @@ def _kernel(x: Tensor, weight: Tensor, options: Sequence[Any], inputs: Sequence[
 
 
 # By the node's name: which inputs (of the operation) are the weight and the bias, what is saved for them, and how.
-_KINDS: Mapping[str, Kind] = {
-    "AddmmBackward0": Kind(2, 0, ("_raw_saved_mat1",), _addmm),
-    "MmBackward0": Kind(1, None, ("_raw_saved_self",), _mm),
-    "BmmBackward0": Kind(1, None, ("_raw_saved_self",), _bmm),
-    "ConvolutionBackward0": Kind(1, 2, ("_raw_saved_input", "_raw_saved_weight"), _convolution),
+_KINDS: Mapping[str, WeightGradientKind] = {
+    "AddmmBackward0": WeightGradientKind(2, 0, ("_raw_saved_mat1",), _addmm),
+    "MmBackward0": WeightGradientKind(1, None, ("_raw_saved_self",), _mm),
+    "BmmBackward0": WeightGradientKind(1, None, ("_raw_saved_self",), _bmm),
+    "ConvolutionBackward0": WeightGradientKind(1, 2, ("_raw_saved_input", "_raw_saved_weight"), _convolution),
 }

@@ -20,9 +20,9 @@ from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.measured_costs import Measured, with_measured_bytes, work_of
 from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import Flow
-from smp_strategy.planning.activation_budget.allocate import Microbatch, Relief
+from smp_strategy.planning.activation_budget.allocate import ActivationPlan, Microbatch
 from smp_strategy.planning.profiling.profiler import MeasuringOptions, measure
-from smp_strategy.planning.profiling.recorded_calls import UnitCall
+from smp_strategy.planning.profiling.recorded_calls import RecordedCall
 from smp_strategy.planning.schedule.simulate import SPLIT_OVERHEAD
 
 __all__ = ["Costs", "find_costs", "measuring_device"]
@@ -38,7 +38,7 @@ class Costs:
     measured: Measured | None = None
     stage_speeds: tuple[float, ...] = ()
     """Relative; empty: all stages are alike."""
-    relief: Relief | None = None
+    relief: ActivationPlan | None = None
     """What becomes of what units would keep for backward; ``None``: they keep everything."""
 
     @property
@@ -69,7 +69,7 @@ class Costs:
         self, trace: Trace, stage_of: Mapping[str, int], num_stages: int, treatments: Treatments | None = None
     ) -> Flow:
         """The segment graph of ``trace`` on these stages, at their speeds, where units are treated like this."""
-        relief = self.relief or Relief(machine=self.machine)
+        relief = self.relief or ActivationPlan(machine=self.machine)
         microbatch = Microbatch(
             trace=self.with_bytes(trace),
             work=self.work(trace.events),
@@ -104,7 +104,7 @@ class Costs:
 def find_costs(
     config: SMPConfig,
     device: torch.device,
-    calls: Sequence[UnitCall],
+    calls: Sequence[RecordedCall],
     trace: Trace | None,
     shape: MeshShape,
     machine: Machine | None = None,

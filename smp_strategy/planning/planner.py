@@ -19,17 +19,17 @@ from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan, crowded
-from smp_strategy.planning.activation_budget.allocate import CallTable, Microbatch, Relief, relieve
+from smp_strategy.planning.activation_budget.allocate import ActivationPlan, CallTable, Microbatch, relieve
 from smp_strategy.planning.partition.from_trace import problem_of
-from smp_strategy.planning.partition.partition import Partition, Reliefs, UnitRelief
-from smp_strategy.planning.partition.problem import Held, InFlight, Problem, Promise, Score, Setting
+from smp_strategy.planning.partition.partition import Partition, StageActivations, UnitActivations
+from smp_strategy.planning.partition.problem import HeldBytes, InFlight, PartitionProblem, Promise, Score, Setting
 from smp_strategy.planning.partition.sagemaker_tree import in_execution_order, module_tree, tree_partition
 from smp_strategy.planning.partition.solver import EFFORT, does_not_fit, solve
 from smp_strategy.planning.schedule.policies import Policy, candidates
 from smp_strategy.planning.schedule.search import NOTICEABLE
 from smp_strategy.planning.schedule.simulate import SPLIT_OVERHEAD, simulate
 
-__all__ = ["Program", "as_given", "best_partition", "policies_of", "problem_under", "simulated"]
+__all__ = ["PlanningInput", "as_given", "best_partition", "policies_of", "problem_under", "simulated"]
 
 # Of many policies, each gets so many simulations, and those that look best then get all that they need.
 QUICK = 12
@@ -39,18 +39,18 @@ SIMULATIONS_PER_CHOICE = 8
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class PlanningInput:
     """A microbatch of a model, and what it runs on."""
 
     trace: Trace
     work: Mapping[int, Work]
     """Of each event, by position."""
-    parameters: Mapping[str, Mapping[int, Held]]
+    parameters: Mapping[str, Mapping[int, HeldBytes]]
     """What a rank holds of each unit's parameters, by unit in order of registration."""
     link: Link
-    everywhere: Mapping[int, Held] = field(default_factory=dict)
+    everywhere: Mapping[int, HeldBytes] = field(default_factory=dict)
     """What every stage holds, whatever its units are."""
-    whole: Mapping[str, Held] | None = None
+    whole: Mapping[str, HeldBytes] | None = None
     """Each unit's parameters, where a rank holds a part of them only."""
     state_shards: int = 1
     """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
@@ -62,7 +62,7 @@ class Program:
     """Bytes per stage; empty: there are none."""
     stage_speeds: tuple[float, ...] = ()
     """Relative; empty: all are alike."""
-    relief: Relief = Relief(machine=Machine.nominal("cpu"))
+    relief: ActivationPlan = ActivationPlan(machine=Machine.nominal("cpu"))
     """What becomes of what units would keep for backward."""
 
     @cached_property
@@ -86,7 +86,7 @@ def policies_of(config: SMPConfig, num_stages: int, num_units: int) -> list[Poli
 
 
 def best_partition(
-    config: SMPConfig, program: Program, num_stages: int, *, policies: Sequence[Policy] | None = None
+    config: SMPConfig, program: PlanningInput, num_stages: int, *, policies: Sequence[Policy] | None = None
 ) -> Partition:
     """The partition of least cost, under the schedule that makes it fastest.
 
@@ -109,7 +109,7 @@ def best_partition(
 
 
 def _attempts(
-    config: SMPConfig, program: Program, num_stages: int, policies: Sequence[Policy], budget: int | None
+    config: SMPConfig, program: PlanningInput, num_stages: int, policies: Sequence[Policy], budget: int | None
 ) -> dict[Policy, Partition]:
     """The best partition under each policy under which there is one."""
     found: dict[Policy, Partition] = {}
@@ -131,7 +131,7 @@ def _attempts(
     return found
 
 
-def as_given(config: SMPConfig, program: Program, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
+def as_given(config: SMPConfig, program: PlanningInput, num_stages: int, stage_of: Mapping[str, int]) -> Partition:
     """What an assignment that is decided already costs, under the policy that suits it best.
 
     Raises:
@@ -173,7 +173,7 @@ def _simplest(partitions: Collection[Partition]) -> Partition:
     return next(partition for partition in partitions if partition.step_seconds * (1 - NOTICEABLE) <= least)
 
 
-def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: Policy) -> Problem:
+def problem_under(config: SMPConfig, program: PlanningInput, num_stages: int, policy: Policy) -> PartitionProblem:
     """The partitioning problem under a policy."""
     num_microbatches = config.num_microbatches(num_stages)
     setting = Setting(
@@ -201,7 +201,11 @@ def problem_under(config: SMPConfig, program: Program, num_stages: int, policy: 
 
 
 def simulated(
-    program: Program, problem: Problem, policy: Policy, stage_of: Mapping[str, int], relief: Relief | None = None
+    program: PlanningInput,
+    problem: PartitionProblem,
+    policy: Policy,
+    stage_of: Mapping[str, int],
+    relief: ActivationPlan | None = None,
 ) -> Score:
     """Time and activations of a step under an assignment of units to stages.
 
@@ -260,7 +264,7 @@ def _in_flight(policy: Policy, stage: int, num_stages: int, num_microbatches: in
             return InFlight(likely=all_of_them)
 
 
-def _guesses(problem: Problem) -> list[dict[str, int]]:
+def _guesses(problem: PartitionProblem) -> list[dict[str, int]]:
     """What SageMaker's algorithm would do."""
     tree, setting = module_tree(problem.units), problem.setting
     if tree.num_leaves < setting.num_stages:
@@ -271,8 +275,8 @@ def _guesses(problem: Problem) -> list[dict[str, int]]:
 
 
 def _partition(
-    program: Program,
-    problem: Problem,
+    program: PlanningInput,
+    problem: PartitionProblem,
     stage_of: Mapping[str, int],
     score: Score,
     policy: Policy,
@@ -291,15 +295,19 @@ def _partition(
 
 
 def _reliefs(
-    program: Program, problem: Problem, policy: Policy, stage_of: Mapping[str, int], treatments: Treatments
-) -> Reliefs:
+    program: PlanningInput,
+    problem: PartitionProblem,
+    policy: Policy,
+    stage_of: Mapping[str, int],
+    treatments: Treatments,
+) -> StageActivations:
     """What ``treatments`` bring and cost."""
     trace, work = program.relief.treated(program.trace, program.work, treatments, stage_of)
-    of_units = {name: UnitRelief(treatment=treatment) for name, treatment in treatments.items()}
+    of_units = {name: UnitActivations(treatment=treatment) for name, treatment in treatments.items()}
     for position, (before, after) in enumerate(zip(program.trace.events, trace.events, strict=True)):
         if before.kind == "unit" and before.name in of_units:
             seconds = sum(work[position]) - sum(program.work[position])
             spared = before.saved_bytes - after.saved_bytes
             of_units[before.name] = of_units[before.name].plus(spared, after.offloaded_bytes, seconds)
-    all_kept = simulated(program, problem, policy, stage_of, Relief(machine=program.relief.machine))
-    return Reliefs(of_units, all_kept.activation_bytes)
+    all_kept = simulated(program, problem, policy, stage_of, ActivationPlan(machine=program.relief.machine))
+    return StageActivations(of_units, all_kept.activation_bytes)

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.loss_scale import ScalingRules
 
-__all__ = ["Found", "GradientScaler"]
+__all__ = ["UnscaleResult", "GradScaler"]
 
 
-class Found(Enum):
+class UnscaleResult(Enum):
     """What the ranks together have found in the gradients of an optimizer."""
 
     NOTHING = "no gradient"
@@ -36,7 +36,7 @@ class Found(Enum):
 
 
 @final
-class GradientScaler:
+class GradScaler:
     """See the module docstring.
 
     Args:
@@ -49,7 +49,7 @@ class GradientScaler:
     def __init__(
         self,
         rules: ScalingRules,
-        unscale: Callable[[Optimizer, float], Found],
+        unscale: Callable[[Optimizer, float], UnscaleResult],
         optimizers: Callable[[], Iterable[Optimizer]] = tuple,
     ) -> None:
         self.rules = rules
@@ -58,11 +58,11 @@ class GradientScaler:
         self._now = rules.begin()
         self._carried = self._now.scale
         # Of those whose gradients are divided, and still wait for their step or for the `update` after it.
-        self._found: dict[Optimizer, Found] = {}
+        self._found: dict[Optimizer, UnscaleResult] = {}
         self._stepped: WeakSet[Optimizer] = WeakSet()
         # Since the last `update`, and of the last step of each.
-        self._news: set[Found] = set()
-        self._latest: WeakKeyDictionary[Optimizer, Found] = WeakKeyDictionary()
+        self._news: set[UnscaleResult] = set()
+        self._latest: WeakKeyDictionary[Optimizer, UnscaleResult] = WeakKeyDictionary()
         # Those whose gradients are as they are: nothing has been added since.
         self._divided: WeakSet[Optimizer] = WeakSet()
 
@@ -121,7 +121,7 @@ class GradientScaler:
 
     def has_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last step of ``optimizer`` was skipped."""
-        return self._latest.get(optimizer) is Found.OVERFLOW
+        return self._latest.get(optimizer) is UnscaleResult.OVERFLOW
 
     def update(self) -> None:
         """The optimizers have stepped: what is the next factor? Nothing changes where there were no gradients."""
@@ -129,9 +129,9 @@ class GradientScaler:
         for optimizer in self._stepped:
             self._found.pop(optimizer, None)
         self._stepped.clear()
-        if not found - {Found.NOTHING}:
+        if not found - {UnscaleResult.NOTHING}:
             return
-        overflowed = Found.OVERFLOW in found
+        overflowed = UnscaleResult.OVERFLOW in found
         if overflowed and self.rules.is_stuck(self._now):
             warnings.warn(self._complaint(), stacklevel=2)
         self._now = self.rules.next(self._now, overflowed=overflowed)

@@ -22,7 +22,7 @@ from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.errors import ConfigError
 from smp_strategy.precision.dtypes import gradient_dtype
 
-__all__ = ["WideGradients", "parameters_without_masters", "refuse_trained", "set_gradient_dtype"]
+__all__ = ["Fp32Gradients", "parameters_without_masters", "refuse_trained", "set_gradient_dtype"]
 
 
 def parameters_without_masters(module: nn.Module, options: PrecisionOptions) -> dict[str, nn.Parameter]:
@@ -63,7 +63,7 @@ def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 @final
-class WideGradients:
+class Fp32Gradients:
     """See the module docstring. In force from the construction on.
 
     Args:

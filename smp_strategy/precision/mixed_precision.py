@@ -12,7 +12,7 @@ added to the master's in float32, by a hook, which also calls what users have re
 
 Where weights are spread over a shard group no copy is needed: they are half-precision when they are gathered
 (:mod:`smp_strategy.data_parallel.flat_buffer`), and a place that holds such a weight is left alone. So is one that
-holds a stand-in of a dry run: the oracle and measurements make these in the dtype that :meth:`HalfUnits.dtypes_in`
+holds a stand-in of a dry run: the oracle and measurements make these in the dtype that :meth:`MixedPrecision.dtypes_in`
 says.
 """
 
@@ -27,10 +27,10 @@ from smp_strategy.config.precision_options import PrecisionOptions
 from smp_strategy.precision.casting import Casting
 from smp_strategy.precision.dtypes import FLOATS, compute_dtype, dtypes_in_use, gradient_dtype, kept_in_full
 
-__all__ = ["HalfUnits"]
+__all__ = ["MixedPrecision"]
 
 
-class _Place(NamedTuple):
+class _ParameterSlot(NamedTuple):
     """Where a module has a parameter."""
 
     of_module: dict[str, Any]
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 @final
-class HalfUnits:
+class MixedPrecision:
     """See the module docstring.
 
     Args:
@@ -59,11 +59,11 @@ class HalfUnits:
     def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         self.dtype = dtype
         self._device_type = device_type
-        self._copies: dict[int, _Copy] = {}
-        self._places: dict[int, list[_Place]] = {}
+        self._copies: dict[int, _HalfCopy] = {}
+        self._places: dict[int, list[_ParameterSlot]] = {}
 
     @classmethod
-    def asked_for(cls, options: PrecisionOptions, device_type: str) -> "HalfUnits | None":
+    def asked_for(cls, options: PrecisionOptions, device_type: str) -> "MixedPrecision | None":
         """What ``options`` ask for, if that is half precision."""
         dtype = compute_dtype(options)
         return None if dtype is None else cls(dtype, device_type)
@@ -100,7 +100,7 @@ class HalfUnits:
     def keep(self, parameters: Collection[nn.Parameter]) -> None:
         """From now on keep copies of ``parameters``, which are whole on this rank, from their first use on."""
         self.let_go()
-        self._copies = {id(each): _Copy(each, self.dtype) for each in parameters if self._is_to_be_cast(each)}
+        self._copies = {id(each): _HalfCopy(each, self.dtype) for each in parameters if self._is_to_be_cast(each)}
 
     def let_go(self) -> None:
         """Keep no copies."""
@@ -138,7 +138,7 @@ class HalfUnits:
         # One that rests, or is gathered already, is met by its unit's own places; this is for runs that are looked at.
         return parameter.to(self.dtype)
 
-    def _places_in(self, unit: nn.Module) -> list[_Place]:
+    def _places_in(self, unit: nn.Module) -> list[_ParameterSlot]:
         known = self._places.get(id(unit))
         if known is None or any(place.of_module.get(place.name) is not place.parameter for place in known):
             known = list(self._found_in(unit))
@@ -146,7 +146,7 @@ class HalfUnits:
                 self._places[id(unit)] = known
         return known
 
-    def _found_in(self, unit: nn.Module) -> Iterator[_Place]:
+    def _found_in(self, unit: nn.Module) -> Iterator[_ParameterSlot]:
         full = set(map(id, kept_in_full(unit)))
         for part in unit.modules():
             flat, names = (part._flat_weights, part._flat_weights_names) if isinstance(part, nn.RNNBase) else ([], [])
@@ -156,7 +156,7 @@ class HalfUnits:
                     continue
                 # The list has the real weights also where a dry run has put others into the module.
                 if self._is_to_be_cast(parameter) or any(flat[each] is not parameter for each in positions):
-                    yield _Place(part._parameters, name, parameter, flat, positions)
+                    yield _ParameterSlot(part._parameters, name, parameter, flat, positions)
 
     def _is_to_be_cast(self, parameter: Tensor) -> bool:
         return parameter.dtype is not self.dtype and parameter.dtype in FLOATS
@@ -168,7 +168,7 @@ class HalfUnits:
 
 
 @final
-class _Copy:
+class _HalfCopy:
     """The half-precision copy of a master.
 
     Attributes:

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.planning.memory.amounts import RankMemory
-from smp_strategy.planning.memory.counting import Spread, count
+from smp_strategy.planning.memory.counting import ShardedStorage, count
 from smp_strategy.planning.output_file import save_report
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.memory_tables import page, predicted_amounts, text
 
 __all__ = ["MemoryReport", "memory_report"]
@@ -31,7 +31,7 @@ class MemoryReport:
 
     ranks: tuple[RankMemory, ...]
     """All of them, by rank."""
-    predicted: tuple[Held, ...]
+    predicted: tuple[HeldBytes, ...]
     """What the fullest rank of each stage was to hold; empty before the partition is decided."""
     rank: int
     """Who says this."""
@@ -72,7 +72,7 @@ def memory_report(
     optimizers: Iterable[Optimizer],
     mesh: ProcessMesh,
     partition: Partition | None,
-    spread: Spread | None = None,
+    spread: ShardedStorage | None = None,
     *,
     copies: int = 0,
 ) -> MemoryReport:

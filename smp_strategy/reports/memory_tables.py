@@ -9,7 +9,7 @@ from rich.table import Table
 
 from smp_strategy.config.sizes import show_bytes
 from smp_strategy.planning.memory.amounts import RankMemory
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.explain.html import document, element, row
 from smp_strategy.reports.explain.text import WIDTH
 
@@ -23,7 +23,7 @@ CAPTION = (
 )
 
 
-def predicted_amounts(held: Held) -> dict[str, int]:
+def predicted_amounts(held: HeldBytes) -> dict[str, int]:
     """What is counted of what was predicted; nothing is said of buffers."""
     return {
         "parameters": held.parameter,
@@ -33,7 +33,7 @@ def predicted_amounts(held: Held) -> dict[str, int]:
     }
 
 
-def text(ranks: Sequence[RankMemory], predicted: Sequence[Held]) -> str:
+def text(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> str:
     """As text."""
     table = Table(title=_summary(ranks), title_justify="left", caption=CAPTION, caption_justify="left")
     for number, name in enumerate(COLUMNS):
@@ -49,7 +49,7 @@ def text(ranks: Sequence[RankMemory], predicted: Sequence[Held]) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def page(ranks: Sequence[RankMemory], predicted: Sequence[Held]) -> str:
+def page(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> str:
     """As a page."""
     rows = [row("td", [escape(cell) for cell in cells]) for cells in _rows(ranks, predicted)]
     parts = [
@@ -68,7 +68,7 @@ def _summary(ranks: Sequence[RankMemory]) -> str:
     return f"{len(ranks)} ranks hold {total}, the fullest of them (rank {fullest.rank}) {show_bytes(fullest.total)}"
 
 
-def _rows(ranks: Sequence[RankMemory], predicted: Sequence[Held]) -> list[list[str]]:
+def _rows(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> list[list[str]]:
     rows = []
     for stage in sorted({each.stage for each in ranks}):
         rows += [_row(str(stage), str(each.rank), each.amounts) for each in ranks if each.stage == stage]

@@ -31,12 +31,22 @@ from torch import Tensor
 
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["Copies", "add_up", "copy", "copy_together", "gather", "gather_split", "scatter_sum", "split", "summand"]
+__all__ = [
+    "ReplicatedWeights",
+    "add_up",
+    "copy",
+    "copy_together",
+    "gather",
+    "gather_split",
+    "scatter_sum",
+    "split",
+    "summand",
+]
 
 
 def copy(whole: Tensor, group: TensorGroup) -> Tensor:
     """``whole``, for each rank to go on with in its own way: its gradients are added up."""
-    result: Tensor = _Copy.apply(whole, group)  # type: ignore[no-untyped-call]
+    result: Tensor = _CopyToRegion.apply(whole, group)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -88,7 +98,7 @@ def _can_change(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor._is_view() and not (tensor.is_leaf and tensor.requires_grad)
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
@@ -191,7 +201,7 @@ class _ScatterSum(_Moving):
 
 
 @final
-class Copies:
+class ReplicatedWeights:
     """Whole tensors, for each rank to use with its tokens: their gradients are added up, all in one message.
 
     Args:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import (
     Path,
@@ -58,7 +58,7 @@ class _Described(NamedTuple):
     """Why it cannot be joined with others."""
 
 
-def join(batch: Any, group: TensorGroup, known: Read | None = None) -> tuple[Any, Read | None]:
+def join(batch: Any, group: TensorGroup, known: BatchSource | None = None) -> tuple[Any, BatchSource | None]:
     """The samples of all ranks of ``group``, in their order, and where they are. Collective.
 
     Args:
@@ -86,10 +86,12 @@ def join(batch: Any, group: TensorGroup, known: Read | None = None) -> tuple[Any
             return np.concatenate(items)
         return type(leaf)(item for part in items for item in part)
 
-    return visited(batch, samples.lists, visit), None if samples.number is None else Read(sum(lengths), samples.lists)
+    return visited(batch, samples.lists, visit), None if samples.number is None else BatchSource(
+        sum(lengths), samples.lists
+    )
 
 
-def _described(batch: Any, samples: Samples, known: Read | None) -> _Described:
+def _described(batch: Any, samples: Samples, known: BatchSource | None) -> _Described:
     leaves: list[_Leaf] = []
     try:
         refuse_other_sizes(known)

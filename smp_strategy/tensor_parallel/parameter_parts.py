@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["Parts"]
+__all__ = ["ParameterParts"]
 
 
 @final
-class Parts:
+class ParameterParts:
     """See the module docstring.
 
     Args:

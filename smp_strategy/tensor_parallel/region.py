@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from smp_strategy.tensor_parallel.autograd_collectives import gather, split, summand
 from smp_strategy.tensor_parallel.layers.base import SplitLayer
 from smp_strategy.tensor_parallel.region_boundary import leave
-from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts
 from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 
@@ -39,7 +39,7 @@ class ColumnParallelLayer(SplitLayer):
     gather_output: bool
     looks_whole: bool = False
     shares_input: bool
-    randomness: SplitRandomness | None
+    randomness: RegionRng | None
     _features: int
     """The dim of activations that is split."""
 
@@ -76,7 +76,7 @@ class RowParallelLayer(SplitLayer):
     bias: nn.Parameter | None
     splits_input: bool
     splits_output: int | None = None
-    randomness: SplitRandomness | None
+    randomness: RegionRng | None
     _features: int
     """The dim of activations that is split."""
 

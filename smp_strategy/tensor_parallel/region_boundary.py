@@ -6,7 +6,7 @@ came in last is remembered together with its copy, until the region ends.
 
 A tensor of which each rank has a part is put together for them, and its gradient goes back in parts. Keeping the whole
 for the gradients of their weights would cost what the parts save. So a rank keeps its part, and in backward the parts
-are put together once more, when the first of these layers needs the whole (:class:`Readers`).
+are put together once more, when the first of these layers needs the whole (:class:`RegionReaders`).
 """
 
 from typing import NamedTuple, TypeGuard, final
@@ -19,11 +19,11 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts
 from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor, even_lengths
 
-__all__ = ["Entered", "Readers", "as_computed", "enter", "enter_parts", "leave"]
+__all__ = ["Entered", "RegionReaders", "as_computed", "enter", "enter_parts", "leave"]
 
 
 @final
-class Readers:
+class RegionReaders:
     """The layers that need a whole tensor again in backward.
 
     Args:
@@ -62,7 +62,7 @@ class Entered(NamedTuple):
     """For layers to read; their gradients are added up."""
     part: Tensor | None
     """What this rank has of it, if it came in parts."""
-    readers: Readers | None
+    readers: RegionReaders | None
     """Likewise."""
 
 
@@ -90,7 +90,7 @@ def enter_parts(tensor: InParts, group: TensorGroup, *, shares: bool = True) -> 
     state = _state_of(tensor)
     if not _is_in(found := group.recall(Entered), state):
         part = tensor.part.to(state[2])
-        found = Entered(*state, functions.gather_split(part, *tensor.along), part, Readers(tensor.along))
+        found = Entered(*state, functions.gather_split(part, *tensor.along), part, RegionReaders(tensor.along))
         if shares:
             group.remember(found)
     return found

@@ -20,14 +20,14 @@ from smp_strategy.distributed.device import generator_of
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.tensor_parallel.group import TensorGroup
 
-__all__ = ["SplitRandomness"]
+__all__ = ["RegionRng"]
 
 _OFFSETS_OF_A_CALL = 4
 """By which generators of CUDA advance at least."""
 
 
 @final
-class _Inside(NamedTuple):
+class _InRegion(NamedTuple):
     """That a region has been entered."""
 
     opener: object
@@ -40,7 +40,7 @@ class _Inside(NamedTuple):
 
 
 @final
-class SplitRandomness:
+class RegionRng:
     """Of a split region; the layers at its ends share one.
 
     Args:
@@ -49,7 +49,7 @@ class SplitRandomness:
 
     def __init__(self, group: TensorGroup) -> None:
         self._group = group
-        self._inside: _Inside | None = None
+        self._inside: _InRegion | None = None
 
     def enter(self, x: Tensor, layer: object) -> None:
         """From now on draw numbers of this rank's own, unless that has begun already.
@@ -66,7 +66,7 @@ class SplitRandomness:
             self.leave()  # what should have done it was not reached
         generator = generator_of(x.device)
         seed = derive_seed(*_drawn(generator), self._group.rank)
-        self._inside = _Inside(layer, generator, seed, generator.get_state())
+        self._inside = _InRegion(layer, generator, seed, generator.get_state())
         generator.manual_seed(seed)
         if torch._C._current_graph_task_id() != -1:
             # Computed again in a backward, which stops before the end of a region when it has what it needs.

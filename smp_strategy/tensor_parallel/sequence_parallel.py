@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.tensor_parallel.autograd_collectives import Copies
+from smp_strategy.tensor_parallel.autograd_collectives import ReplicatedWeights
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, SplitLayer
 from smp_strategy.tensor_parallel.region import RowParallelLayer
@@ -106,11 +106,11 @@ class SequenceParallelLayer(SplitLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the dense layer computes, with its first argument in parts."""
         args, kwargs = self._in_parts(args, kwargs)
-        self.group.remember(Copies(_whole_parameters(self), self.group))
+        self.group.remember(ReplicatedWeights(_whole_parameters(self), self.group))
         try:
             result = type(self)._dense.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
         finally:
-            self.group.forget(Copies)
+            self.group.forget(ReplicatedWeights)
         return pytree.tree_map_only(InParts, InParts.whole, result) if self._ends_whole else result
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

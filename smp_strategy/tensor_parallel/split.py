@@ -29,15 +29,15 @@ from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, Row
 from smp_strategy.tensor_parallel.plan import annotations as notes
 from smp_strategy.tensor_parallel.plan import patterns as by_pattern
 from smp_strategy.tensor_parallel.plan.hugging_face import family_blocks, is_from_transformers, vocabulary_blocks
-from smp_strategy.tensor_parallel.plan.observed_pairs import Watched, pair_blocks, watch
-from smp_strategy.tensor_parallel.plan.plan import Block, How, describe
+from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers, pair_blocks, watch
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, describe
 from smp_strategy.tensor_parallel.plan.registry import registered_blocks
-from smp_strategy.tensor_parallel.plan.resolve import Choice, choose
-from smp_strategy.tensor_parallel.plan.split_report import LayerLine, Report
+from smp_strategy.tensor_parallel.plan.resolve import SplitDecision, choose
+from smp_strategy.tensor_parallel.plan.split_report import LayerLine, SplitReport
 from smp_strategy.tensor_parallel.plan.torch_layers import torch_blocks
-from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
-from smp_strategy.tensor_parallel.unsplit_views import Appearance
+from smp_strategy.tensor_parallel.unsplit_views import UnsplitViews
 
 __all__ = ["SplitModule", "split_layers"]
 
@@ -56,10 +56,10 @@ class SplitModule:
     """
 
     cuts: Mapping[nn.Parameter, Cut]
-    report: Report
-    appearance: Appearance
-    watched: Watched
-    blocks: tuple[Block, ...]
+    report: SplitReport
+    appearance: UnsplitViews
+    watched: ObservedLayers
+    blocks: tuple[LayerBlock, ...]
     _undo: list[Callable[[], object]] = field(repr=False)
 
     def to_dense(self) -> None:
@@ -76,7 +76,7 @@ def split_layers(
     strict: bool = False,
     stream_dim: int | None = None,
     run_step: Callable[[], Any] | None = None,
-    before: Watched | None = None,
+    before: ObservedLayers | None = None,
 ) -> SplitModule:
     """Split layers of ``module`` over the ranks of ``group``, in place. All of them call it with the same module.
 
@@ -96,16 +96,16 @@ def split_layers(
             whole under ``strict``; ranks do not decide alike.
     """
     modules = dict(module.named_modules(remove_duplicate=False))
-    watched = Watched() if run_step is None or group.size == 1 else watch(modules, run_step)
+    watched = ObservedLayers() if run_step is None or group.size == 1 else watch(modules, run_step)
     watched = watched if before is None else watched.after(before)
     blocks = [] if group.size == 1 else list(_blocks(modules, patterns or {}, watched))
     refused: dict[str, str] = {}
     while True:
         choice = choose(modules, blocks, group.size, notes.disabled(modules), refused, watched.readers)
-        report = Report(tuple(_lines(modules, choice)), group.size)
+        report = SplitReport(tuple(_lines(modules, choice)), group.size)
         _refuse(choice, report, group, strict)
         undo: list[Callable[[], object]] = []
-        appearance = Appearance(dict.fromkeys(modules.values()))
+        appearance = UnsplitViews(dict.fromkeys(modules.values()))
         failed = _split_all(choice, modules, group, undo)
         if failed is None:
             if stream_dim is not None:
@@ -121,8 +121,8 @@ def split_layers(
 def _blocks(
     modules: Mapping[str, nn.Module],
     patterns: Mapping[str, str],
-    watched: Watched,
-) -> Iterator[Block]:
+    watched: ObservedLayers,
+) -> Iterator[LayerBlock]:
     """What all sources say, in order."""
     into = {column: pair.row for pair in watched.pairs for column in pair.columns}
     yield from by_pattern.pattern_blocks(modules, patterns, lambda column, row: into.get(column) == row)
@@ -133,7 +133,7 @@ def _blocks(
     yield from pair_blocks(modules, watched.pairs)
 
 
-def _refuse(choice: Choice, report: Report, group: TensorGroup, strict: bool) -> None:
+def _refuse(choice: SplitDecision, report: SplitReport, group: TensorGroup, strict: bool) -> None:
     """Raise what is an error before anything is split."""
     problems = [
         f"`tensor_parallel` names `{name}`, which cannot be split: {reason}."
@@ -161,7 +161,7 @@ def _refuse(choice: Choice, report: Report, group: TensorGroup, strict: bool) ->
 
 
 def _split_all(
-    choice: Choice, modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
+    choice: SplitDecision, modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
 ) -> dict[str, str] | None:
     """Split what is chosen; the block that refuses, with its reason."""
     for block in choice.blocks:
@@ -173,11 +173,11 @@ def _split_all(
 
 
 def _split_block(
-    block: Block, modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
+    block: LayerBlock, modules: Mapping[str, nn.Module], group: TensorGroup, undo: list[Callable[[], object]]
 ) -> None:
     inner = [how.style for how in block.layers.values() if not how.is_whole_outside]
     is_region = "column" in inner and "row" in inner
-    randomness = SplitRandomness(group) if is_region else None
+    randomness = RegionRng(group) if is_region else None
     shares_input = inner.count("column") > 1
     for name, how in block.layers.items():
         layer = modules[name]
@@ -205,7 +205,7 @@ def _set(module: nn.Module, attribute: str, value: Any, undo: list[Callable[[], 
 
 
 def _split_layer(
-    layer: nn.Module, how: How, group: TensorGroup, randomness: SplitRandomness | None, *, shares_input: bool
+    layer: nn.Module, how: SplitKind, group: TensorGroup, randomness: RegionRng | None, *, shares_input: bool
 ) -> None:
     if how.style in ("column", "row"):
         _split_features(layer, how, group, randomness, shares_input=shares_input)
@@ -224,7 +224,7 @@ def _split_layer(
 
 
 def _split_features(
-    layer: nn.Module, how: How, group: TensorGroup, randomness: SplitRandomness | None, *, shares_input: bool
+    layer: nn.Module, how: SplitKind, group: TensorGroup, randomness: RegionRng | None, *, shares_input: bool
 ) -> None:
     is_conv = isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     blocks: dict[str, Any] = {} if is_conv else {"num_blocks": how.num_blocks}
@@ -256,7 +256,7 @@ def _cuts(module: nn.Module) -> dict[nn.Parameter, Cut]:
     }
 
 
-def _lines(modules: Mapping[str, nn.Module], choice: Choice) -> Iterator[LayerLine]:
+def _lines(modules: Mapping[str, nn.Module], choice: SplitDecision) -> Iterator[LayerLine]:
     seen: set[int] = set()
     inside: dict[str, LayerLine] = {}
     for name, module in modules.items():

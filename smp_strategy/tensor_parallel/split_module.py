@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.parameter_parts import Parts
+from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 from smp_strategy.tensor_parallel.plan.hooks import hook_problem
-from smp_strategy.tensor_parallel.plan.observed_pairs import Watched
-from smp_strategy.tensor_parallel.plan.split_report import Report
+from smp_strategy.tensor_parallel.plan.observed_pairs import ObservedLayers
+from smp_strategy.tensor_parallel.plan.split_report import SplitReport
 from smp_strategy.tensor_parallel.split import SplitModule
 
-__all__ = ["SplitLayers"]
+__all__ = ["SplitLayerSet"]
 
 
 @final
-class SplitLayers:
+class SplitLayerSet:
     """See the module docstring.
 
     Args:
@@ -37,9 +37,9 @@ class SplitLayers:
 
     def __init__(self, module: SplitModule, group: TensorGroup) -> None:
         self._module = module
-        self.parts = Parts(module.cuts, group)
-        self.report: Report = module.report
-        self.watched: Watched = module.watched
+        self.parts = ParameterParts(module.cuts, group)
+        self.report: SplitReport = module.report
+        self.watched: ObservedLayers = module.watched
         self._is_dense = False
 
     @property

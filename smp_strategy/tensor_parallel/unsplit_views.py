@@ -10,13 +10,13 @@ from typing import Any, final
 
 from torch import nn
 
-__all__ = ["Appearance"]
+__all__ = ["UnsplitViews"]
 
 _MISSING = object()
 
 
 @final
-class Appearance:
+class UnsplitViews:
     """What ``modules`` look like; made before their layers are split.
 
     Args:

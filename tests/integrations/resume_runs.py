@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_toy import toy_data, toy_loader, toy_module, toy_trainer
 from torch.utils.data import Dataset
 
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.distributed.rng_state import are_equal
 
 SAMPLES = 24
@@ -117,7 +117,7 @@ def content(path):
     """All of a checkpoint of either form."""
     if path.is_file():
         return torch.load(path, weights_only=True)
-    stored = Stored.open(path)
+    stored = CheckpointReader.open(path)
     return {"stored": {name: stored.read(name) for name in stored.tensors}, "rest": stored.rest()}
 
 

@@ -22,7 +22,7 @@ from accelerate_checks import (
 )
 
 from smp_strategy import UnsupportedError
-from smp_strategy.precision.grad_scaler import GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler
 
 LAYOUTS = {
     "pp2": (2, {"pipeline_parallel_degree": 2}),
@@ -125,7 +125,7 @@ def other_scalers():
     accelerator = fresh_accelerator({"microbatches": 2})
     assert accelerator.scaler is None
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)  # as Accelerate does for fp16
-    assert isinstance(accelerator.scaler, GradientScaler)
+    assert isinstance(accelerator.scaler, GradScaler)
     assert (accelerator.scaler.get_scale(), accelerator.scaler.rules.window) == (8.0, 3)
     accelerator = fresh_accelerator({"microbatches": 2, "fp16": True})
     model = toy()

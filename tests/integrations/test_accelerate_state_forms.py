@@ -11,7 +11,7 @@ from accelerate.utils import ProjectConfiguration
 from accelerate_checks import MICROBATCHES, adamw, assert_same, batches, fresh_accelerator, on_ranks
 from test_accelerate_saving import LAYOUTS, PP2, Counter, files, go_on, start, tied
 
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.writer import Prepared
 from smp_strategy.checkpoint.tools.verify import VERDICTS, verdict
 from smp_strategy.errors import CheckpointError
@@ -64,7 +64,7 @@ def test_what_is_spread_is_in_one_folder_and_the_rest_as_accelerate_has_it(saved
         assert files(folder) == sorted([*plain, "model.safetensors", "optimizer.bin"])
         return
     assert files(folder) == sorted([*plain, folders.SHARDED])
-    stored = Stored.open(folder / folders.SHARDED)
+    stored = CheckpointReader.open(folder / folders.SHARDED)
     assert stored.tensors["state_dict.blocks.3.0.weight"].shape == (16, 16)
     assert "optimizer_0.state.blocks.3.0.weight.exp_avg" in stored.tensors
     assert stored.note["layout"]["pp"] == 2

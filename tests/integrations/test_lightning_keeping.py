@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_toy import on_ranks, quiet, toy_loader, toy_module, toy_trainer
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
-from smp_strategy.integrations.lightning.async_saves import Saves
+from smp_strategy.integrations.lightning.async_saves import AsyncSaves
 
 LOSSES = (0.5, 0.3, 0.4, 0.2)  # of epochs
 FORMS = [{}, {"async_save": True}, {"state_dict_type": "sharded"}, {"state_dict_type": "sharded", "async_save": True}]
@@ -81,7 +81,7 @@ class Slow:
     """Writing takes so long that training does something meanwhile, and fails from the third checkpoint on."""
 
     def __init__(self, folder, monkeypatch, fails=False):
-        self.folder, self.fails, self.seen, save = folder, fails, [], Saves.save
+        self.folder, self.fails, self.seen, save = folder, fails, [], AsyncSaves.save
 
         def slow_save(saves, path, write):
             def slowly():
@@ -93,7 +93,7 @@ class Slow:
 
             save(saves, path, slowly)
 
-        monkeypatch.setattr(Saves, "save", slow_save)
+        monkeypatch.setattr(AsyncSaves, "save", slow_save)
 
 
 class Logger(CSVLogger):

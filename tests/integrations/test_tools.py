@@ -11,7 +11,7 @@ from tools_checks import Tied, fsdp_directory, smp, train
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 4, "state_dict_type": "sharded"}
 
@@ -38,7 +38,7 @@ def test_a_directory_becomes_a_file_and_a_directory_again(trained, tmp_path):
     ours = trained / "ours.ckpt"
     assert smp("export", ours, tmp_path / "full.ckpt", "--form", "full", "--quiet") == 0
     assert smp("export", tmp_path / "full.ckpt", tmp_path / "again.ckpt", "--form", "sharded", "--quiet") == 0
-    first, last = Stored.open(ours), Stored.open(tmp_path / "again.ckpt")
+    first, last = CheckpointReader.open(ours), CheckpointReader.open(tmp_path / "again.ckpt")
     assert set(first.tensors) == set(last.tensors)
     assert set(first.objects) == set(last.objects)
     for name in first.tensors:
@@ -103,7 +103,7 @@ def test_training_begins_with_weights_of_others(form, tmp_path):
 def test_directories_of_fsdp_become_checkpoints(keys, tmp_path):
     weights, kept = on_ranks(fsdp_directory, 2, tmp_path / "theirs", keys)[0]
     assert smp("import", tmp_path / "theirs", tmp_path / "ours.ckpt", "--prefix", "net.", "--quiet") == 0
-    found = Stored.open(tmp_path / "ours.ckpt")
+    found = CheckpointReader.open(tmp_path / "ours.ckpt")
     for name, tensor in weights.items():
         assert found.read(f"state_dict.net.{name}").equal(tensor)
         for key, value in kept[name].items() if keys else ():
@@ -154,7 +154,7 @@ def test_names_that_are_left_out_come_from_a_checkpoint_of_the_same_model(tmp_pa
 
 def test_safetensors_of_a_directory(trained, tmp_path):
     assert smp("export", trained / "ours.ckpt", tmp_path / "out", "--prefix", "net.", "--quiet") == 0
-    found, ours = load_file(tmp_path / "out" / "model.safetensors"), Stored.open(trained / "ours.ckpt")
+    found, ours = load_file(tmp_path / "out" / "model.safetensors"), CheckpointReader.open(trained / "ours.ckpt")
     assert found.keys() == toy_module().net.state_dict().keys()
     assert all(tensor.equal(ours.read(f"state_dict.net.{name}")) for name, tensor in found.items())
 

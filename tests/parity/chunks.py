@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import smp_strategy.engine.parallelize
-from smp_strategy.engine.plan_cache import Timetables
+from smp_strategy.engine.plan_cache import PlanCache
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.partition.partition import Partition
@@ -88,18 +88,18 @@ def chunked(
 @contextmanager
 def laid_out(stages: list[int], delay: int | None, every: int = 1) -> Iterator[None]:
     """While this is open, ranks decide so."""
-    decide, plan_of = smp_strategy.engine.parallelize.decide, Timetables.plan
+    decide, plan_of = smp_strategy.engine.parallelize.decide, PlanCache.plan
 
     def decide_chunks(*args: Any, **kwargs: Any) -> Any:
         partition, *found = decide(*args, **kwargs)
         return in_chunks(partition, stages), *found
 
-    def split(timetables: Timetables, trace: Trace, num_microbatches: int) -> Plan:
+    def split(timetables: PlanCache, trace: Trace, num_microbatches: int) -> Plan:
         plan = plan_of(timetables, trace, num_microbatches)
         return plan if delay is None else split_plan(plan, delay, lambda segment: segment % every == 0)
 
     with (
         mock.patch.object(smp_strategy.engine.parallelize, "decide", decide_chunks),
-        mock.patch.object(Timetables, "plan", split),
+        mock.patch.object(PlanCache, "plan", split),
     ):
         yield

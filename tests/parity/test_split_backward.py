@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
-from smp_strategy.pipeline.microbatch_runner import Turns
+from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.testing import run_ranks
 from tests.product import Product
@@ -250,16 +250,16 @@ def note_gradients() -> tuple[list[tuple[str, list[bool]]], list[bool], bool]:
     engine = Engine(SMPConfig(pipeline_parallel_degree=2, microbatches=2))
     engine.attach(module)
     notes: list[tuple[str, list[bool]]] = []
-    do = Turns.do
+    do = MicrobatchRunner.do
 
     def has_gradient() -> list[bool]:
         return [block.mlp[0].weight.grad is not None for block in module.blocks]
 
-    def noting(turns: Turns, action: Action) -> None:
+    def noting(turns: MicrobatchRunner, action: Action) -> None:
         notes.append((str(action), has_gradient()))
         do(turns, action)
 
-    with laid_out([0, 1], NEVER), mock.patch.object(Turns, "do", noting):
+    with laid_out([0, 1], NEVER), mock.patch.object(MicrobatchRunner, "do", noting):
         result = engine.train_step(module.loss, Blocks.batch(torch.Generator()), loss_of=lambda loss: loss)
         result.commit(torch.ones(()), reduce=True)
         end = has_gradient()

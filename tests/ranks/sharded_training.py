@@ -1,6 +1,6 @@
 """Training with sharded units on real ranks, and in one process over the same microbatches.
 
-The forward of each unit is replaced by a call through :class:`UnitUses`, as an engine does it.
+The forward of each unit is replaced by a call through :class:`GatherSchedule`, as an engine does it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.flat_unit import FlatUnit, Keeping
-from smp_strategy.data_parallel.gather_schedule import Timing, UnitUses
-from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
+from smp_strategy.data_parallel.gather_schedule import GatherPolicy, GatherSchedule
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from tests.pieces import pieces_shown
 from tests.ranks.sharded_models import Model, batch, made
 
@@ -43,7 +43,7 @@ class Sharded:
 
     def __init__(self, kind: type[Model], setting: Setting) -> None:
         shard_group, replica_group = groups(setting.degree)
-        self.shards, self.replicas = PointToPoint(shard_group), PointToPoint(replica_group)
+        self.shards, self.replicas = GlooCollectives(shard_group), GlooCollectives(replica_group)
         self.model = made(kind)
         self.optimizer = sgd(self.model)
         self.token: object = None
@@ -52,15 +52,15 @@ class Sharded:
                 module.named_parameters(remove_duplicate=False),
                 self.shards,
                 CPU,
-                keeping=Keeping(persistence_threshold=setting.threshold),
+                keeping=ShardPolicy(persistence_threshold=setting.threshold),
                 owners=self.replicas if setting.deals_out else None,
             )
             for name, module in self.model.units.items()
         }
-        self.uses = UnitUses(
+        self.uses = GatherSchedule(
             self.units,
             self.shards,
-            timing=Timing(
+            timing=GatherPolicy(
                 gathers_once=setting.gathers_once,
                 num_ahead=setting.prefetch,
                 most_live=setting.most_live,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-from smp_strategy.data_parallel.collective_order import MOST_TIMES_LONGER, CommonOrder, Operation, Step, plan_of
-from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.data_parallel.collective_order import MOST_TIMES_LONGER, CollectiveOrder, Operation, Step, plan_of
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.testing import run_ranks
 
 NUM_UNITS, PASSES = 5, 12
@@ -20,7 +20,7 @@ class Report(NamedTuple):
     exchanges: list[int]
 
 
-class Watched(PointToPoint):
+class Watched(GlooCollectives):
     """Counts exchanges."""
 
     num_gathers = 0
@@ -58,7 +58,7 @@ def follow(kind: str, ahead: int) -> Report:
         if operation.kind == "gather":
             ready.discard(operation.unit)
 
-    order = CommonOrder(collectives, start=start, pass_by=pass_by, digest=int, refuse=pytest.fail)
+    order = CollectiveOrder(collectives, start=start, pass_by=pass_by, digest=int, refuse=pytest.fail)
     report = Report([], [], [])
     for turn in range(PASSES):
         wanted = program(kind, turn, dist.get_rank())

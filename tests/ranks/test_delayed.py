@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
-from smp_strategy.engine.local_model import Share
+from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.errors import ConfigError, SMPError, UnsupportedError
 from smp_strategy.pipeline.microbatch import split
 from smp_strategy.testing import run_ranks
@@ -282,9 +282,9 @@ def bytes_while_a_share_is_taken(monkeypatch: pytest.MonkeyPatch, pp: int, **opt
     model = on_meta(lambda: LabelledText(width=256))
     engine = engine_for(model, pp=pp, sdp_param_persistence_threshold=0, **options)
     counter = LivingBytes()
-    construct = Share.__init__
+    construct = LocalModel.__init__
 
-    def counted(self: Share, *args: Any, **kwargs: Any) -> None:
+    def counted(self: LocalModel, *args: Any, **kwargs: Any) -> None:
         with counter:
             construct(self, *args, **kwargs)
         replicated = [each for each in self.parameters if self.sharded is None or not self.sharded.has(each)]
@@ -292,7 +292,7 @@ def bytes_while_a_share_is_taken(monkeypatch: pytest.MonkeyPatch, pp: int, **opt
         found.append(share + (self.sharded.held_bytes if self.sharded is not None else 0))
 
     found: list[int] = []
-    monkeypatch.setattr(Share, "__init__", counted)
+    monkeypatch.setattr(LocalModel, "__init__", counted)
     engine.train_step(model.loss, batch(0), loss_of=loss_of)
     units = [sum(parameter.nbytes for parameter in unit.module.parameters()) for unit in engine._units]
     return counter.most, found[0], max(units), sum(parameter.nbytes for parameter in model.parameters())

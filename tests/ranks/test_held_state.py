@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from smp_strategy.checkpoint.full_state_dict import collect
 from smp_strategy.checkpoint.sources import WholeState, flattened
-from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
 from smp_strategy.model.guarded_tensors import StageParameter
@@ -90,7 +90,7 @@ def saved(layout: str) -> Any:
     model, optimizer, engine = start(layout)
     train(model, optimizer, engine, range(2))
     held = flattened(engine.held_state([optimizer]))
-    numel = sum(block.tensor.numel() for each in held.values() if isinstance(each, Held) for block in each.blocks)
+    numel = sum(block.tensor.numel() for each in held.values() if isinstance(each, HeldTensor) for block in each.blocks)
     return whole(engine, optimizer), numel
 
 

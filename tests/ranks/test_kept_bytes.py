@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.activations.unit_wrapper import UnitWrapper
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
@@ -30,7 +30,7 @@ def kept_by_calls(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, tu
     engine = Engine(SMPConfig(**{"pipeline_parallel_degree": 1, "microbatches": 2, "pipeline": "1f1b", **options}))
     engine.attach(model, [torch.optim.SGD(model.parameters(), 0.1)])
     found: dict[str, int] = {}
-    around = Activations.around
+    around = UnitWrapper.around
 
     def watched(self: Any, call: Any, function: Any) -> Any:
         weights: set[int] = set()
@@ -59,7 +59,7 @@ def kept_by_calls(options: dict[str, Any]) -> tuple[dict[str, int], dict[str, tu
 
         return outside
 
-    with mock.patch.object(Activations, "around", watched):
+    with mock.patch.object(UnitWrapper, "around", watched):
         engine.train_step(model.loss, batch_of(0, 0), loss_of=lambda loss: loss)
     assert engine.partition is not None
     predicted = {

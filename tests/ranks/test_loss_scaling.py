@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smp_strategy.engine.engine import Engine
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.precision.grad_scaler import GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler
 from smp_strategy.precision.loss_scale import ScalingRules
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_tensor_parallel_engine import Setting, Text, batch_of, engine_for
@@ -105,7 +105,7 @@ def one_process(setting: Setting, place: str) -> Any:
 def train(setting: Setting, place: str) -> Any:
     model, optimizer, scheduler = built(place)
     engine: Engine = engine_for(setting, model, optimizer)
-    scaler = GradientScaler(ScalingRules(init_scale=2.0**10, window=WINDOW), engine.unscale)
+    scaler = GradScaler(ScalingRules(init_scale=2.0**10, window=WINDOW), engine.unscale)
     scales, norms, states = [], [], []
     for step in range(STEPS):
         optimizer.zero_grad()

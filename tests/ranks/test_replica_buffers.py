@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.data_parallel.buffer_sync import ReplicaBuffers
+from smp_strategy.data_parallel.buffer_sync import BufferSync
 from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 
@@ -254,13 +254,13 @@ def test_within_an_accumulation_window_replicas_keep_their_own(layout: str) -> N
 def sent(name: str) -> list[int]:
     """How many bytes the replicas' buffers have taken in each step."""
     counts: list[int] = []
-    broadcast = ReplicaBuffers._broadcast
+    broadcast = BufferSync._broadcast
 
-    def counting(self: ReplicaBuffers, wanted: Any, device: str) -> None:
+    def counting(self: BufferSync, wanted: Any, device: str) -> None:
         counts[-1] += sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for _, spec in wanted)
         broadcast(self, wanted, device)
 
-    ReplicaBuffers._broadcast = counting  # type: ignore[method-assign]
+    BufferSync._broadcast = counting  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = CONSTANTS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

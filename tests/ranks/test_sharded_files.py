@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 from smp_strategy.checkpoint.storage import writer as writers
-from smp_strategy.checkpoint.storage.held_tensor import Block, Held
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.verify import problems_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed import watched_collectives as collectives
@@ -34,27 +34,27 @@ def whole(name, step=0):
 
 
 def held(name, blocks):
-    return Held(shape=SHAPES[name], dtype=DTYPES.get(name, torch.float32), blocks=tuple(blocks))
+    return HeldTensor(shape=SHAPES[name], dtype=DTYPES.get(name, torch.float32), blocks=tuple(blocks))
 
 
 def rows(tensor, rank, size):
     """A share of the rows; all of what has none."""
     if not tensor.ndim:
-        return Block((), tensor)
+        return HeldRectangle((), tensor)
     bounds = [len(tensor) * number // size for number in (rank, rank + 1)]
-    return Block((bounds[0], *[0] * (tensor.ndim - 1)), tensor[bounds[0] : bounds[1]])
+    return HeldRectangle((bounds[0], *[0] * (tensor.ndim - 1)), tensor[bounds[0] : bounds[1]])
 
 
 def columns(tensor, rank, size):
     if tensor.ndim < 2:
-        return Block((0,) * tensor.ndim, tensor)
+        return HeldRectangle((0,) * tensor.ndim, tensor)
     bounds = [tensor.shape[1] * number // size for number in (rank, rank + 1)]
-    return Block((0, bounds[0], *[0] * (tensor.ndim - 2)), tensor[:, bounds[0] : bounds[1]])
+    return HeldRectangle((0, bounds[0], *[0] * (tensor.ndim - 2)), tensor[:, bounds[0] : bounds[1]])
 
 
 def layouts(tensors, rank, size):
     """What a rank has under some layouts."""
-    replicas = {name: held(name, [Block((0,) * each.ndim, each)]) for name, each in tensors.items()}
+    replicas = {name: held(name, [HeldRectangle((0,) * each.ndim, each)]) for name, each in tensors.items()}
     stages = {name: replicas[name] for number, name in enumerate(sorted(tensors)) if number % size == rank}
     return {
         "replicas": replicas,
@@ -62,7 +62,7 @@ def layouts(tensors, rank, size):
         "sharded": {name: held(name, [rows(each, rank, size)]) for name, each in tensors.items()},
         "columns": {name: held(name, [columns(each, rank, size)]) for name, each in tensors.items()},
         "overlap": {
-            name: held(name, [Block((0,) * each.ndim, each)] if rank == 0 else [columns(each, rank, size)])
+            name: held(name, [HeldRectangle((0,) * each.ndim, each)] if rank == 0 else [columns(each, rank, size)])
             for name, each in tensors.items()
         },
     }
@@ -82,7 +82,7 @@ def save_all(folder):
 
 def load_all(folder):
     for step, written in enumerate(("replicas", "stages", "sharded", "columns", "overlap")):
-        stored = Stored.open(folder / written)
+        stored = CheckpointReader.open(folder / written)
         assert (stored.note, stored.rest()) == ({"layout": written}, {"epoch": step})
         assert stored.read_objects(["step"]) == {"step": step}
         for layout in ("replicas", "stages", "sharded", "columns"):
@@ -160,7 +160,7 @@ def fsdp_saves(folder):
     }
     assert not torch.equal(next(iter(after.values())), before[0])
     dcp.save({"state_dict": weights, "optimizer_0": state}, checkpoint_id=folder / "x")
-    stored = Stored.open(folder / "x")
+    stored = CheckpointReader.open(folder / "x")
     for name, value in after.items():
         assert torch.equal(stored.read(f"state_dict.{name}"), value)
     for name, value in kept.items():
@@ -192,10 +192,10 @@ def full_disk(folder):
             found.append(str(error))
         setattr(writers, where, right)
         dist.barrier()
-        assert Stored.open(folder / "x").note == {"step": 1}
+        assert CheckpointReader.open(folder / "x").note == {"step": 1}
         assert [path.name for path in folder.iterdir()] == ["x"]
     writer.prepare(state).write(folder / "x", note={"step": 3})
-    assert Stored.open(folder / "x").note == {"step": 3}
+    assert CheckpointReader.open(folder / "x").note == {"step": 3}
     return found
 
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_saved_is_an_error_on_all_ranks(tmp_path):
         assert len(found) == 4
         assert all("of its 96 elements, the ranks have 48" in each for each in found[:2])
         assert all("Rank 0: The state cannot be saved: duplicated flatten key x.y" in each for each in found[2:])
-    assert torch.equal(Stored.open(tmp_path / "x").read("more"), torch.ones(3))
+    assert torch.equal(CheckpointReader.open(tmp_path / "x").read("more"), torch.ones(3))
 
 
 def in_threads(folder):
@@ -251,7 +251,7 @@ def in_threads(folder):
             dist.all_reduce(weights)
             weights /= size
         threads[0].join()
-        assert torch.equal(Stored.open(folder / str(step)).read("w"), expected)
+        assert torch.equal(CheckpointReader.open(folder / str(step)).read("w"), expected)
 
 
 def test_training_goes_on_while_a_thread_writes(tmp_path):
@@ -270,11 +270,11 @@ def exchanged(folder):
     collectives.gather_objects = counted
     for step in range(5):
         # The values of the third save are others, and the fourth has another layout on one rank.
-        mine = rows(whole("a", step), rank, size) if step < 3 or rank else Block((0, 0), whole("a", step))
+        mine = rows(whole("a", step), rank, size) if step < 3 or rank else HeldRectangle((0, 0), whole("a", step))
         writer.prepare({"w": held("a", [mine]), "step": step}).write(Path(folder, str(step)))
     collectives.gather_objects = gather
     for step in range(5):
-        stored = Stored.open(folder / str(step))
+        stored = CheckpointReader.open(folder / str(step))
         assert torch.equal(stored.read("w"), whole("a", step))
         assert stored.read_objects(["step"]) == {"step": step}
     return len(asked)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.testing import run_ranks
@@ -100,7 +100,7 @@ def test_what_a_hook_does_to_gradients_stays(pp, world):
 def uses(pp: int) -> tuple[list[bool], list[str]]:
     engine, model = started(pp)
     sharded = engine.share.sharded
-    assert isinstance(sharded, ShardedUnits)
+    assert isinstance(sharded, ShardedModule)
     parameter = next(each for each in model.parameters() if sharded.has(each))
 
     def was_whole_after(use: Callable[[], Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.engine.engine import Engine
 from smp_strategy.testing import run_ranks
 from tests.ranks.test_sharded_modules import FULL, STAGES, STEPS, Blocks, batch, made
@@ -122,7 +122,7 @@ def with_optimizers(num_optimizers: int) -> tuple[dict[str, Tensor], int]:
         result = engine.train_step(model.loss, data, loss_of=lambda loss: loss, reduces=True)
         model.zero_grad()
         result.commit(torch.ones(()), reduce=True)
-        with mock.patch.object(PointToPoint, "gather", autospec=True, side_effect=PointToPoint.gather) as gather:
+        with mock.patch.object(GlooCollectives, "gather", autospec=True, side_effect=GlooCollectives.gather) as gather:
             for optimizer in optimizers:
                 engine.begin_update(optimizer)
                 optimizer.step()

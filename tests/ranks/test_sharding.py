@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-from smp_strategy.data_parallel.flat_unit import FlatUnit, Keeping
-from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.interface import Collectives
 from smp_strategy.testing import run_ranks
 from tests.pieces import pieces_shown
@@ -83,7 +83,10 @@ class Hooks:
         blocks = {id(parameter) for parameter in model.blocks.parameters()}
         named = list(model.named_parameters(remove_duplicate=False))
         make = partial(
-            FlatUnit, collectives=shards, device=torch.device("cpu"), keeping=Keeping(persistence_threshold=threshold)
+            FlatUnit,
+            collectives=shards,
+            device=torch.device("cpu"),
+            keeping=ShardPolicy(persistence_threshold=threshold),
         )
         self.root = make([(name, parameter) for name, parameter in named if id(parameter) not in blocks])
         self.blocks = [make(block.named_parameters()) for block in model.blocks]
@@ -156,8 +159,8 @@ def groups(degree: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 def train_sharded(setting: Setting) -> Report:
     shard_group, replica_group = groups(setting.degree)
-    shards = PointToPoint(shard_group, setting.per_node, least_chunk_bytes=2048)
-    replicas = PointToPoint(replica_group)
+    shards = GlooCollectives(shard_group, setting.per_node, least_chunk_bytes=2048)
+    replicas = GlooCollectives(replica_group)
     model = gpt()
     optimizer = adamw(model)
     hooks = Hooks(model, shards, threshold=setting.threshold, prefetch=setting.prefetch)

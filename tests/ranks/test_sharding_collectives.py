@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import failure
-from smp_strategy.distributed.collectives.gloo import PointToPoint
-from smp_strategy.distributed.collectives.interface import Collectives, Native, collectives_of
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
+from smp_strategy.distributed.collectives.interface import Collectives, NativeCollectives, collectives_of
 from smp_strategy.distributed.collectives.messages import Message
 from smp_strategy.testing import run_ranks
 
@@ -23,7 +23,7 @@ def direct() -> Collectives:
 
 
 def two_nodes() -> Collectives:
-    return PointToPoint(dist.group.WORLD, dist.get_world_size() // 2, least_chunk_bytes=64)
+    return GlooCollectives(dist.group.WORLD, dist.get_world_size() // 2, least_chunk_bytes=64)
 
 
 def direct_in_slices() -> Collectives:
@@ -32,11 +32,11 @@ def direct_in_slices() -> Collectives:
 
 def two_nodes_in_slices() -> Collectives:
     ranks = dist.get_world_size()
-    return PointToPoint(dist.group.WORLD, ranks // 2, most_reduced=40 * ranks, least_chunk_bytes=64)
+    return GlooCollectives(dist.group.WORLD, ranks // 2, most_reduced=40 * ranks, least_chunk_bytes=64)
 
 
 def native() -> Collectives:
-    return Native(dist.group.WORLD)
+    return NativeCollectives(dist.group.WORLD)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

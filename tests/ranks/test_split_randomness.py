@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.testing import run_ranks
 from tests.ranks.split_layers import group_of_all
 
@@ -38,7 +38,7 @@ def split_mlp() -> tuple[MLP, TensorGroup]:
     group = group_of_all()
     torch.manual_seed(0)
     mlp = MLP()
-    randomness = SplitRandomness(group)
+    randomness = RegionRng(group)
     ColumnParallelLinear.from_dense(mlp.up, group, randomness=randomness)
     RowParallelLinear.from_dense(mlp.down, group, randomness=randomness)
     return mlp, group

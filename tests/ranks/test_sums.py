@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.data_parallel import zero1 as state_sharding
-from smp_strategy.data_parallel.bucketed_all_reduce import Sums
+from smp_strategy.data_parallel.bucketed_all_reduce import BucketedAllReduce
 from smp_strategy.data_parallel.gradient_sums import alike
 from smp_strategy.distributed import buckets
 from smp_strategy.engine.engine import Engine
@@ -64,14 +64,14 @@ def train(name: str, options: dict[str, Any], reduces: bool, skips: bool) -> tup
     """Weights after some steps, whether averages may still overlap, and how many buckets were sent off early."""
     small_buckets()
     early = []
-    leave = Sums.send_rest
+    leave = BucketedAllReduce.send_rest
 
-    def counting(self: Sums, notes: Sequence[int] = ()) -> None:
+    def counting(self: BucketedAllReduce, notes: Sequence[int] = ()) -> None:
         if self._sent:
             early.append(len(self._sent))
         leave(self, notes)
 
-    Sums.send_rest = counting  # type: ignore[method-assign]
+    BucketedAllReduce.send_rest = counting  # type: ignore[method-assign]
     model = make(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     engine = Engine(SMPConfig(**options))
@@ -127,7 +127,7 @@ def sent_off() -> tuple[list[int], list[float]]:
     small_buckets()
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-    sums = Sums(alike([layer.weight for layer in reversed(net)]), dist.group.WORLD)
+    sums = BucketedAllReduce(alike([layer.weight for layer in reversed(net)]), dist.group.WORLD)
     under_way = []
     with sums.watching():
         for layer in net:

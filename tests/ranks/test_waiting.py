@@ -13,7 +13,7 @@ from torch import nn
 
 from smp_strategy.distributed import deadlock as watch
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.failure import publish, publish_own
 from smp_strategy.engine.consensus import start_alike
 from smp_strategy.errors import ApartError, PeerFailedError
@@ -78,7 +78,7 @@ def shards_against_a_decision(rank, groups):
     if rank == 0:
         collectives.tell("go", 0, "a decision of rank 0", groups[1])
     else:
-        PointToPoint(groups[0]).gather(torch.empty(4), torch.ones(2)).wait()
+        GlooCollectives(groups[0]).gather(torch.empty(4), torch.ones(2)).wait()
 
 
 def a_message_that_nobody_sends(rank, groups):

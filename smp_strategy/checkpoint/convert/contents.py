@@ -1,6 +1,7 @@
 """What a checkpoint has, whatever its form: weights, state of optimizers and the rest, tensors not yet read.
 
-Every form is opened as :class:`Contents` and written from :class:`Contents`, so that any can become any other.
+Every form is opened as :class:`CheckpointContents` and written from :class:`CheckpointContents`, so that any can become
+any other.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["Contents", "LazyTensor", "OptimizerContents", "map_tensors", "tensors_of"]
+__all__ = ["CheckpointContents", "LazyTensor", "OptimizerContents", "map_tensors", "tensors_of"]
 
 
 @final
@@ -59,7 +60,7 @@ class OptimizerContents:
 
 @final
 @dataclass(eq=False, kw_only=True)
-class Contents:
+class CheckpointContents:
     """Everything that a checkpoint has."""
 
     kind: str

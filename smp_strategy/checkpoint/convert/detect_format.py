@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from smp_strategy.checkpoint.convert.contents import Contents
+from smp_strategy.checkpoint.convert.contents import CheckpointContents
 from smp_strategy.checkpoint.convert.join_tp import Shape
 from smp_strategy.checkpoint.convert.read_dcp import open_sharded
 from smp_strategy.checkpoint.convert.read_sagemaker import open_sagemaker
@@ -24,7 +24,7 @@ def open_checkpoint(
     weights_at: str | None = None,
     like: Mapping[str, Shape] | None = None,
     verify: bool = True,
-) -> Contents:
+) -> CheckpointContents:
     """Open a checkpoint of any kind; tensors are read later.
 
     Args:

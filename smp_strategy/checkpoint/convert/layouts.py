@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents, tensors_of
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents, tensors_of
 from smp_strategy.checkpoint.convert.names import NAMES, Shape, named_groups
 from smp_strategy.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def contents_of(
     source: str,
     rest: Mapping[str, Any] | None = None,
     weights_at: str | None = None,
-) -> Contents:
+) -> CheckpointContents:
     """What is what in ``tree``.
 
     Args:
@@ -50,16 +50,16 @@ def contents_of(
         tree = _unwrapped(tree)
     taken, weights = _weights(tree, source, weights_at)
     if taken is None:
-        found, others = Contents(kind=kind, weights=dict(weights)), {}
+        found, others = CheckpointContents(kind=kind, weights=dict(weights)), {}
     else:
         others = {key: value for key, value in tree.items() if key != taken}
-        found = Contents(kind=kind, weights=dict(weights))
+        found = CheckpointContents(kind=kind, weights=dict(weights))
     _add_optimizers(found, _take_optimizers(others), others.pop(PARAMETER_NAMES, None))
     _add_rest(found, others if rest is None else {**others, **rest})
     return found
 
 
-def _add_optimizers(found: Contents, states: Sequence[tuple[str, Mapping[str, Any]]], names: Any) -> None:
+def _add_optimizers(found: CheckpointContents, states: Sequence[tuple[str, Mapping[str, Any]]], names: Any) -> None:
     shapes = parameter_shapes(found.weights)
     for number, (where, state) in enumerate(states):
         known = names[number] if isinstance(names, list) and len(names) == len(states) else None
@@ -218,7 +218,7 @@ def _decoded(value: Any) -> Any:
     return items
 
 
-def _add_rest(found: Contents, others: Mapping[str, Any]) -> None:
+def _add_rest(found: CheckpointContents, others: Mapping[str, Any]) -> None:
     if "pytorch-lightning_version" in others:
         found.rest = dict(others)
         found.note = _note(others)

@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.convert.layouts import contents_of
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 
 __all__ = ["open_sharded"]
@@ -17,7 +17,7 @@ _MARK, _SPREAD = "smp_strategy/spread", "spread"
 _NUMBERED: Final = (list, tuple)
 
 
-def open_sharded(path: Path, *, weights_at: str | None = None) -> Contents:
+def open_sharded(path: Path, *, weights_at: str | None = None) -> CheckpointContents:
     """Open a directory; tensors are read later, and verified then if there are digests.
 
     Args:
@@ -27,7 +27,7 @@ def open_sharded(path: Path, *, weights_at: str | None = None) -> Contents:
     Raises:
         CheckpointError: it is damaged, or has no weights.
     """
-    stored = Stored.open(path)
+    stored = CheckpointReader.open(path)
     aliases = stored.aliases
     tree: dict[str, Any] = {}
     for name, described in stored.tensors.items():

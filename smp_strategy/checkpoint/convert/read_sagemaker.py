@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents
 from smp_strategy.checkpoint.convert.join_tp import Shape, join_parts, union
 from smp_strategy.checkpoint.convert.layouts import contents_of, parameter_shapes, read_optimizer
 from smp_strategy.checkpoint.convert.read_torch import read_dict
@@ -92,7 +92,7 @@ _NAME = re.compile(r"(model|optimizer)_(\d+(?:_\d+){0,2})\.pt")
 Place = tuple[int, ...]
 
 
-def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> Contents:
+def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> CheckpointContents:
     """The whole of what the ranks have written.
 
     Args:
@@ -119,7 +119,7 @@ def open_sagemaker(path: Path, *, like: Mapping[str, Shape] | None = None) -> Co
         for name, value in part.weights.items()
         if not isinstance(value, LazyTensor)
     }
-    found = Contents(kind="files of SageMaker's library", weights={**weights, **extra})
+    found = CheckpointContents(kind="files of SageMaker's library", weights={**weights, **extra})
     if (path / "user_content.pt").exists():
         found.remarks.append("user_content.pt was left out: it is the script's own.")
     _add_optimizer(found, files["optimizer"], models, ranks, like, path)
@@ -134,10 +134,10 @@ def _files(path: Path) -> dict[str, dict[Place, Path]]:
     return found
 
 
-def _open_model(file: Path) -> Contents:
+def _open_model(file: Path) -> CheckpointContents:
     tree = read_dict(file)
     tree.pop("_smp_is_partial", None)
-    return contents_of(tree, kind="", source=str(file)) if tree else Contents(kind="", weights={})
+    return contents_of(tree, kind="", source=str(file)) if tree else CheckpointContents(kind="", weights={})
 
 
 def _grid(path: Path, models: Mapping[Place, Any]) -> tuple[list[int], list[int]]:
@@ -161,9 +161,9 @@ class _NotTold(Exception):
 
 
 def _add_optimizer(
-    found: Contents,
+    found: CheckpointContents,
     files: Mapping[Place, Path],
-    models: Mapping[Place, Contents],
+    models: Mapping[Place, CheckpointContents],
     ranks: tuple[list[int], list[int]],
     like: Mapping[str, Shape] | None,
     path: Path,
@@ -184,7 +184,7 @@ def _add_optimizer(
         found.remarks.append(f"The state of the optimizer was left out: {reason}")
 
 
-def _open_optimizer(file: Path, place: Place, models: Mapping[Place, Contents]) -> OptimizerContents:
+def _open_optimizer(file: Path, place: Place, models: Mapping[Place, CheckpointContents]) -> OptimizerContents:
     tree = read_dict(file)
     if not {"state", "param_groups"} <= tree.keys():
         raise _NotTold(f"{file.name} has no `state` and `param_groups`.")
@@ -240,7 +240,7 @@ def _join_columns(
 # --- sharded data parallelism -----------------------------------------------------------------------------------------
 
 
-def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> Contents:
+def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> CheckpointContents:
     user_content = path / "user_content.pt"
     content = read_dict(user_content) if user_content.is_file() else {}
     if "param_shapes" not in content:
@@ -268,6 +268,6 @@ def _open_sharded(path: Path, optimizers: Mapping[Place, Path]) -> Contents:
         if not isinstance(module, Mapping) or not isinstance(module.get(name), LazyTensor):
             raise CheckpointError(f"{path / 'model_0.pt'} lacks the buffer `{name}`.")
         weights[name] = module[name]
-    found = Contents(kind="files of SageMaker's library, sharded data parallelism", weights=weights)
+    found = CheckpointContents(kind="files of SageMaker's library, sharded data parallelism", weights=weights)
     found.remarks.append("The state of the optimizer was left out: it is flat, and only weights have names there.")
     return found

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, map_tensors
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, map_tensors
 from smp_strategy.checkpoint.convert.layouts import contents_of
 from smp_strategy.checkpoint.storage.full_file import read_full
 from smp_strategy.checkpoint.storage.full_file_digests import has_digests
@@ -29,7 +29,7 @@ def read_dict(path: Path, *, verify: bool = True) -> dict[str, Any]:
     return {key: map_tensors(value, LazyTensor.of) for key, value in found.items()}
 
 
-def open_torch_file(path: Path, *, weights_at: str | None = None, verify: bool = True) -> Contents:
+def open_torch_file(path: Path, *, weights_at: str | None = None, verify: bool = True) -> CheckpointContents:
     """A Lightning checkpoint, a script's own dict, or a bare state dict.
 
     Args:

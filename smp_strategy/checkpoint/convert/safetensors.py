@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
 from smp_strategy.errors import CheckpointError
 
@@ -39,7 +39,7 @@ _DTYPES: Final = {
 }
 
 
-def open_safetensors(path: Path) -> Contents:
+def open_safetensors(path: Path) -> CheckpointContents:
     """A file, an index of several, or a directory with one or the other.
 
     Raises:
@@ -55,7 +55,7 @@ def open_safetensors(path: Path) -> Contents:
                     weights[name] = LazyTensor(tuple(part.get_shape()), dtype, partial(_read, file, name))
         except (SafetensorError, OSError, KeyError) as error:
             raise CheckpointError(f"{file} is damaged, lacks a tensor, or is no safetensors file: {error}") from error
-    return Contents(kind="safetensors", weights=weights)
+    return CheckpointContents(kind="safetensors", weights=weights)
 
 
 def _files(path: Path) -> Mapping[Path, list[str] | None]:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents
 
 __all__ = ["summary"]
 
 
-def summary(contents: Contents, path: Path) -> dict[str, Any]:
+def summary(contents: CheckpointContents, path: Path) -> dict[str, Any]:
     """Everything that JSON can have of ``contents``, which were opened from ``path``.
 
     Returns:
@@ -43,7 +43,7 @@ def summary(contents: Contents, path: Path) -> dict[str, Any]:
     }
 
 
-def _tensors(contents: Contents) -> Iterator[dict[str, Any]]:
+def _tensors(contents: CheckpointContents) -> Iterator[dict[str, Any]]:
     first: dict[object, str] = {}
     for name, tensor in contents.weight_tensors().items():
         tied_to = None if tensor.memory is None else first.setdefault(tensor.memory, name)
@@ -82,7 +82,7 @@ def _entry(group: str, name: str, tensor: LazyTensor, tied_to: str | None) -> di
     }
 
 
-def _lightning(contents: Contents) -> dict[str, Any] | None:
+def _lightning(contents: CheckpointContents) -> dict[str, Any] | None:
     if not contents.is_lightning:
         return None
     rest = contents.rest

@@ -7,7 +7,7 @@ Accelerate's ``save_state`` puts optimizers, schedulers and random states there,
 from pathlib import Path
 from typing import Any
 
-from smp_strategy.checkpoint.convert.contents import Contents
+from smp_strategy.checkpoint.convert.contents import CheckpointContents
 from smp_strategy.checkpoint.convert.layouts import contents_of, parameter_shapes, read_optimizer
 from smp_strategy.checkpoint.convert.read_dcp import open_sharded
 from smp_strategy.checkpoint.convert.read_torch import read_dict
@@ -21,7 +21,7 @@ from smp_strategy.errors import CheckpointError
 __all__ = ["open_state", "open_weights"]
 
 
-def open_state(path: Path, *, weights_at: str | None = None, verify: bool = True) -> Contents:
+def open_state(path: Path, *, weights_at: str | None = None, verify: bool = True) -> CheckpointContents:
     """What Accelerate's ``save_state`` has written, with us or without.
 
     Args:
@@ -54,7 +54,7 @@ def open_state(path: Path, *, weights_at: str | None = None, verify: bool = True
     return found
 
 
-def open_weights(path: Path) -> Contents:
+def open_weights(path: Path) -> CheckpointContents:
     """A folder with safetensors, or with files of ``torch.save`` of the names that Hugging Face gives them.
 
     Raises:

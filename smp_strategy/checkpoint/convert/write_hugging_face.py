@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.convert.names import find_prefix, strip_prefix
 from smp_strategy.checkpoint.convert.safetensors import write_safetensors
 from smp_strategy.checkpoint.storage.atomic_commit import Check, replacing
@@ -65,7 +65,7 @@ def read_configuration(path: Path) -> dict[str, Any]:
 
 
 def hugging_face_weights(
-    contents: Contents, configuration: Mapping[str, Any], prefix: str | None
+    contents: CheckpointContents, configuration: Mapping[str, Any], prefix: str | None
 ) -> tuple[dict[str, LazyTensor], list[str]]:
     """The weights as the model itself calls them.
 
@@ -179,7 +179,7 @@ def cast(weights: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> dict[s
     }
 
 
-def plain_weights(contents: Contents, prefix: str | None) -> tuple[dict[str, LazyTensor], list[str]]:
+def plain_weights(contents: CheckpointContents, prefix: str | None) -> tuple[dict[str, LazyTensor], list[str]]:
     """The weights under their names in the checkpoint, less ``prefix``; and what was left out."""
     weights: dict[str, Any] = contents.weight_tensors()
     remarks = [f"`{name}` was left out: it is no tensor." for name in contents.weights if name not in weights]
@@ -211,7 +211,7 @@ def export_safetensors(
 
 
 def export_hugging_face(
-    contents: Contents,
+    contents: CheckpointContents,
     target: Path,
     configuration: Path,
     *,

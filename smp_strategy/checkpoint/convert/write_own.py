@@ -19,13 +19,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor, OptimizerContents, map_tensors
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor, OptimizerContents, map_tensors
 from smp_strategy.checkpoint.convert.layouts import PARAMETER_NAMES
 from smp_strategy.checkpoint.convert.names import numbered_groups
 from smp_strategy.checkpoint.convert.write_hugging_face import Progress
 from smp_strategy.checkpoint.storage.atomic_commit import Check
 from smp_strategy.checkpoint.storage.full_file import write_full
-from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
@@ -76,7 +76,7 @@ class Scratch:
         return kept.copy_(values)
 
 
-def lightning_rest(contents: Contents) -> dict[str, Any]:
+def lightning_rest(contents: CheckpointContents) -> dict[str, Any]:
     """What a Lightning checkpoint has besides weights and optimizers; that of a run at its beginning, if none is known.
 
     Raises:
@@ -95,7 +95,7 @@ def lightning_rest(contents: Contents) -> dict[str, Any]:
 
 
 def save_full(
-    contents: Contents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
+    contents: CheckpointContents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
 ) -> None:
     """Write one file as Lightning does, in place of what is there: parameters of optimizers have numbers.
 
@@ -117,7 +117,7 @@ def save_full(
 
 
 def save_sharded(
-    contents: Contents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
+    contents: CheckpointContents, target: Path, progress: Progress = lambda name: None, check: Check = check_replaceable
 ) -> None:
     """Write a directory as several ranks do together, in place of what is there.
 
@@ -164,7 +164,7 @@ def _with_aliases(weights: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Tensor):
             found[name] = value
         elif (every := names[id(value)])[0] == name:
-            found[name] = Held.whole(value, aliases=tuple(every[1:]))
+            found[name] = HeldTensor.whole(value, aliases=tuple(every[1:]))
     return found
 
 
@@ -174,4 +174,4 @@ def _encoded(value: Any) -> Any:
         value = {f"#{number}": item for number, item in enumerate(value)}
     if isinstance(value, dict):
         return {str(key): _encoded(item) for key, item in value.items()}
-    return Held.whole(value) if isinstance(value, Tensor) else value
+    return HeldTensor.whole(value) if isinstance(value, Tensor) else value

@@ -19,15 +19,15 @@ from typing import final
 from smp_strategy.distributed.deadlock import beside
 from smp_strategy.errors import CheckpointError, cause_of
 
-__all__ = ["Background"]
+__all__ = ["BackgroundSave"]
 
 
 @final
-class Background:
+class BackgroundSave:
     """See the module docstring. All methods are for one thread, usually the main one."""
 
     def __init__(self) -> None:
-        self._work: _Work | None = None
+        self._work: _BackgroundWork | None = None
         self._errors: list[BaseException] = []
         weakref.finalize(self, _tell, self._errors)
 
@@ -47,7 +47,7 @@ class Background:
             Exception: what has gone wrong before; then nothing is started.
         """
         self.wait()
-        self._work = _Work(write, what, self._errors)
+        self._work = _BackgroundWork(write, what, self._errors)
         self._work.thread.start()
 
     def after(self, action: Callable[[], None]) -> None:
@@ -86,8 +86,8 @@ class Background:
 
 
 @final
-class _Work:
-    """What one thread does: knows nothing of :class:`Background`, which may go before."""
+class _BackgroundWork:
+    """What one thread does: knows nothing of :class:`BackgroundSave`, which may go before."""
 
     def __init__(self, write: Callable[[], None], what: str, errors: list[BaseException]) -> None:
         self.is_over = False

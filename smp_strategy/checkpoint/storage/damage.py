@@ -10,10 +10,10 @@ from smp_strategy.checkpoint.storage.manifest import Manifest
 from smp_strategy.checkpoint.storage.verified_reads import Files
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["Problem", "problems_of_files"]
+__all__ = ["Damage", "problems_of_files"]
 
 
-class Problem(NamedTuple):
+class Damage(NamedTuple):
     """Something that is wrong."""
 
     file: str
@@ -25,37 +25,37 @@ class Problem(NamedTuple):
         return f"{self.file}: {self.tensor + ': ' if self.tensor else ''}{self.what}"
 
 
-def problems_of_files(directory: Path) -> list[Problem] | None:
+def problems_of_files(directory: Path) -> list[Damage] | None:
     """Compare all bytes of a directory that ranks have written together with its manifest; ``None`` if it has none."""
     try:
         found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())
     except FileNotFoundError:
         return None
     except (CheckpointError, OSError) as error:
-        return [Problem(manifest.FILE_NAME, "", str(error))]
-    problems: list[Problem] = []
+        return [Damage(manifest.FILE_NAME, "", str(error))]
+    problems: list[Damage] = []
     with Files(directory) as files:
         for file in found.files:
             try:
                 problems += _problems_of_file(files, file, found)
             except CheckpointError as error:
-                problems.append(Problem(file, "", str(error)))
+                problems.append(Damage(file, "", str(error)))
     return problems
 
 
-def _problems_of_file(files: Files, file: str, found: Manifest) -> Iterator[Problem]:
+def _problems_of_file(files: Files, file: str, found: Manifest) -> Iterator[Damage]:
     regions, memory = found.files[file], memoryview(bytearray(found.piece))
     size, expected = files.size(file), sum(region.length for region in regions)
     if size > expected:
-        yield Problem(file, "", f"has {size - expected} bytes too many.")
+        yield Damage(file, "", f"has {size - expected} bytes too many.")
     for region in regions:
         damaged = []
         if region.offset + region.length > size:
-            yield Problem(file, region.name, f"is cut off: the file ends after {size} bytes, of {expected}.")
+            yield Damage(file, region.name, f"is cut off: the file ends after {size} bytes, of {expected}.")
             continue
         for (start, stop), each in zip(region.pieces(found.piece), region.digests, strict=True):
             files.read_into(file, start, memory[: stop - start])
             if digest(memory[: stop - start]) != each:
                 damaged.append(f"{start} to {stop}")
         if damaged:
-            yield Problem(file, region.name, f"bytes {', '.join(damaged[:3])} have changed since they were written.")
+            yield Damage(file, region.name, f"bytes {', '.join(damaged[:3])} have changed since they were written.")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.utils.serialization import config as _config
 
 from smp_strategy.checkpoint.storage.checksums import DigestingFile
-from smp_strategy.checkpoint.storage.held_tensor import Held, Opaque
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor, WholeObject
 from smp_strategy.checkpoint.storage.manifest import Region
 from smp_strategy.checkpoint.storage.staging import raw
 from smp_strategy.checkpoint.storage.torch_load import load_failure
@@ -125,7 +125,7 @@ Path = tuple[str | int, ...]
 class FlatState:
     """The leaves of a state by their flat names."""
 
-    tensors: Mapping[str, Held]
+    tensors: Mapping[str, HeldTensor]
     objects: Mapping[str, Any]
     paths: Mapping[str, Path]
     """The way to each, and to each alias."""
@@ -143,15 +143,15 @@ class FlatState:
             flat, found = flatten_state_dict(dict(state))
         except ValueError as error:
             raise CheckpointError(f"The state cannot be saved: {error}. Rename one of the two entries.") from error
-        tensors: dict[str, Held] = {}
+        tensors: dict[str, HeldTensor] = {}
         objects: dict[str, Any] = {}
         aliases: dict[str, tuple[str, ...]] = {}
         paths: dict[str, Path] = dict(found)
         for name, leaf in flat.items():
             if isinstance(leaf, Tensor):
-                leaf = Held.whole(leaf.detach())
-            if not isinstance(leaf, Held):
-                objects[name] = leaf.value if isinstance(leaf, Opaque) else leaf
+                leaf = HeldTensor.whole(leaf.detach())
+            if not isinstance(leaf, HeldTensor):
+                objects[name] = leaf.value if isinstance(leaf, WholeObject) else leaf
                 continue
             tensors[name] = leaf
             if leaf.aliases:

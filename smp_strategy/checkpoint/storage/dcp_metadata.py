@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from smp_strategy.checkpoint.storage.dcp_format import Path
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
 from smp_strategy.checkpoint.storage.rectangles import Rectangle
-from smp_strategy.checkpoint.storage.write_plan import Described
+from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["FILE_NAME", "Chunk", "Contents", "Place", "from_bytes", "to_bytes"]
+__all__ = ["FILE_NAME", "Chunk", "DirectoryContents", "ItemLocation", "from_bytes", "to_bytes"]
 
 FILE_NAME: Final = ".metadata"
 
@@ -64,7 +64,7 @@ _ALLOWED: Final = {
 }
 
 
-class Place(NamedTuple):
+class ItemLocation(NamedTuple):
     """Where an item is."""
 
     file: str
@@ -78,22 +78,22 @@ class Chunk(NamedTuple):
     """A stored part of a tensor."""
 
     part: Rectangle
-    place: Place
+    place: ItemLocation
 
 
 @final
-class Contents(NamedTuple):
+class DirectoryContents(NamedTuple):
     """What is in a directory."""
 
-    tensors: Mapping[str, tuple[Described, tuple[Chunk, ...]]]
-    objects: Mapping[str, Place]
+    tensors: Mapping[str, tuple[LocalTensorInfo, tuple[Chunk, ...]]]
+    objects: Mapping[str, ItemLocation]
     paths: Mapping[str, Path]
     """The way to each in the nested state, as far as it is known."""
     has_manifest: bool
     """Whether a manifest was written with it."""
 
 
-def to_bytes(contents: Contents) -> bytes:
+def to_bytes(contents: DirectoryContents) -> bytes:
     """As PyTorch reads it."""
     kinds: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -112,7 +112,7 @@ def to_bytes(contents: Contents) -> bytes:
     return pickle.dumps(metadata)
 
 
-def from_bytes(data: bytes) -> Contents:
+def from_bytes(data: bytes) -> DirectoryContents:
     """Read it.
 
     Raises:
@@ -145,19 +145,19 @@ class _Unpickler(pickle.Unpickler):
         raise CheckpointError(f"{FILE_NAME} refers to something outside: {pid!r:.100}.")
 
 
-def _contents(metadata: Metadata) -> Contents:
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+def _contents(metadata: Metadata) -> DirectoryContents:
+    places: dict[tuple[str, tuple[int, ...] | None], ItemLocation] = {}
     for index, info in (metadata.storage_data or {}).items():
         offset = None if index.offset is None else tuple(index.offset)
         places[index.fqn, offset] = _place(index.fqn, info)
-    tensors: dict[str, tuple[Described, tuple[Chunk, ...]]] = {}
-    objects: dict[str, Place] = {}
+    tensors: dict[str, tuple[LocalTensorInfo, tuple[Chunk, ...]]] = {}
+    objects: dict[str, ItemLocation] = {}
     for name, kind in metadata.state_dict_metadata.items():
         if not isinstance(name, str):
             raise TypeError(f"the name {name!r:.100}")
         if isinstance(kind, TensorStorageMetadata):
             shape = _sizes(kind.size)
-            described = Described(shape, _dtype(kind.properties.dtype))
+            described = LocalTensorInfo(shape, _dtype(kind.properties.dtype))
             parts = [Rectangle(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in kind.chunks]
             tensors[name] = described, tuple(_chunks(name, described, parts, places))
         elif isinstance(kind, BytesStorageMetadata):
@@ -165,14 +165,14 @@ def _contents(metadata: Metadata) -> Contents:
         else:
             raise TypeError(f"`{name}` is a {type(kind).__name__}")
     has_manifest = getattr(metadata.storage_meta, "save_id", None) == _WITH_MANIFEST
-    return Contents(tensors, objects, _paths(metadata.planner_data), has_manifest)
+    return DirectoryContents(tensors, objects, _paths(metadata.planner_data), has_manifest)
 
 
 def _chunks(
     name: str,
-    described: Described,
+    described: LocalTensorInfo,
     parts: Iterable[Rectangle],
-    places: Mapping[tuple[str, tuple[int, ...] | None], Place],
+    places: Mapping[tuple[str, tuple[int, ...] | None], ItemLocation],
 ) -> Iterable[Chunk]:
     shape = described.shape
     for part in parts:
@@ -186,7 +186,7 @@ def _chunks(
         yield Chunk(part, place)
 
 
-def _place(name: str, info: Any) -> Place:
+def _place(name: str, info: Any) -> ItemLocation:
     if not isinstance(info, _StorageInfo):
         raise CheckpointError(f"`{name}` is stored as a {type(info).__name__}, which this version cannot read.")
     if getattr(info, "transform_descriptors", None):
@@ -197,7 +197,7 @@ def _place(name: str, info: Any) -> Place:
         raise CheckpointError(
             f"`{name}` is said to be in {info.relative_path!r:.100}, which is not a file in the directory."
         )
-    return Place(info.relative_path, *_sizes((info.offset, info.length)))
+    return ItemLocation(info.relative_path, *_sizes((info.offset, info.length)))
 
 
 def _sizes(numbers: Iterable[Any]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage.checksums import digest
-from smp_strategy.checkpoint.storage.dcp_metadata import Contents, Place
+from smp_strategy.checkpoint.storage.dcp_metadata import DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files
 from smp_strategy.errors import CheckpointError
@@ -19,7 +19,7 @@ Regions = dict[tuple[str, int], Region]
 class Opened(NamedTuple):
     """A directory that looks whole."""
 
-    contents: Contents
+    contents: DirectoryContents
     manifest: Manifest | None
     """``None``, if another program has written it."""
     regions: Regions
@@ -77,7 +77,7 @@ def verify_whole(found: Manifest, file: str, data: bytes) -> None:
         raise DamageError(f"{file} has changed since it was written.")
 
 
-def _check_places(path: Path, contents: Contents, found: Manifest | None, regions: Regions) -> None:
+def _check_places(path: Path, contents: DirectoryContents, found: Manifest | None, regions: Regions) -> None:
     """What is to be read is there, as far as sizes tell; and the two descriptions of it agree."""
     with Files(path) as files:
         for file, parts in found.files.items() if found else ():
@@ -94,7 +94,7 @@ def _check_places(path: Path, contents: Contents, found: Manifest | None, region
                 _check_agreement(name, place, num_bytes, regions)
 
 
-def _check_agreement(name: str, place: Place, num_bytes: int, regions: Regions) -> None:
+def _check_agreement(name: str, place: ItemLocation, num_bytes: int, regions: Regions) -> None:
     region = regions.get((place.file, place.offset))
     if region is None or region.length != place.length or (num_bytes and region.values != num_bytes):
         raise DamageError(f"{manifest.FILE_NAME} tells of `{name}` other than {dcp_metadata.FILE_NAME}.")

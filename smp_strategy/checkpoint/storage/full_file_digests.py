@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, final
 
 import xxhash
 
-from smp_strategy.checkpoint.storage.damage import Problem
+from smp_strategy.checkpoint.storage.damage import Damage
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["ListeningFile", "append_digests", "has_digests", "names_by_record", "problems_of_bytes"]
@@ -206,7 +206,7 @@ def append_digests(path: Path, heard: dict[tuple[int, int], str]) -> None:
         changed.write(digest.encode())
 
 
-def problems_of_bytes(path: Path) -> list[Problem] | None:
+def problems_of_bytes(path: Path) -> list[Damage] | None:
     """What has changed in a file since it was written; ``None`` if it has no digests, since another program wrote it.
 
     Raises:
@@ -221,11 +221,11 @@ def problems_of_bytes(path: Path) -> list[Problem] | None:
             damaged = [each for each in stretches if _digest(file, each.offset, each.length) != each.digest]
             is_intact = _between(file, stretches, start) == between
         except CheckpointError as error:
-            return [Problem(path.name, "", str(error))]
+            return [Damage(path.name, "", str(error))]
         names = _names(file, stretches, damaged)
     problems = [_problem(path, each, names) for each in damaged]
     if not is_intact:
-        problems.append(Problem(path.name, "", "the file's structure has changed since it was written."))
+        problems.append(Damage(path.name, "", "the file's structure has changed since it was written."))
     return problems
 
 
@@ -238,14 +238,14 @@ def has_digests(path: Path) -> bool:
             return True
 
 
-def _problem(path: Path, each: _Stretch, names: dict[str, list[str]]) -> Problem:
+def _problem(path: Path, each: _Stretch, names: dict[str, list[str]]) -> Damage:
     where = f"(bytes {each.offset} to {each.end} of the file)"
     if each.name == "data.pkl":
-        return Problem(path.name, "", f"the file's structure has changed since it was written {where}.")
+        return Damage(path.name, "", f"the file's structure has changed since it was written {where}.")
     known = names.get(each.name.removeprefix("data/"), [])
     name, others = (known[0], known[1:]) if known else (f"record {each.name}", [])
     also = f", and with it {', '.join(others[:3])}{', ...' if others[3:] else ''}" if others else ""
-    return Problem(path.name, name, f"has changed since it was written {where}{also}.")
+    return Damage(path.name, name, f"has changed since it was written {where}{also}.")
 
 
 def _names(file: BinaryIO, stretches: list[_Stretch], damaged: list[_Stretch]) -> dict[str, list[str]]:

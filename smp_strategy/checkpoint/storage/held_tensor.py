@@ -16,12 +16,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Held", "Opaque"]
+__all__ = ["HeldRectangle", "HeldTensor", "WholeObject"]
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Block:
+class HeldRectangle:
     """A rectangle of a tensor."""
 
     offsets: tuple[int, ...]
@@ -32,19 +32,19 @@ class Block:
 
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Held:
+class HeldTensor:
     """A tensor by its whole shape, and the rectangles of it that this rank has, if any. They do not overlap."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    blocks: tuple[Block, ...]
+    blocks: tuple[HeldRectangle, ...]
     aliases: tuple[str, ...] = ()
     """Further keys, in the same dict, of the same tensor, which is tied: written once, found under each of them."""
 
     @classmethod
-    def whole(cls, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> "Held":
+    def whole(cls, tensor: Tensor, *, aliases: tuple[str, ...] = ()) -> "HeldTensor":
         """Of which this rank has everything."""
-        blocks = (Block((0,) * tensor.ndim, tensor),)
+        blocks = (HeldRectangle((0,) * tensor.ndim, tensor),)
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, blocks=blocks, aliases=aliases)
 
     @property
@@ -55,7 +55,7 @@ class Held:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Opaque:
+class WholeObject:
     """An object that is stored as one, a dict for instance, which would otherwise be taken for a part of the state."""
 
     value: Any

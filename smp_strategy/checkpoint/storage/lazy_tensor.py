@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.checkpoint.storage.source import Source
 
-__all__ = ["Readable", "UnreadTensor"]
+__all__ = ["Readable", "LazyStoredTensor"]
 
 _PROPERTIES: Any = Tensor
 # What is known without values.
@@ -48,7 +48,7 @@ class Readable(Source, Protocol):
 
 
 @final
-class UnreadTensor(Tensor):
+class LazyStoredTensor(Tensor):
     """See the module docstring. Results of operations are ordinary tensors."""
 
     source: Readable
@@ -58,10 +58,10 @@ class UnreadTensor(Tensor):
     _value: Tensor | None
 
     @staticmethod
-    def of(source: Readable, name: str) -> "UnreadTensor":
+    def of(source: Readable, name: str) -> "LazyStoredTensor":
         """The tensor that ``source`` has under ``name``."""
         described = source.tensors[name]
-        tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(UnreadTensor)
+        tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(LazyStoredTensor)
         tensor.source, tensor.stored_as, tensor._value = source, name, None
         return tensor
 
@@ -91,11 +91,11 @@ class UnreadTensor(Tensor):
                 return func(*args, **kwargs)
         if func in _ALIKE:
             return args[0]
-        if func == Tensor.copy_ and not isinstance(args[0], UnreadTensor) and len(args) > 1:
+        if func == Tensor.copy_ and not isinstance(args[0], LazyStoredTensor) and len(args) > 1:
             other = args[1]
             values = other._fresh_value() if other._value is None else other._value
             return func(args[0], values, *args[2:], **kwargs)
-        args, kwargs = pytree.tree_map_only(UnreadTensor, lambda tensor: tensor.value(), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(LazyStoredTensor, lambda tensor: tensor.value(), (args, kwargs))
         return func(*args, **kwargs)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

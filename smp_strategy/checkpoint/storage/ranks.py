@@ -9,13 +9,13 @@ import torch.distributed as dist
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.errors import CheckpointError, cause_of
 
-__all__ = ["Ranks"]
+__all__ = ["StorageRanks"]
 
 T = TypeVar("T")
 
 
 @final
-class Ranks:
+class StorageRanks:
     """Ranks that call the same methods in the same order.
 
     Args:

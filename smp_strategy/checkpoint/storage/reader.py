@@ -17,28 +17,28 @@ from torch import Tensor
 
 from smp_strategy.checkpoint.storage.checksums import digest
 from smp_strategy.checkpoint.storage.dcp_format import Path as Way
-from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, Contents, Place
+from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.detect_sharded import Opened, is_sharded, opened, verify_whole
 from smp_strategy.checkpoint.storage.fallback import advice
-from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.reshard import WINDOW, check_cover, copies_of, scatter, tensor_in
 from smp_strategy.checkpoint.storage.staging import in_host_memory, raw
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, RegionReader
-from smp_strategy.checkpoint.storage.write_plan import Described
+from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.checkpoint.storage.writer import REST
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["Stored", "is_sharded"]
+__all__ = ["CheckpointReader", "is_sharded"]
 
 
 @final
-class Stored:
+class CheckpointReader:
     """A directory, opened to be read; see :meth:`open`."""
 
     note: Mapping[str, Any]
     """What the writer has told of it; empty, if another program was that."""
-    tensors: Mapping[str, Described]
+    tensors: Mapping[str, LocalTensorInfo]
     """All tensors, by their flat names."""
     objects: Collection[str]
     """The flat names of everything else. A list of dicts is one object, though it is stored in pieces."""
@@ -56,7 +56,7 @@ class Stored:
         self.paths = {name: self._way(name) for name in (*self.tensors, *self.objects)}
 
     @classmethod
-    def open(cls, path: Path | str) -> "Stored":
+    def open(cls, path: Path | str) -> "CheckpointReader":
         """Read what is in a directory, but no values.
 
         Raises:
@@ -66,7 +66,7 @@ class Stored:
         with _offering_another(path):
             return cls(path, opened(path))
 
-    def fill(self, wanted: Mapping[str, Held]) -> None:
+    def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
         """Write values of tensors to the blocks of this rank. Only what these need is read, and it is verified.
 
         Args:
@@ -76,7 +76,7 @@ class Stored:
             CheckpointError: a tensor is missing, of another shape, not complete, or damaged. Blocks may be written to
                 before that is found.
         """
-        work: list[tuple[Place, str, Held, Chunk]] = []
+        work: list[tuple[ItemLocation, str, HeldTensor, Chunk]] = []
         for name, held in wanted.items():
             chunks = self._checked(name, held)
             check_cover(name, held, chunks)
@@ -105,9 +105,9 @@ class Stored:
             raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
         described, chunks = self._contents.tensors[name]
         # Before memory is taken: a shape can be anything, but what is in files has been compared to their sizes.
-        check_cover(name, Held.whole(torch.empty(described.shape, dtype=described.dtype, device="meta")), chunks)
+        check_cover(name, HeldTensor.whole(torch.empty(described.shape, dtype=described.dtype, device="meta")), chunks)
         tensor = torch.empty(described.shape, dtype=described.dtype)
-        self.fill({name: Held.whole(tensor)})
+        self.fill({name: HeldTensor.whole(tensor)})
         return tensor
 
     def read_objects(self, names: Collection[str]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class Stored:
             return self._contents.paths[part][: -len(inside)]
         return self._contents.paths.get(name, (name,))
 
-    def _checked(self, name: str, held: Held) -> tuple[Chunk, ...]:
+    def _checked(self, name: str, held: HeldTensor) -> tuple[Chunk, ...]:
         if name not in self._contents.tensors:
             raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
         described, chunks = self._contents.tensors[name]
@@ -246,7 +246,7 @@ def _offering_another(directory: Path) -> Iterator[None]:
         raise CheckpointError(f"{error} {advice(directory, quickly=True)}") from error
 
 
-def _lists(contents: Contents) -> dict[str, dict[str, Way]]:
+def _lists(contents: DirectoryContents) -> dict[str, dict[str, Way]]:
     """Lists with other things than tensors in them: by their names, the parts, and where these are inside."""
     found: dict[str, dict[str, Way]] = defaultdict(dict)
     for name in (*contents.objects, *contents.tensors):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk
-from smp_strategy.checkpoint.storage.held_tensor import Block, Held
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
 from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out, disjoint, shared
 from smp_strategy.checkpoint.storage.staging import raw
 from smp_strategy.checkpoint.storage.torch_load import load_failure
@@ -38,7 +38,7 @@ class Values(Protocol):
 class Copy:
     """What a stored part and a wanted rectangle share."""
 
-    def __init__(self, chunk: Chunk, block: Block, common: Rectangle) -> None:
+    def __init__(self, chunk: Chunk, block: HeldRectangle, common: Rectangle) -> None:
         place = Rectangle(block.offsets, tuple(block.tensor.shape))
         self.target = cut_out(block.tensor.detach(), place, common)
         offsets = tuple(offset - start for offset, start in zip(common.offsets, chunk.part.offsets, strict=True))
@@ -46,7 +46,7 @@ class Copy:
         """Where it is in the stored part."""
 
 
-def copies_of(held: Held, chunks: Sequence[Chunk]) -> list[tuple[Chunk, list[Copy]]]:
+def copies_of(held: HeldTensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, list[Copy]]]:
     """What is to be copied from each stored part that has anything of what is wanted."""
     found = []
     for chunk in chunks:
@@ -60,7 +60,7 @@ def copies_of(held: Held, chunks: Sequence[Chunk]) -> list[tuple[Chunk, list[Cop
     return found
 
 
-def check_cover(name: str, held: Held, chunks: Sequence[Chunk]) -> None:
+def check_cover(name: str, held: HeldTensor, chunks: Sequence[Chunk]) -> None:
     """Make sure that the stored parts have all elements that are wanted.
 
     Raises:

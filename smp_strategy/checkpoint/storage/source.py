@@ -5,12 +5,12 @@ from typing import Any, Protocol
 
 import torch
 
-from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 
-__all__ = ["Described", "Source"]
+__all__ = ["TensorInfo", "Source"]
 
 
-class Described(Protocol):
+class TensorInfo(Protocol):
     """A tensor without its values."""
 
     @property
@@ -26,14 +26,14 @@ class Source(Protocol):
     """Tensors and other objects by their names: ``state_dict.layer.weight``, ``optimizer_0.param_groups``."""
 
     @property
-    def tensors(self) -> Mapping[str, Described]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         """All tensors that there are."""
 
     @property
     def objects(self) -> Collection[str]:
         """The names of everything else."""
 
-    def fill(self, wanted: Mapping[str, Held]) -> None:
+    def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
         """Write the values of tensors to the blocks of this rank.
 
         Raises:

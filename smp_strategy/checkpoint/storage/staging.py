@@ -14,13 +14,13 @@ from torch import Tensor
 
 from smp_strategy.distributed.device import is_host, wait_for_all
 
-__all__ = ["HostCopies", "in_host_memory", "raw"]
+__all__ = ["StagingBuffers", "in_host_memory", "raw"]
 
 _ALIGNMENT: Final = 64  # bytes
 
 
 @final
-class HostCopies:
+class StagingBuffers:
     """Memory for copies of tensors of given shapes.
 
     Args:

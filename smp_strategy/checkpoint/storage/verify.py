@@ -5,14 +5,14 @@ from pathlib import Path
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage import full_file_digests as full_digests
-from smp_strategy.checkpoint.storage.damage import Problem, problems_of_files
+from smp_strategy.checkpoint.storage.damage import Damage, problems_of_files
 from smp_strategy.checkpoint.storage.detect_sharded import opened
 from smp_strategy.checkpoint.storage.full_file_digests import problems_of_bytes
 from smp_strategy.checkpoint.storage.path_kind import has_manifest
 from smp_strategy.checkpoint.storage.torch_load import load_file
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["Problem", "has_digests", "problems_of"]
+__all__ = ["Damage", "has_digests", "problems_of"]
 
 
 def has_digests(path: Path) -> bool:
@@ -20,7 +20,7 @@ def has_digests(path: Path) -> bool:
     return has_manifest(path) if path.is_dir() else full_digests.has_digests(path)
 
 
-def problems_of(path: Path | str) -> list[Problem]:
+def problems_of(path: Path | str) -> list[Damage]:
     """Read all of a file, or of a directory that ranks have written together, and compare it with its digests.
 
     Or of a folder of other files with a manifest (:mod:`~smp_strategy.checkpoint.storage.folder_digests`), and
@@ -35,7 +35,7 @@ def problems_of(path: Path | str) -> list[Problem]:
         return problems_of_bytes(path) or _loaded(path)
     problems = problems_of_files(path)
     if problems is None:
-        return [*_opened(path), Problem(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
+        return [*_opened(path), Damage(manifest.FILE_NAME, "", "is missing, so nothing can be verified.")]
     if (path / dcp_metadata.FILE_NAME).exists():
         return problems or _opened(path)
     for inner in sorted(each for each in path.iterdir() if (each / manifest.FILE_NAME).is_file()):
@@ -43,17 +43,17 @@ def problems_of(path: Path | str) -> list[Problem]:
     return problems
 
 
-def _loaded(path: Path) -> list[Problem]:
+def _loaded(path: Path) -> list[Damage]:
     try:
         load_file(path, weights_only=True)
     except (CheckpointError, OSError) as error:
-        return [Problem(path.name, "", str(error))]
+        return [Damage(path.name, "", str(error))]
     return []
 
 
-def _opened(directory: Path) -> list[Problem]:
+def _opened(directory: Path) -> list[Damage]:
     try:
         opened(directory)
     except CheckpointError as error:
-        return [Problem(directory.name, "", str(error))]
+        return [Damage(directory.name, "", str(error))]
     return []

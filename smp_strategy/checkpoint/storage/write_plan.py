@@ -16,10 +16,10 @@ from smp_strategy.checkpoint.storage.rectangles import Rectangle, disjoint
 from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["Assigned", "Described", "Offer", "Plan", "assign"]
+__all__ = ["Assigned", "LocalTensorInfo", "Offer", "WritePlan", "assign"]
 
 
-class Described(NamedTuple):
+class LocalTensorInfo(NamedTuple):
     """A tensor without its values."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Described(NamedTuple):
 class Offer:
     """What a rank has."""
 
-    tensors: Mapping[str, tuple[Described, tuple[Rectangle, ...]]]
+    tensors: Mapping[str, tuple[LocalTensorInfo, tuple[Rectangle, ...]]]
     objects: tuple[str, ...]
     paths: Mapping[str, Path]
     aliases: Mapping[str, tuple[str, ...]]
@@ -41,7 +41,7 @@ class Offer:
         """Of a state."""
         tensors = {
             name: (
-                Described(held.shape, held.dtype),
+                LocalTensorInfo(held.shape, held.dtype),
                 tuple([Rectangle(block.offsets, block.tensor.shape) for block in held.blocks]),
             )
             for name, held in state.tensors.items()
@@ -60,25 +60,25 @@ class Assigned(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """Who writes what, and what there will be."""
 
     shares: Sequence[Sequence[Assigned]]
     """Of each rank."""
     objects: Sequence[Sequence[str]]
     """Those that each rank writes."""
-    tensors: Mapping[str, Described]
+    tensors: Mapping[str, LocalTensorInfo]
     paths: Mapping[str, Path]
     aliases: Mapping[str, tuple[str, ...]]
 
 
-def assign(offers: Sequence[Offer]) -> Plan:
+def assign(offers: Sequence[Offer]) -> WritePlan:
     """The plan for ranks that have what they say.
 
     Raises:
         CheckpointError: ranks have the same name for different things, or nobody has some elements of a tensor.
     """
-    tensors: dict[str, Described] = {}
+    tensors: dict[str, LocalTensorInfo] = {}
     holders: dict[str, dict[Rectangle, list[int]]] = {}
     objects: dict[str, int] = {}
     for rank, offer in enumerate(offers):
@@ -104,7 +104,7 @@ def assign(offers: Sequence[Offer]) -> Plan:
     shares: list[list[Assigned]] = [[] for _ in offers]
     for item, rank in zip(items, balanced_among(sizes, choices, len(offers)), strict=True):
         shares[rank].append(item)
-    return Plan(
+    return WritePlan(
         shares=shares,
         objects=[[name for name, owner in objects.items() if owner == rank] for rank in range(len(offers))],
         tensors=tensors,
@@ -114,7 +114,7 @@ def assign(offers: Sequence[Offer]) -> Plan:
 
 
 def _parts(
-    name: str, described: Described, holders: Mapping[Rectangle, list[int]]
+    name: str, described: LocalTensorInfo, holders: Mapping[Rectangle, list[int]]
 ) -> list[tuple[Rectangle, Rectangle]]:
     """Rectangles that make up the tensor, each with the one of some rank that it is in."""
     numel = math.prod(described.shape)

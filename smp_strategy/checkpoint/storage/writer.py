@@ -19,15 +19,15 @@ from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
 from smp_strategy.checkpoint.storage.checksums import DigestingFile
 from smp_strategy.checkpoint.storage.dcp_format import Envelopes, FlatState, check_object, object_item, write_item
-from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, Contents, Place
+from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.disk import to_disk
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
-from smp_strategy.checkpoint.storage.ranks import Ranks
+from smp_strategy.checkpoint.storage.ranks import StorageRanks
 from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out
-from smp_strategy.checkpoint.storage.staging import HostCopies, in_host_memory, raw
+from smp_strategy.checkpoint.storage.staging import StagingBuffers, in_host_memory, raw
 from smp_strategy.checkpoint.storage.write_errors import BEFORE
-from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, Plan, assign
+from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, WritePlan, assign
 from smp_strategy.errors import CheckpointError
 
 __all__ = ["REST", "Prepared", "ShardedWriter"]
@@ -54,26 +54,26 @@ class ShardedWriter:
 
     def __init__(self, group: Callable[[], dist.ProcessGroup] | None = None) -> None:
         self._group = group
-        self._ranks: Ranks | None = None
+        self._ranks: StorageRanks | None = None
         self._offer: Offer | None = None
-        self._plan: Plan | None = None
-        self._spare: HostCopies | None = None
+        self._plan: WritePlan | None = None
+        self._spare: StagingBuffers | None = None
         self._envelopes = Envelopes()
 
     def prepare(self, state: Mapping[str, Any], *, copy: bool = True) -> "Prepared":
         """Settle who writes what, and copy what this rank writes to host memory. Collective.
 
         Args:
-            state: nested dicts with :class:`~smp_strategy.checkpoint.storage.held_tensor.Held` or tensors, and other
-                objects, which must be what ``torch.load(..., weights_only=True)`` loads. Keys are strings. What several
-                ranks have is written once; of an object, the value of the first of them.
+            state: nested dicts with :class:`~smp_strategy.checkpoint.storage.held_tensor.HeldTensor` or tensors, and
+                other objects, which must be what ``torch.load(..., weights_only=True)`` loads. Keys are strings. What
+                several ranks have is written once; of an object, the value of the first of them.
             copy: whether the state may be changed before it is written.
 
         Raises:
             CheckpointError: on all ranks; there are elements that nobody has, or two things of one name.
         """
         if self._ranks is None:
-            self._ranks = Ranks(None if self._group is None else self._group())
+            self._ranks = StorageRanks(None if self._group is None else self._group())
         flat, failure = FlatState({}, {}, {}, {}), ""
         try:
             flat = FlatState.of(state)
@@ -91,7 +91,7 @@ class ShardedWriter:
         assert prepared is not None
         return prepared
 
-    def _planned(self, offer: Offer, failure: str) -> Plan:
+    def _planned(self, offer: Offer, failure: str) -> WritePlan:
         assert self._ranks is not None
         self._offer = self._plan = None
         found = self._ranks.from_all((offer, failure))
@@ -100,7 +100,7 @@ class ShardedWriter:
         self._plan, self._offer = assign([each for each, _ in found]), offer
         return self._plan
 
-    def _take(self, flat: FlatState, plan: Plan, copy: bool) -> "Prepared":
+    def _take(self, flat: FlatState, plan: WritePlan, copy: bool) -> "Prepared":
         assert self._ranks is not None
         prepared = Prepared(self, self._ranks, plan)
         try:
@@ -111,7 +111,7 @@ class ShardedWriter:
             if copy:
                 copies, self._spare = self._spare, None
                 if copies is None or not copies.fits(tensors):
-                    copies = HostCopies(tensors)
+                    copies = StagingBuffers(tensors)
                 prepared.copies, tensors = copies, copies.take(tensors)
             prepared.tensors = tensors
         except Exception as error:  # the other ranks go on to write, and hear of it there
@@ -134,13 +134,13 @@ def _view(flat: FlatState, item: Assigned) -> Tensor:
 class Prepared:
     """A state that can be written; made by :meth:`ShardedWriter.prepare`."""
 
-    def __init__(self, writer: ShardedWriter, ranks: Ranks, plan: Plan) -> None:
+    def __init__(self, writer: ShardedWriter, ranks: StorageRanks, plan: WritePlan) -> None:
         self._writer, self._ranks, self._plan = writer, ranks, plan
         self.tensors: list[Tensor] = []
         """What this rank writes."""
         self.objects: dict[str, bytes] = {}
         """The same of objects, in the form in which they are written."""
-        self.copies: HostCopies | None = None
+        self.copies: StagingBuffers | None = None
         """The memory of the tensors, if it is not that of the model."""
         self.failure: Exception | None = None
         """Why this rank cannot write."""
@@ -224,12 +224,12 @@ class Prepared:
             file.write(Manifest(note=note, files=files).to_bytes())
             to_disk(file)
 
-    def _contents(self, written: list[list[_Written]]) -> Contents:
+    def _contents(self, written: list[list[_Written]]) -> DirectoryContents:
         chunks: dict[str, list[Chunk]] = {name: [] for name in self._plan.tensors}
-        objects: dict[str, Place] = {}
+        objects: dict[str, ItemLocation] = {}
         for rank, items in enumerate(written):
             for part, region in items:
-                place = Place(_file_of(rank), region.offset, region.length)
+                place = ItemLocation(_file_of(rank), region.offset, region.length)
                 if part is None:
                     objects[region.name] = place
                 else:
@@ -237,7 +237,7 @@ class Prepared:
         tensors = {name: (described, tuple(chunks[name])) for name, described in self._plan.tensors.items()}
         for name, aliases in self._plan.aliases.items():
             tensors.update(dict.fromkeys(aliases, tensors[name]))
-        return Contents(tensors, objects, self._plan.paths, has_manifest=True)
+        return DirectoryContents(tensors, objects, self._plan.paths, has_manifest=True)
 
 
 def _write_whole(path: Path, write: Callable[[DigestingFile], Any]) -> tuple[Region, ...]:

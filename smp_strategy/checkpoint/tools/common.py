@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from smp_strategy.checkpoint.convert.contents import Contents
+from smp_strategy.checkpoint.convert.contents import CheckpointContents
 from smp_strategy.checkpoint.convert.write_hugging_face import is_copied
 from smp_strategy.checkpoint.storage.atomic_commit import Check
 from smp_strategy.checkpoint.storage.path_kind import foreign_entries, reason_to_keep
@@ -63,7 +63,7 @@ def _comes_again(file: Path, hugging_face: str | None) -> bool:
     return file.is_file() and again.is_file() and filecmp.cmp(file, again, shallow=False)
 
 
-def num_entries(contents: Contents) -> int:
+def num_entries(contents: CheckpointContents) -> int:
     """What there is to write of weights and optimizers, by name."""
     return len(contents.weights) + sum(len(optimizer.state) for optimizer in contents.optimizers)
 

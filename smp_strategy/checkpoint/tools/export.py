@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from smp_strategy.checkpoint.convert.contents import Contents
+from smp_strategy.checkpoint.convert.contents import CheckpointContents
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
 from smp_strategy.checkpoint.convert.names import strip_prefix
 from smp_strategy.checkpoint.convert.write_hugging_face import (
@@ -56,7 +56,12 @@ def run(given: Namespace) -> int:
 
 
 def _save(
-    contents: Contents, target: Path, given: Namespace, dtype: torch.dtype | None, progress: Progress, check: Check
+    contents: CheckpointContents,
+    target: Path,
+    given: Namespace,
+    dtype: torch.dtype | None,
+    progress: Progress,
+    check: Check,
 ) -> list[str]:
     remarks = []
     if dtype is not None:
@@ -72,7 +77,7 @@ def _save(
     return remarks
 
 
-def _left_behind(contents: Contents) -> list[str]:
+def _left_behind(contents: CheckpointContents) -> list[str]:
     if not contents.optimizers:
         return []
     return [f"The state of {show_count(len(contents.optimizers), 'optimizer')} was left out: only weights go there."]

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from smp_strategy.distributed.collectives import direct
 from smp_strategy.distributed.collectives.all_reduce import AllReduces
-from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, TwoHops
+from smp_strategy.distributed.collectives.hierarchical import LEAST_CHUNK_BYTES, HierarchicalCollectives
 from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
 from smp_strategy.distributed.collectives.relay import Relay
-from smp_strategy.distributed.deadlock import Meeting
+from smp_strategy.distributed.deadlock import BegunCollective
 
-__all__ = ["PointToPoint"]
+__all__ = ["GlooCollectives"]
 
 
 @final
-class PointToPoint:
+class GlooCollectives:
     """See the module docstring, and :class:`~smp_strategy.distributed.collectives.interface.Collectives`.
 
     Args:
@@ -59,7 +59,9 @@ class PointToPoint:
         self._two_hops = None
         if per_node is not None and 1 < per_node < self.size:
             assert self.size % per_node == 0, "all nodes have equally many ranks of a shard group"
-            self._two_hops = TwoHops(self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes)
+            self._two_hops = HierarchicalCollectives(
+                self._messages, per_node, self._relay, least_chunk_bytes=least_chunk_bytes
+            )
 
     def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
         """See :meth:`Collectives.gather`."""
@@ -110,7 +112,7 @@ class PointToPoint:
         """See :meth:`Collectives.close`."""
         self._relay.close()
 
-    def _start(self, start: Callable[[], Pending], after: Sequence[Pending], meeting: Meeting) -> Pending:
+    def _start(self, start: Callable[[], Pending], after: Sequence[Pending], meeting: BegunCollective) -> Pending:
         """Start something, in the background where it has to wait for something."""
         if not after:
             return Pending(start().wait, meeting)

@@ -26,7 +26,7 @@ from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.messages import Message, Messages, Pending, wait_for
 from smp_strategy.distributed.collectives.relay import Relay
 
-__all__ = ["TwoHops"]
+__all__ = ["HierarchicalCollectives"]
 
 # Of a shard. With more chunks less of the fast hop is to be seen; with fewer there are fewer messages.
 MOST_CHUNKS = 4
@@ -34,7 +34,7 @@ LEAST_CHUNK_BYTES = 2**18
 
 
 @final
-class TwoHops:
+class HierarchicalCollectives:
     """See the module docstring.
 
     Args:

@@ -11,16 +11,16 @@ from typing import final
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.collectives.gloo import PointToPoint
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.messages import Pending, wait_for
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.host_copies import HostCopies
 
-__all__ = ["Staged"]
+__all__ = ["HostStagedCollectives"]
 
 
 @final
-class Staged:
+class HostStagedCollectives:
     """See the module docstring, and :class:`~smp_strategy.distributed.collectives.interface.Collectives`.
 
     Args:
@@ -28,7 +28,7 @@ class Staged:
         device: where buffers are.
     """
 
-    def __init__(self, messages: PointToPoint, device: torch.device) -> None:
+    def __init__(self, messages: GlooCollectives, device: torch.device) -> None:
         self.rank, self.size = messages.rank, messages.size
         self._messages = messages
         self._copies = HostCopies(device)

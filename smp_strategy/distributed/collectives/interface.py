@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed.collectives.direct import add_up
-from smp_strategy.distributed.collectives.gloo import PointToPoint
-from smp_strategy.distributed.collectives.host_staged import Staged
+from smp_strategy.distributed.collectives.gloo import GlooCollectives
+from smp_strategy.distributed.collectives.host_staged import HostStagedCollectives
 from smp_strategy.distributed.collectives.messages import Pending, wait_for
 from smp_strategy.distributed.device import is_host
 
-__all__ = ["Collectives", "Native", "collectives_of"]
+__all__ = ["Collectives", "NativeCollectives", "collectives_of"]
 
 
 class Collectives(Protocol):
@@ -84,13 +84,13 @@ def collectives_of(
             memory of that size in between.
     """
     if group._get_backend(device).name() != "gloo":
-        return Native(group)
-    messages = PointToPoint(group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced)
-    return messages if is_host(device) else Staged(messages, device)
+        return NativeCollectives(group)
+    messages = GlooCollectives(group, per_node, gathers_in_hops=gathers_in_hops, most_reduced=most_reduced)
+    return messages if is_host(device) else HostStagedCollectives(messages, device)
 
 
 @final
-class Native:
+class NativeCollectives:
     """Those of the backend, in one hop. Reductions add in an order of its own."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.distributed.deadlock import Meeting, watch_of
+from smp_strategy.distributed.deadlock import BegunCollective, watch_of
 from smp_strategy.distributed.failure import raise_lost
 
 __all__ = ["Message", "Messages", "Pending", "wait_for"]
@@ -51,7 +51,7 @@ class Pending:
         meeting: which one it is, for those who wait for it to be watched; ``None``: it is a part of one.
     """
 
-    def __init__(self, finish: Callable[[], object], meeting: Meeting | None = None) -> None:
+    def __init__(self, finish: Callable[[], object], meeting: BegunCollective | None = None) -> None:
         self._finish: Callable[[], object] | None = finish
         self._meeting = meeting
         self._lock = Lock()
@@ -90,7 +90,7 @@ class Messages:
         """All other ranks, the next one first, so that not all send to the same one at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def meeting(self, doing: str) -> Meeting:
+    def meeting(self, doing: str) -> BegunCollective:
         """A collective that is begun now, as it is watched; all ranks begin the same ones in the same order."""
         return self._watch.begin(self._group, doing)
 

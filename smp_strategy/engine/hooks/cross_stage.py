@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.storage.held_tensor import Held
-from smp_strategy.data_parallel.full_optimizer_state import StateView
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState
+from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.engine.hooks.cross_stage_inference import Argument, Foresight, spec_of
-from smp_strategy.engine.hooks.full_parameters import PartsInSight, WholeView
-from smp_strategy.model.guarded_tensors import Home, StageTensor, home_of, in_plain_sight
+from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
+from smp_strategy.engine.hooks.full_parameters import FullParameters, FullSplitLayers
+from smp_strategy.model.guarded_tensors import HomeStages, StageTensor, home_of, in_plain_sight
 from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.trace.pytree import flatten_call, unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -77,10 +77,10 @@ class HookView:
         ownership: Ownership,
         mesh: ProcessMesh,
         transport: Transport,
-        foresight: Foresight,
+        foresight: CrossStageInference,
         *,
-        sharded: ShardedUnits | None = None,
-        parts: PartsInSight | None = None,
+        sharded: ShardedModule | None = None,
+        parts: FullSplitLayers | None = None,
     ) -> None:
         self._parameters = parameters
         self._sharded = sharded
@@ -213,8 +213,8 @@ class HookView:
             with in_plain_sight():
                 spec, value = spec_of(leaf), leaf.detach()
             if _home(leaf).is_here:
-                return Held.whole(value)
-            return Held(shape=tuple(spec.size), dtype=spec.dtype, blocks=())
+                return HeldTensor.whole(value)
+            return HeldTensor(shape=tuple(spec.size), dtype=spec.dtype, blocks=())
 
         return pytree.tree_map(hold, tree)
 
@@ -392,7 +392,7 @@ class HookView:
         return self._take_in(value, holders, spec.stride)
 
     def _take_in(self, tensor: Tensor, holders: frozenset[int], stride: tuple[int, ...]) -> Tensor:
-        home = Home(
+        home = HomeStages(
             name="a tensor made in a hook",
             holders=holders,
             stage=self._mesh.stage,
@@ -415,10 +415,10 @@ class Views:
     """
 
     def __init__(self) -> None:
-        self.foresight = Foresight()
-        self.states = StateView()
-        self._make: Callable[[], HookView | WholeView] | None = None
-        self._view: HookView | WholeView | None = None
+        self.foresight = CrossStageInference()
+        self.states = FullOptimizerState()
+        self._make: Callable[[], HookView | FullParameters] | None = None
+        self._view: HookView | FullParameters | None = None
 
     def begin(
         self,
@@ -427,14 +427,14 @@ class Views:
         mesh: ProcessMesh,
         transport: Transport | None,
         *,
-        sharded: ShardedUnits | None,
-        parts: PartsInSight | None,
+        sharded: ShardedModule | None,
+        parts: FullSplitLayers | None,
     ) -> None:
         """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
 
-        def make() -> HookView | WholeView:
+        def make() -> HookView | FullParameters:
             if transport is None:
-                return WholeView(sharded, parts)
+                return FullParameters(sharded, parts)
             return HookView(parameters, ownership, mesh, transport, self.foresight, sharded=sharded, parts=parts)
 
         self._make = make
@@ -450,7 +450,7 @@ class Views:
         view = self._view = self._make()
         try:
             with self.states.shown():  # around the view: they are cut to where parameters are by then
-                if isinstance(view, WholeView):
+                if isinstance(view, FullParameters):
                     with view.shown():
                         return hook()
                 return runtime.run_alone(lambda _: view.run(hook), view.generators)
@@ -472,11 +472,11 @@ class Views:
         return tree if self._view is None else self._view.collected(tree)
 
     def held(self, tree: Any) -> Any:
-        """``tree``, made by the hook that runs, with :class:`Held` in the place of tensors that are spread."""
+        """``tree``, made by the hook that runs, with :class:`HeldTensor` in the place of tensors that are spread."""
         return self._view.held(tree) if isinstance(self._view, HookView) else tree
 
 
-def _home(tensor: Any) -> Home:
+def _home(tensor: Any) -> HomeStages:
     home = home_of(tensor)
     assert home is not None
     return home

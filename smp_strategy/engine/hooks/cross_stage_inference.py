@@ -19,7 +19,7 @@ from smp_strategy.model.trace.dispatch import draws
 from smp_strategy.model.trace.pytree import unflatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
-__all__ = ["Argument", "Foreseen", "Foresight", "spec_of"]
+__all__ = ["Argument", "InferredResult", "CrossStageInference", "spec_of"]
 
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
 # Shapes that change from call to call must not fill the memory.
@@ -28,7 +28,7 @@ MOST_ANSWERS = 1 << 12
 
 @final
 @dataclass(frozen=True)
-class Foreseen:
+class InferredResult:
     """The result of an operation."""
 
     leaves: tuple[Any, ...]
@@ -47,14 +47,14 @@ class Argument:
 
 
 @final
-class Foresight:
+class CrossStageInference:
     """Answers and remembers."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._known: dict[Any, Foreseen | None] = {}
+        self._known: dict[Any, InferredResult | None] = {}
 
-    def of(self, func: Any, leaves: Sequence[Any], structure: Any) -> Foreseen | None:
+    def of(self, func: Any, leaves: Sequence[Any], structure: Any) -> InferredResult | None:
         """The result of ``func`` for flattened arguments; ``None`` if only their values could tell."""
         given = [spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         keys = [_key(leaf) for leaf in given]
@@ -67,7 +67,7 @@ class Foresight:
             self._known[question] = self._ask(func, given, structure)
         return self._known[question]
 
-    def _ask(self, func: Any, given: Sequence[Any], structure: Any) -> Foreseen | None:
+    def _ask(self, func: Any, given: Sequence[Any], structure: Any) -> InferredResult | None:
         def imitate(leaf: Any) -> Any:
             if not isinstance(leaf, TensorSpec):
                 return leaf
@@ -87,7 +87,7 @@ class Foresight:
                 return Argument(numbers[id(leaf)])
             return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf
 
-        return Foreseen(tuple(told(leaf) for leaf in results), form, watched.any)
+        return InferredResult(tuple(told(leaf) for leaf in results), form, watched.any)
 
 
 @final

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
+from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, HARMLESS, SIZES, StageTensor, in_plain_sight
-from smp_strategy.tensor_parallel.parameter_parts import Parts
+from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
-__all__ = ["PartsInSight", "WholeView"]
+__all__ = ["FullSplitLayers", "FullParameters"]
 
 # Where it is noted on a part what its use leads to.
 _MAKE_WHOLE = "_smp_make_whole"
@@ -49,7 +49,7 @@ def _call(args: Any, kwargs: Any) -> str:
 
 
 @final
-class PartsInSight:
+class FullSplitLayers:
     """Shows hooks the whole of split layers.
 
     Args:
@@ -60,7 +60,7 @@ class PartsInSight:
         is_whole: whether parameters and gradients are whole just now.
     """
 
-    def __init__(self, parts: Parts, is_here: Callable[[Tensor], bool]) -> None:
+    def __init__(self, parts: ParameterParts, is_here: Callable[[Tensor], bool]) -> None:
         self._parts = parts
         self._here = [parameter for parameter in parts.cuts if is_here(parameter)]
         self._away = [parameter for parameter in parts.cuts if not is_here(parameter)]
@@ -157,7 +157,7 @@ class PartsInSight:
         for parameter in self._here:
             if type(parameter) is nn.Parameter:  # others are watched by others
                 setattr(parameter, _MAKE_WHOLE, self._make_whole)
-                parameter.__class__ = _Part
+                parameter.__class__ = _PartInHook
                 self._watched.append(parameter)
 
     def _unwatch(self) -> None:
@@ -178,7 +178,7 @@ class PartsInSight:
             )
 
 
-class _Part(nn.Parameter):
+class _PartInHook(nn.Parameter):
     """A part while a hook runs that has used none yet. Parameters take this class and leave it again."""
 
     # Placed tensors leave operations that involve such a tensor to this class.
@@ -191,7 +191,7 @@ class _Part(nn.Parameter):
         if func in _NO_USE:
             with in_plain_sight():
                 return func(*args, **(kwargs or {}))
-        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Part))._become_whole()
+        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _PartInHook))._become_whole()
         return func(*args, **(kwargs or {}))
 
     def _become_whole(self) -> None:
@@ -212,10 +212,10 @@ class _Part(nn.Parameter):
 
 
 @final
-class WholeView:
+class FullParameters:
     """All weights and gradients of ``sharded`` units and of split layers in sight, where there is one stage."""
 
-    def __init__(self, sharded: ShardedUnits | None, parts: PartsInSight | None) -> None:
+    def __init__(self, sharded: ShardedModule | None, parts: FullSplitLayers | None) -> None:
         self._sharded = sharded
         self._parts = parts
         self._whole = ExitStack()

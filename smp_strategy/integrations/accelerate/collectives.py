@@ -21,12 +21,12 @@ from torch import Tensor
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.data import shard_of
-from smp_strategy.integrations.accelerate.session import Host, Session
+from smp_strategy.integrations.accelerate.session import HookBase, Session
 
 __all__ = ["CollectiveHooks"]
 
 
-class CollectiveHooks(Host):
+class CollectiveHooks(HookBase):
     """The Accelerator's methods that exchange values, and what it says about processes."""
 
     flag_tensor: Tensor | None

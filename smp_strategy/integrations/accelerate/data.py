@@ -32,9 +32,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.device import generator_of, is_host
-from smp_strategy.distributed.rng_sync import Read, Readers
+from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.session import Host, Session
+from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
 
 __all__ = ["LoaderHooks", "shard_of"]
@@ -45,7 +45,7 @@ _ADVICE = (
 )
 
 
-class LoaderHooks(Host):
+class LoaderHooks(HookBase):
     """The Accelerator's methods for data loaders."""
 
     def prepare_data_loader(
@@ -97,7 +97,7 @@ class LoaderHooks(Host):
                 "in the DataLoader."
             )
 
-    def read_last(self) -> Read | None:
+    def read_last(self) -> BatchSource | None:
         """What is known of the batch that the script has got last."""
         loader = self.gradient_state.active_dataloader
         found = pass_of(getattr(loader, "base_dataloader", None))
@@ -106,14 +106,14 @@ class LoaderHooks(Host):
 
     def _catch_passes(self) -> None:
         # All instances of this class are one. Each loader calls this when a pass begins.
-        self.gradient_state._add_dataloader = _Pass(self.smp)
+        self.gradient_state._add_dataloader = _PassStart(self.smp)
 
     def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
         _deal_out(dispatcher, self.smp, _OneStream(self.smp))
 
 
 @final
-class _OneStream(Readers):
+class _OneStream(DataReaders):
     """See [Note: one stream]."""
 
     def __init__(self, session: Session) -> None:
@@ -136,13 +136,13 @@ class _OneStream(Readers):
         """Go on where the first rank's global generators are. Collective."""
         self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
 
-    def arrived(self, batch: Any, read: Read | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> None:
         """Compare the first batches. Collective."""
         self.check(batch)
 
 
 @final
-class _Pass:
+class _PassStart:
     """What is done when a pass over a loader begins. A pickled one, with the state that has it, does what is usual."""
 
     def __init__(self, session: Session | None = None) -> None:
@@ -150,7 +150,7 @@ class _Pass:
         self._stream = None if session is None else _OneStream(session)
 
     def __reduce__(self) -> Any:
-        return _Pass, ()
+        return _PassStart, ()
 
     def __call__(self, loader: Any) -> None:
         """See to it that ``loader`` gives the same on all ranks of the replica. Collective."""
@@ -175,7 +175,7 @@ class _World:
 
 
 @final
-class _Part:
+class _ReplicaPart:
     """Cuts this replica's part out of a batch; called on all ranks, for a batch that all of them have."""
 
     def __init__(self, cut: Callable[..., Any], session: Session, stream: _OneStream) -> None:
@@ -194,8 +194,8 @@ class _Part:
 
 def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _OneStream) -> None:
     dispatcher.state = _World(session)
-    if not isinstance(dispatcher.slice_fn, _Part):
-        dispatcher.slice_fn = _Part(dispatcher.slice_fn, session, stream)
+    if not isinstance(dispatcher.slice_fn, _ReplicaPart):
+        dispatcher.slice_fn = _ReplicaPart(dispatcher.slice_fn, session, stream)
 
 
 def _agree_on_seed(prepared: Any) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate.launch_options import SELECTED, Selection, check_processes, is_selected
+from smp_strategy.integrations.accelerate.launch_options import SELECTED, LaunchOptions, check_processes, is_selected
 
 __all__ = ["patch"]
 
@@ -116,7 +116,7 @@ def _patch_config(module: Any) -> None:
         base.__post_init__(self)
         if self.smp_config is not False:
             # No dict: the launcher would copy its items over arguments of its own.
-            self.smp_config = Selection(self.smp_config)
+            self.smp_config = LaunchOptions(self.smp_config)
 
     def to_dict(self: Any) -> dict[str, Any]:
         fields = base.to_dict(self)
@@ -206,12 +206,12 @@ def variables_for(args: Namespace, environ: Mapping[str, str]) -> dict[str, str]
     return added
 
 
-def _selection(args: Namespace, environ: Mapping[str, str]) -> Selection | None:
+def _selection(args: Namespace, environ: Mapping[str, str]) -> LaunchOptions | None:
     """What the file selects; an empty selection where the environment alone does; ``None`` where neither does."""
     said, in_file = is_selected(environ), getattr(args, "smp_config", None)
-    if said is False or (not said and not isinstance(in_file, Selection)):
+    if said is False or (not said and not isinstance(in_file, LaunchOptions)):
         return None
-    return in_file if isinstance(in_file, Selection) else Selection(None)
+    return in_file if isinstance(in_file, LaunchOptions) else LaunchOptions(None)
 
 
 def torchrun_command(args: Namespace) -> list[str]:

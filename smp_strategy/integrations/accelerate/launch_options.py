@@ -15,7 +15,7 @@ from smp_strategy.config.recipe import parse_recipe
 from smp_strategy.distributed.mesh_shape import check_degree
 from smp_strategy.errors import ConfigError
 
-__all__ = ["SELECTED", "Selection", "check_processes", "is_selected"]
+__all__ = ["SELECTED", "LaunchOptions", "check_processes", "is_selected"]
 
 SELECTED = "ACCELERATE_USE_SMP"
 RECIPE = "SMP_CONFIG"
@@ -36,7 +36,7 @@ def is_selected(environ: Mapping[str, str]) -> bool | None:
 
 
 @final
-class Selection:
+class LaunchOptions:
     """What stands under ``smp_config`` in a file that ``accelerate launch`` reads.
 
     Args:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.integrations.accelerate.model_inputs import NAME, Inputs, with_share_of_items
+from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
 from smp_strategy.integrations.accelerate.model_methods import Methods
 from smp_strategy.integrations.accelerate.model_outputs import (
     OwnSamples,
@@ -42,15 +42,15 @@ from smp_strategy.integrations.accelerate.model_outputs import (
     pack,
     with_loss,
 )
-from smp_strategy.model.patching import StandIns
+from smp_strategy.model.patching import Patches
 from smp_strategy.model.samples import Samples, find_samples
 from smp_strategy.pipeline.join_results import merge
 
-__all__ = ["CallOptions", "Guesses", "ModelCalls"]
+__all__ = ["CallOptions", "BackwardPrediction", "ModelCalls"]
 
 
 @final
-class Guesses:
+class BackwardPrediction:
     """See the module docstring.
 
     Args:
@@ -107,7 +107,7 @@ _OUTSIDE = (
 )
 
 
-class Call(NamedTuple):
+class ModelCall(NamedTuple):
     """What the model is called with. Containers, so that two arguments are not taken for two samples."""
 
     args: dict[int, Any]
@@ -150,7 +150,7 @@ class ModelCalls:
         model: nn.Module,
         engine: Engine,
         options: CallOptions,
-        guesses: Guesses,
+        guesses: BackwardPrediction,
         check: Callable[[bool], None],
         own_forward: Callable[..., Any] | None,
     ) -> None:
@@ -164,7 +164,7 @@ class ModelCalls:
         self._called, self._has_gradients = self._inner, True
         self._methods = Methods(model, engine, self._call_method, lambda: self._is_inside)
         self._own_forward = own_forward
-        self._stand_ins = StandIns()
+        self._stand_ins = Patches()
         self._is_inside = False
         self._name = "forward"
         # Ways to call the model, each with its number and what it returns.
@@ -195,12 +195,12 @@ class ModelCalls:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_inside:
             return self._inner(*args, **kwargs)
-        call = Call(dict(enumerate(args)), kwargs)
+        call = ModelCall(dict(enumerate(args)), kwargs)
         self._check(torch.is_grad_enabled() and self.model.training)
         if not torch.is_grad_enabled():
             return self._evaluate(call)
         way = self._way_of(call)
-        inputs = Inputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
+        inputs = ModelInputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
         look = self._look(inputs, way)
         if look.has_loss and self.model.training and self._options.loss_in_model is not False:
             return self._train(inputs)
@@ -224,7 +224,7 @@ class ModelCalls:
             result = self._engine.eval_step(step, call, kind=f"evaluation {number}")
         return self._own(merge([packed.result for packed in result.outputs], result.sizes), call, result.sizes)
 
-    def _train(self, inputs: Inputs) -> Any:
+    def _train(self, inputs: ModelInputs) -> Any:
         call = inputs.call
         guesses, parameters = self._guesses, self._engine.share.parameters
         factor = guesses.factor()
@@ -252,7 +252,7 @@ class ModelCalls:
         merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
 
-    def _forward(self, inputs: Inputs) -> Any:
+    def _forward(self, inputs: ModelInputs) -> Any:
         call = inputs.call
         with self._inside() as around:
             step = self._engine.forward_step(self._step(around, call, inputs), call)
@@ -277,7 +277,9 @@ class ModelCalls:
         if self._is_inside:
             return method(*args, **kwargs)
         name = getattr(method, "__name__", "method")
-        number = self._kinds.setdefault((name, *self._way_of(Call(dict(enumerate(args)), kwargs))), len(self._kinds))
+        number = self._kinds.setdefault(
+            (name, *self._way_of(ModelCall(dict(enumerate(args)), kwargs))), len(self._kinds)
+        )
         try:
             with self._inside() as around:
                 result = self._engine.eval_step(
@@ -288,7 +290,7 @@ class ModelCalls:
             raise
         return result.outputs[0]
 
-    def _look(self, inputs: Inputs, way: Any) -> _Look:
+    def _look(self, inputs: ModelInputs, way: Any) -> _Look:
         """What the model returns for ``inputs``; all ranks come here for the same calls."""
         if way in self._looks:
             return self._looks[way]
@@ -327,7 +329,7 @@ class ModelCalls:
     # Inside of steps
 
     def _step(
-        self, around: Callable[..., Any], call: Any, inputs: Inputs | None = None, *, only_loss: bool = False
+        self, around: Callable[..., Any], call: Any, inputs: ModelInputs | None = None, *, only_loss: bool = False
     ) -> Callable[[Any], Packed]:
         adds_up, called = self._options.loss_reduction == "sum", self._called
 

@@ -28,11 +28,11 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import Path, Samples, samples_in, visited
 from smp_strategy.model.trace.pytree import flatten
 
-__all__ = ["Inputs", "NAME", "with_share_of_items"]
+__all__ = ["ModelInputs", "NAME", "with_share_of_items"]
 
 
 @final
-class Inputs:
+class ModelInputs:
     """Those of one call through which gradients flow on.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from smp_strategy.distributed.device import generator_of
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.patching import StandIns
+from smp_strategy.model.patching import Patches
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.undo_attributes import attributes_restored
 from smp_strategy.model.trace.undo_variables import variables_restored
@@ -62,7 +62,7 @@ class Methods:
         self._steps: dict[tuple[str, bool], bool] = {}
         self._is_probing = False
 
-    def install(self, stand_ins: StandIns) -> None:
+    def install(self, stand_ins: Patches) -> None:
         """Let calls of public methods come here."""
         for name in _public_methods(type(self._model)):
             if name not in vars(self._model):

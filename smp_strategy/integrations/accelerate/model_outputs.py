@@ -29,7 +29,7 @@ from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import SMPError, UnsupportedError
-from smp_strategy.integrations.accelerate.model_inputs import Inputs
+from smp_strategy.integrations.accelerate.model_inputs import ModelInputs
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.join_results import merge
 
@@ -176,7 +176,9 @@ def with_loss(
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
 
 
-def gradients_come_later(step: ForwardStep, inputs: Inputs, combine: Callable[[Tensor], Tensor] | None = None) -> Any:
+def gradients_come_later(
+    step: ForwardStep, inputs: ModelInputs, combine: Callable[[Tensor], Tensor] | None = None
+) -> Any:
     """The merged result of a step whose backward runs when gradients come.
 
     Args:

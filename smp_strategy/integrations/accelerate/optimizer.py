@@ -25,7 +25,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.no_sync import refuse_step_without_sync
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank
-from smp_strategy.precision.grad_scaler import GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["SMPOptimizer", "SMPScheduler", "Unprepared", "unwrapped"]
 
@@ -41,7 +41,7 @@ class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published wit
     """
 
     def __init__(
-        self, optimizer: Optimizer, session: Session, *, device_placement: bool, scaler: GradientScaler | None
+        self, optimizer: Optimizer, session: Session, *, device_placement: bool, scaler: GradScaler | None
     ) -> None:
         super().__init__(optimizer, device_placement=device_placement, scaler=scaler)
         self.smp = session

@@ -41,7 +41,7 @@ from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
 
-__all__ = ["SMPHooks", "SMPPlugin", "ensure_group", "taken_over"]
+__all__ = ["AcceleratorHooks", "SMPPlugin", "ensure_group", "taken_over"]
 
 
 def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
@@ -84,23 +84,23 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
     )
 
 
-class SMPHooks(BackgroundHooks, TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
+class AcceleratorHooks(BackgroundHooks, TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
     """All hooks together."""
 
 
-def taken_over(accelerator: Any) -> SMPHooks:
+def taken_over(accelerator: Any) -> AcceleratorHooks:
     """``accelerator`` itself, whose class has our hooks from now on."""
-    if not isinstance(accelerator, SMPHooks):
+    if not isinstance(accelerator, AcceleratorHooks):
         stock: Any = type(accelerator)
         accelerator.__class__ = _with_hooks(stock)
-    hooks: SMPHooks = accelerator
+    hooks: AcceleratorHooks = accelerator
     return hooks
 
 
 @functools.cache
 def _with_hooks(stock: Any) -> Any:
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (SMPHooks, stock), names)
+    return type(stock.__name__, (AcceleratorHooks, stock), names)
 
 
 LossInModel = Literal["auto"] | bool

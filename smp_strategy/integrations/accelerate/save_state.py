@@ -25,9 +25,9 @@ from torch import nn
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import folder_digests
-from smp_strategy.checkpoint.storage.async_save import Background
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.fallback import previous
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
@@ -50,7 +50,7 @@ Job = Callable[[], None]
 class StateFolderHooks(SavingHooks):
     """See the module docstring."""
 
-    _smp_background: Background
+    _smp_background: BackgroundSave
     _smp_writer: tuple[Engine, ShardedWriter] | None = None
 
     def smp_settle(self) -> None:
@@ -271,7 +271,7 @@ class StateFolderHooks(SavingHooks):
         if (folder / OWN_FILE).exists():
             self.load_own_state(state_files.mapped(folder / OWN_FILE))
 
-    def _smp_stored(self, folder: Path) -> Stored | None:
+    def _smp_stored(self, folder: Path) -> CheckpointReader | None:
         """What ranks have written together, if they have."""
         if not (folder / folders.SHARDED).exists():
             return None
@@ -280,7 +280,7 @@ class StateFolderHooks(SavingHooks):
                 f"{folder} has the state of a model that was spread over ranks, but none is prepared here. Call "
                 "`accelerator.prepare` with the model before `load_state`."
             )
-        stored = Stored.open(folder / folders.SHARDED)
+        stored = CheckpointReader.open(folder / folders.SHARDED)
         stored.rest()  # there is nothing in it, but damage should be said
         return stored
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from accelerate.utils import save
 from torch import Tensor, nn
 
-from smp_strategy.checkpoint.storage.async_save import Background
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import alike, meet
@@ -34,7 +34,7 @@ from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving_calls import StateCalls
-from smp_strategy.integrations.accelerate.session import Host, Session
+from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
 
 __all__ = ["BackgroundHooks", "OWN_FILE", "SavingHooks"]
@@ -44,7 +44,7 @@ OWN_FILE: Final = "smp_strategy.bin"
 T = TypeVar("T")
 
 
-class _Place(NamedTuple):
+class _ModulePath(NamedTuple):
     """Where a module is in what the engine runs."""
 
     engine: Engine
@@ -52,7 +52,7 @@ class _Place(NamedTuple):
     path: str
 
 
-class SavingHooks(Host):
+class SavingHooks(HookBase):
     """See the module docstring."""
 
     _smp_calls: ModelCalls | None
@@ -221,13 +221,13 @@ class SavingHooks(Host):
 
     # Which module, which optimizer
 
-    def _smp_place(self, module: nn.Module) -> _Place | None:
+    def _smp_place(self, module: nn.Module) -> _ModulePath | None:
         """Where ``module`` is in what the engine runs; ``None``: it is not in there, and whole on every rank."""
         if self._smp_calls is None:
             return None
         root = self._smp_calls.model
         path = whole_states.path_in(root, self.unwrap_model(module))
-        return None if path is None else _Place(self.smp.engine, root, path)
+        return None if path is None else _ModulePath(self.smp.engine, root, path)
 
     def _smp_engine_of(self, optimizer: Any) -> Engine | None:
         """What runs the module that ``optimizer`` trains, if it is spread."""
@@ -288,12 +288,12 @@ class SavingHooks(Host):
                     folders.move_in(staging, target, replaces=replaces)
 
 
-class BackgroundHooks(Host):
+class BackgroundHooks(HookBase):
     """In front of the other hooks: what they end is needed until files are there."""
 
     def begin(self, session: Session, plugin: Any) -> None:
         """Nothing is being saved yet."""
-        self._smp_background = Background()
+        self._smp_background = BackgroundSave()
         super().begin(session, plugin)
 
     def smp_settle(self) -> None:

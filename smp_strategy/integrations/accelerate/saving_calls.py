@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.patching import StandIns
+from smp_strategy.model.patching import Patches
 
 __all__ = ["StateCalls"]
 
@@ -49,7 +49,7 @@ class StateCalls:
         self._own_state_dict, self._own_load_state_dict = model.state_dict, model.load_state_dict
         self._collected: Mapping[str, Any] | None = None
         self._is_aside = False
-        self._stand_ins = StandIns()
+        self._stand_ins = Patches()
         self._stand_ins.replace(model, self._state_dict, "state_dict")
         self._stand_ins.replace(model, self._load_state_dict, "load_state_dict")
 

@@ -29,7 +29,7 @@ from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.model.trace.pytree import flatten
 
-__all__ = ["Host", "Session"]
+__all__ = ["HookBase", "Session"]
 
 
 @final
@@ -189,7 +189,7 @@ def _is_floating(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-class Host(Accelerator):  # type: ignore[misc]  # published without type information
+class HookBase(Accelerator):  # type: ignore[misc]  # published without type information
     """Base of all hooks.
 
     Attributes:

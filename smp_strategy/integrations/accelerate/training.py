@@ -21,24 +21,24 @@ from torch.optim import Optimizer
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
-from smp_strategy.integrations.accelerate.model_calls import CallOptions, Guesses, ModelCalls
+from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
 from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, Unprepared, unwrapped
-from smp_strategy.integrations.accelerate.session import Host, Session
+from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.accelerate.validation import (
     prepared_elsewhere,
     refuse_compiled,
     refuse_foreign,
     second_model,
 )
-from smp_strategy.precision.grad_scaler import GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler
 from smp_strategy.precision.loss_scale import ScalingRules
 
-__all__ = ["Place", "TrainingHooks"]
+__all__ = ["PreparedModel", "TrainingHooks"]
 
 
 @final
-class Place:
+class PreparedModel:
     """Of the model that is spread.
 
     Attributes:
@@ -95,7 +95,7 @@ def _is_trained_by(optimizers: Iterable[Optimizer], model: nn.Module) -> bool:
     )
 
 
-class TrainingHooks(Host):
+class TrainingHooks(HookBase):
     """See the module docstring."""
 
     def begin(self, session: Session, plugin: Any) -> None:
@@ -105,16 +105,16 @@ class TrainingHooks(Host):
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
         self._smp_calls: ModelCalls | None = None
         self._smp_unprepared: Unprepared | None = None
-        self._smp_models = Place()
+        self._smp_models = PreparedModel()
         config = session.config
-        self._smp_scaler: GradientScaler | None = None
+        self._smp_scaler: GradScaler | None = None
         if config.fp16 or config.fp16_params:
             self._smp_scaler = self._smp_make_scaler(ScalingRules.of(config))
 
     # Loss scaling
 
     @property
-    def scaler(self) -> GradientScaler | None:
+    def scaler(self) -> GradScaler | None:
         """Scales losses, where anything computes in float16; all ranks agree on what has overflowed."""
         return self._smp_scaler
 
@@ -126,10 +126,8 @@ class TrainingHooks(Host):
             asked = config.loss_scale is not None or config.rules_given
             self._smp_scaler = self._smp_make_scaler(ScalingRules.of(config) if asked else ScalingRules.like(given))
 
-    def _smp_make_scaler(self, rules: ScalingRules) -> GradientScaler:
-        return GradientScaler(
-            rules, lambda *given: self.smp.engine.unscale(*given), lambda: unwrapped(self._optimizers)
-        )
+    def _smp_make_scaler(self, rules: ScalingRules) -> GradScaler:
+        return GradScaler(rules, lambda *given: self.smp.engine.unscale(*given), lambda: unwrapped(self._optimizers))
 
     # Preparing
 
@@ -165,7 +163,7 @@ class TrainingHooks(Host):
         engine = self.smp.make_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
         engine.attach(model)
         engine.known = self.read_last
-        guesses = Guesses(
+        guesses = BackwardPrediction(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,

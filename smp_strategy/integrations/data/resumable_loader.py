@@ -1,4 +1,4 @@
-"""Resumable iteration over data loaders, whose draws a :class:`~smp_strategy.distributed.rng_sync.Reading` says.
+"""Resumable iteration over data loaders, whose draws a :class:`~smp_strategy.distributed.rng_sync.LoaderState` says.
 
 Who goes on with a run in the middle of a pass needs the batches that have not been given yet, in the order of that
 pass, with the random numbers that would have been drawn for them. Data loaders do not know how far they have come. So a
@@ -27,24 +27,24 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 
 from smp_strategy.distributed.rng_state import RngState, global_state, packed, set_global_state, unpacked
-from smp_strategy.distributed.rng_sync import Read, Reading
+from smp_strategy.distributed.rng_sync import BatchSource, LoaderState
 from smp_strategy.errors import CheckpointError
 
-__all__ = ["Pass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
+__all__ = ["LoaderPass", "batch_size_of", "follow", "generators_of", "pass_of", "set_generators"]
 
 _END = object()
 # How often others may draw from the stream of a pass before that is too much to note.
 _MAX_JUMPS: Final = 64
 
 
-def follow(loader: DataLoader[Any], reading: Reading) -> None:
+def follow(loader: DataLoader[Any], reading: LoaderState) -> None:
     """Let ``loader`` draw as ``reading`` says, from the next pass on."""
     if not isinstance(loader, _FollowingLoader):
         loader.__class__ = _following(type(loader))
     loader.smp_reading = reading
 
 
-def pass_of(loader: Any) -> "Pass | None":
+def pass_of(loader: Any) -> "LoaderPass | None":
     """The latest pass over ``loader``, if it follows a reading and the pass is still in use."""
     if not isinstance(loader, _FollowingLoader) or loader.smp_pass is None:
         return None
@@ -64,16 +64,16 @@ def _empty(stock: type[DataLoader[Any]]) -> DataLoader[Any]:
 
 
 class _FollowingLoader(DataLoader[Any]):
-    smp_reading: Reading
+    smp_reading: LoaderState
     smp_stock: type[DataLoader[Any]]
-    smp_pass: "weakref.ref[Pass] | None" = None  # who iterates keeps it, and workers with it
+    smp_pass: "weakref.ref[LoaderPass] | None" = None  # who iterates keeps it, and workers with it
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kept = {name: value for name, value in vars(self).items() if name != "smp_pass"}
         return _empty, (self.smp_stock,), kept  # no module has the class
 
     def __iter__(self) -> Any:
-        found = Pass(self, self.smp_iterate)
+        found = LoaderPass(self, self.smp_iterate)
         self.smp_pass = weakref.ref(found)
         return found
 
@@ -89,9 +89,9 @@ class _FollowingLoader(DataLoader[Any]):
             self.collate_fn = collate
 
 
-class _Counted(NamedTuple):
+class _CountedBatch(NamedTuple):
     batch: Any
-    read: Read
+    read: BatchSource
 
 
 @final
@@ -109,7 +109,7 @@ class _Counting:
         batch = self._collate(samples)
         if not isinstance(samples, (list, tuple)):
             return batch
-        return _Counted(batch, Read(len(samples), frozenset(_taken_over(batch, samples, ()))))
+        return _CountedBatch(batch, BatchSource(len(samples), frozenset(_taken_over(batch, samples, ()))))
 
 
 def _taken_over(tree: Any, samples: Sequence[Any], path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
@@ -139,7 +139,7 @@ class _Stateful(Protocol):
 
 
 @final
-class Pass:
+class LoaderPass:
     """What is iterated: batches of one pass over a loader.
 
     Args:
@@ -155,7 +155,7 @@ class Pass:
         self._is_new = True
         self._place: Mapping[str, Any] | None = None  # to go on from with the next batch
         self._ready: deque[Any] = deque()
-        self._latest: tuple[Read | None, ...] = ()  # of the last two batches
+        self._latest: tuple[BatchSource | None, ...] = ()  # of the last two batches
         self._begin()
 
     def _begin(self) -> None:
@@ -170,7 +170,7 @@ class Pass:
             self._inner = self._iterate()
         self._left: RngState | None = self._reading.state()
 
-    def __iter__(self) -> "Pass":
+    def __iter__(self) -> "LoaderPass":
         return self
 
     def __next__(self) -> Any:
@@ -200,13 +200,13 @@ class Pass:
 
     def _given(self, found: Any) -> Any:
         """A batch, of which is noted how many samples it has."""
-        batch, read = found if isinstance(found, _Counted) else (found, None)
+        batch, read = found if isinstance(found, _CountedBatch) else (found, None)
         self._latest = (*self._latest[-1:], read)
         self._reading.arrived(batch, read)
         return batch
 
     @property
-    def read_before(self) -> Read | None:
+    def read_before(self) -> BatchSource | None:
         """What is known of the batch before the last one, for who reads one batch ahead; at the end, of the last."""
         return self._latest[-1 if self._is_over else 0] if self._latest else None
 

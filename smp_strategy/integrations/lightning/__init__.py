@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smp_strategy.integrations.lightning.strategy_class import make_strategy
 
 if TYPE_CHECKING:
-    from smp_strategy.integrations.lightning.strategy import SMPHooks as SMPStrategy
+    from smp_strategy.integrations.lightning.strategy import StrategyHooks as SMPStrategy
 
 __all__ = ["SMPStrategy", "make_strategy"]
 

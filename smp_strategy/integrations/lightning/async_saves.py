@@ -7,8 +7,8 @@ comes by. If a save fails nothing of it happens, so that the checkpoint before s
 
 What callbacks that keep checkpoints, and loggers that are told of them, do with files that are not there yet.
 
-:class:`Saves` lets it wait. On the way a link gets its new target at once: Lightning removes the old link first, and a
-run that is killed in between has no last checkpoint.
+:class:`AsyncSaves` lets it wait. On the way a link gets its new target at once: Lightning removes the old link first,
+and a run that is killed in between has no last checkpoint.
 """
 
 import copy
@@ -22,14 +22,14 @@ from typing import Any, final
 import torch.distributed as dist
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
-from smp_strategy.checkpoint.storage.async_save import Background
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 
-__all__ = ["KeptCheckpoints", "Saves"]
+__all__ = ["KeptCheckpoints", "AsyncSaves"]
 
 
 @final
-class Saves:
+class AsyncSaves:
     """See the module docstring.
 
     Args:
@@ -39,7 +39,7 @@ class Saves:
 
     def __init__(self, group: Callable[[], dist.ProcessGroup], *, in_background: bool) -> None:
         self._writer = ShardedWriter(group)
-        self._background = Background()
+        self._background = BackgroundSave()
         self.in_background = in_background
         # What will be there, or will not, when everything that waits is done.
         self._foreseen: dict[Path, bool] = {}
@@ -152,7 +152,7 @@ class KeptCheckpoints:
         local: the path of a file that the operating system knows, else ``None``.
     """
 
-    def __init__(self, saves: Saves, local: Callable[[Any], Path | None]) -> None:
+    def __init__(self, saves: AsyncSaves, local: Callable[[Any], Path | None]) -> None:
         self._saves = saves
         self._local = local
         self._callbacks: list[Any] = []

@@ -1,7 +1,7 @@
 """What of a Lightning checkpoint goes to which part of a directory, and how it becomes one dict again.
 
-Lightning, its callbacks and the user put together one dict. Tensors that are spread over ranks (:class:`Held`) are
-stored by the ranks that have them, under the names that Lightning's own directories use; everything else is
+Lightning, its callbacks and the user put together one dict. Tensors that are spread over ranks (:class:`HeldTensor`)
+are stored by the ranks that have them, under the names that Lightning's own directories use; everything else is
 ``meta.pt``, which global rank 0 writes as it is::
 
     state_dict              state_dict.<name>
@@ -10,8 +10,8 @@ stored by the ranks that have them, under the names that Lightning's own directo
     anything else           meta.pt; in the place of a spread tensor deep inside of it stands {MARK: <number>},
                             and the tensor is spread.<number>
 
-What is loaded is such a dict again, in which tensors are read when they are used (:class:`UnreadTensor`), so that hooks
-of the user may drop, rename and change them.
+What is loaded is such a dict again, in which tensors are read when they are used (:class:`LazyStoredTensor`), so that
+hooks of the user may drop, rename and change them.
 """
 
 import copy
@@ -21,8 +21,8 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from smp_strategy.checkpoint.storage.held_tensor import Held
-from smp_strategy.checkpoint.storage.lazy_tensor import Readable, UnreadTensor
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor, Readable
 
 __all__ = ["Directory", "divided", "listed", "put_together", "snapshot"]
 
@@ -47,10 +47,10 @@ def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     for key, value in list(rest.items()):
         if _is_spread_dict(value):
             state[key] = _with_aliases(_all_held(rest.pop(key)))
-    found: dict[str, Held] = {}
+    found: dict[str, HeldTensor] = {}
 
     def mark(leaf: Any) -> Any:
-        if not isinstance(leaf, Held):
+        if not isinstance(leaf, HeldTensor):
             return leaf
         found[str(len(found))] = leaf
         return {_MARK: str(len(found) - 1)}
@@ -67,7 +67,7 @@ def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
         rest: everything else.
     """
     parts: dict[Any, Any] = {}
-    values: dict[str, Any] = {name: UnreadTensor.of(stored, name) for name in stored.tensors}
+    values: dict[str, Any] = {name: LazyStoredTensor.of(stored, name) for name in stored.tensors}
     values.update(stored.read_objects(stored.objects))
     for name, value in values.items():
         *way, last = _way_of(name) if len(stored.paths[name]) == 1 else stored.paths[name]
@@ -110,7 +110,7 @@ def snapshot(tree: Any, is_fresh: Callable[[Tensor], bool] = lambda tensor: Fals
 
 
 def _is_held(node: Any) -> bool:
-    return isinstance(node, Held)
+    return isinstance(node, HeldTensor)
 
 
 def _is_mark(node: Any) -> bool:
@@ -125,32 +125,32 @@ def _is_spread_dict(value: Any) -> bool:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         return False
     leaves = value.values()
-    return any(map(_is_held, leaves)) and all(isinstance(leaf, Held | Tensor) for leaf in leaves)
+    return any(map(_is_held, leaves)) and all(isinstance(leaf, HeldTensor | Tensor) for leaf in leaves)
 
 
 def _all_held(tree: Any) -> Any:
     """What this rank has to store. An ordinary tensor is the same on all ranks, so that each has all of it."""
     if isinstance(tree, Mapping):
         held = {key: _all_held(value) for key, value in tree.items()}
-        return {key: value for key, value in held.items() if not isinstance(value, Held) or value.blocks}
-    return Held.whole(tree.detach()) if isinstance(tree, Tensor) else tree
+        return {key: value for key, value in held.items() if not isinstance(value, HeldTensor) or value.blocks}
+    return HeldTensor.whole(tree.detach()) if isinstance(tree, Tensor) else tree
 
 
 def _with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
     """Names that hooks have seen each by itself, of one tensor, as a name and its aliases."""
     names: dict[int, list[str]] = {}
     for name, value in state.items():
-        if isinstance(value, Held):
+        if isinstance(value, HeldTensor):
             names.setdefault(id(value), []).append(name)
     found: dict[str, Any] = {}
     for name, value in state.items():
         first, *others = names.get(id(value), [name])
         if first == name:
-            is_told = not isinstance(value, Held) or value.aliases == tuple(others)
+            is_told = not isinstance(value, HeldTensor) or value.aliases == tuple(others)
             found[name] = (
                 value
                 if is_told
-                else Held(shape=value.shape, dtype=value.dtype, blocks=value.blocks, aliases=tuple(others))
+                else HeldTensor(shape=value.shape, dtype=value.dtype, blocks=value.blocks, aliases=tuple(others))
             )
     return found
 

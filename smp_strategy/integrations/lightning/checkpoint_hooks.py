@@ -29,14 +29,14 @@ from torch.utils import _pytree as pytree
 from smp_strategy.checkpoint.sources import EditedState
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
-from smp_strategy.checkpoint.storage.held_tensor import Held
-from smp_strategy.checkpoint.storage.lazy_tensor import UnreadTensor
-from smp_strategy.checkpoint.storage.reader import Stored, is_sharded
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
+from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor
+from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
-from smp_strategy.integrations.lightning.async_saves import KeptCheckpoints, Saves
+from smp_strategy.integrations.lightning.async_saves import AsyncSaves, KeptCheckpoints
 from smp_strategy.integrations.lightning.checkpoint_content import divided, listed, put_together, snapshot
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.sigterm import have_all_stopped
@@ -50,7 +50,7 @@ PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 class CheckpointHooks(ResumeHooks):
     """The strategy's hooks that save and load. See the module's docstring."""
 
-    _saves: Saves | None = None
+    _saves: AsyncSaves | None = None
     _has_failed: bool
     # An error has come out of a step: ranks may be in different places of it.
     _is_torn = False
@@ -106,13 +106,15 @@ class CheckpointHooks(ResumeHooks):
         groups = [unwrap(optimizer).param_groups for optimizer in self.optimizers]
         return [[[names.get(each, "") for each in group["params"]] for group in of_one] for of_one in groups]
 
-    def _save_sharded(self, checkpoint: dict[str, Any], path: Path, saves: Saves) -> None:
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Path, saves: AsyncSaves) -> None:
         state, rest = divided(checkpoint)
         if saves.in_background and self.global_rank == 0:
             rest = snapshot(rest)
         saves.save_sharded(path, state, rest=rest, note=self._note(checkpoint))
 
-    def _save_full(self, checkpoint: dict[str, Any], given: Any, path: Path | None, options: Any, saves: Saves) -> None:
+    def _save_full(
+        self, checkpoint: dict[str, Any], given: Any, path: Path | None, options: Any, saves: AsyncSaves
+    ) -> None:
         if saves.in_background:
             # What is spread has been collected, into tensors that nobody else knows.
             fresh = {id(leaf) for leaf in pytree.tree_leaves(checkpoint["state_dict"])} if self.engine.is_spread else ()
@@ -199,7 +201,7 @@ class CheckpointHooks(ResumeHooks):
         path = self._local(checkpoint_path)
         with allowing_plain_values():
             if path is not None and is_sharded(path):
-                directory = Stored.open(path)
+                directory = CheckpointReader.open(path)
                 checkpoint = put_together(directory, directory.rest(weights_only=weights_only))
             elif path is None or self._has_own_io:
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
@@ -217,7 +219,7 @@ class CheckpointHooks(ResumeHooks):
         module = self.lightning_module
         assert module is not None
         engine = self._engine if self._engine is not None and self._engine.serves(module) else None
-        is_unread = any(isinstance(value, UnreadTensor) for value in checkpoint["state_dict"].values())
+        is_unread = any(isinstance(value, LazyStoredTensor) for value in checkpoint["state_dict"].values())
         lacks_values = any(parameter.is_meta for parameter in module.parameters())
         if engine is not None and is_unread and (engine.is_spread or lacks_values):
             engine.load_stored(EditedState({"state_dict": checkpoint["state_dict"]}), strict=strict)
@@ -271,7 +273,7 @@ class CheckpointHooks(ResumeHooks):
 
     def _begin_saving(self, trainer: Any) -> None:
         """A run begins: its callbacks and loggers meet checkpoints that are written in the background."""
-        self._saves = Saves(self.engine.mesh.saving_group, in_background=self.config.async_save)
+        self._saves = AsyncSaves(self.engine.mesh.saving_group, in_background=self.config.async_save)
         kept = KeptCheckpoints(self._saves, self._local)
         self._stand_ins.callback(kept.remove)
         kept.install(trainer.callbacks, trainer.loggers)
@@ -346,15 +348,17 @@ def _with_all_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
     A tensor with several names is one object under all of them.
     """
-    mine = {name: (each.shape, each.dtype, each.aliases) for name, each in state.items() if isinstance(each, Held)}
+    mine = {
+        name: (each.shape, each.dtype, each.aliases) for name, each in state.items() if isinstance(each, HeldTensor)
+    }
     everyones = collectives.gather_objects(mine, "the names of a checkpoint's tensors")
     whole: dict[str, Any] = {}
     for name, value in state.items():
-        whole.update(dict.fromkeys((name, *(value.aliases if isinstance(value, Held) else ())), value))
+        whole.update(dict.fromkeys((name, *(value.aliases if isinstance(value, HeldTensor) else ())), value))
     for described in everyones:
         for name, (shape, dtype, aliases) in described.items():
             if name not in whole:
                 whole.update(
-                    dict.fromkeys((name, *aliases), Held(shape=shape, dtype=dtype, blocks=(), aliases=aliases))
+                    dict.fromkeys((name, *aliases), HeldTensor(shape=shape, dtype=dtype, blocks=(), aliases=aliases))
                 )
     return whole

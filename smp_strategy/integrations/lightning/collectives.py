@@ -17,7 +17,7 @@ from torch import Tensor
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.integrations.lightning.data import DataStream
+from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.tree import Tree
 from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
 
@@ -38,7 +38,7 @@ class CommunicationHooks(Host):
     """The Lightning tree that this class was made for."""
     config: SMPConfig
     num_nodes: int
-    _data_stream: DataStream | None = None
+    _data_stream: DataRngSync | None = None
 
     @property
     def mesh(self) -> ProcessMesh | None:

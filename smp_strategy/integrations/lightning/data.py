@@ -31,11 +31,11 @@ from torch.utils.data import DataLoader
 
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import RngState, global_state, set_global_state
-from smp_strategy.distributed.rng_sync import Read, Readers
+from smp_strategy.distributed.rng_sync import BatchSource, DataReaders
 from smp_strategy.integrations.data.resumable_loader import follow
 from smp_strategy.integrations.lightning.tree import Tree
 
-__all__ = ["DataStream", "following"]
+__all__ = ["DataRngSync", "following"]
 
 _MOST_AHEAD = 64
 _ADVICE = (
@@ -44,7 +44,7 @@ _ADVICE = (
 )
 
 
-class DataStream(Readers):
+class DataRngSync(DataReaders):
     """The random numbers of the data path. See [Note: data stream].
 
     Args:
@@ -69,7 +69,7 @@ class DataStream(Readers):
         )
         self._state = global_state()
         # Of the latest batches of all loaders, of which Lightning uses several at once, and fetches some ahead.
-        self._arrived: deque[tuple[weakref.ref[Tensor], Read]] = deque(maxlen=_MOST_AHEAD)
+        self._arrived: deque[tuple[weakref.ref[Tensor], BatchSource]] = deque(maxlen=_MOST_AHEAD)
 
     def begin(self, *generators: torch.Generator) -> None:
         """Take over the global generators, and ``generators``, of the replica's first rank. Collective."""
@@ -99,13 +99,13 @@ class DataStream(Readers):
             if not nobody_else_drew:
                 set_global_state(others)
 
-    def arrived(self, batch: Any, read: Read | None) -> None:
+    def arrived(self, batch: Any, read: BatchSource | None) -> None:
         """Note what is known of ``batch``; it is compared where Lightning moves it, whatever it comes from."""
         tensor = _tensor_in(batch)
         if tensor is not None and read is not None:
             self._arrived.append((weakref.ref(tensor), read))
 
-    def read_of(self, batch: Any) -> Read | None:
+    def read_of(self, batch: Any) -> BatchSource | None:
         """What a loader knows of ``batch``, if it is a loader's and has a tensor."""
         tensors = {id(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         reads = [read for found, read in self._arrived if id(found()) in tensors]
@@ -118,7 +118,7 @@ def _tensor_in(batch: Any) -> Tensor | None:
     return next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
 
 
-def following(loader: DataLoader[Any], stream: DataStream, tree: Tree, *, dp_rank: int) -> DataLoader[Any]:
+def following(loader: DataLoader[Any], stream: DataRngSync, tree: Tree, *, dp_rank: int) -> DataLoader[Any]:
     """A copy of ``loader`` whose draws come from ``stream``; the user's own loader stays as it is."""
     twin = copy.copy(loader)
     follow(twin, stream)

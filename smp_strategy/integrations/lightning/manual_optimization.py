@@ -21,7 +21,7 @@ from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.steps import Context
-from smp_strategy.precision.grad_scaler import GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["ManualOptimization"]
 
@@ -36,7 +36,7 @@ class ManualOptimization:
         scaler: of the losses, if there is one.
     """
 
-    def __init__(self, engine: Engine, module: Any, context: Context, scaler: GradientScaler | None = None) -> None:
+    def __init__(self, engine: Engine, module: Any, context: Context, scaler: GradScaler | None = None) -> None:
         self._engine = engine
         self._module = module
         self._context = context

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.precision.grad_scaler import Found, GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
 from smp_strategy.precision.loss_scale import ScalingRules
 
 __all__ = [
@@ -46,16 +46,16 @@ _STOCK: Final = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 def make_scaler(
     plugin: Any,
     config: SMPConfig,
-    unscale: Callable[[Optimizer, float], Found],
+    unscale: Callable[[Optimizer, float], UnscaleResult],
     optimizers: Callable[[], Iterable[Optimizer]],
-) -> GradientScaler | None:
+) -> GradScaler | None:
     """The scaler for ``plugin``, if anything computes in float16; it goes on where an earlier one has stopped."""
     given = getattr(plugin, "scaler", None)
     rules = _rules(plugin, config, given)
     if rules is None:
         return None
-    scaler = GradientScaler(rules, unscale, optimizers)
-    if isinstance(given, GradientScaler):
+    scaler = GradScaler(rules, unscale, optimizers)
+    if isinstance(given, GradScaler):
         scaler.load_state_dict(given.state_dict())
     return scaler
 
@@ -67,7 +67,7 @@ def _rules(plugin: Any, config: SMPConfig, given: Any) -> ScalingRules | None:
             return None
         if is_asked_for:
             return ScalingRules.of(config)
-        return given.rules if isinstance(given, GradientScaler) else ScalingRules.like(given)
+        return given.rules if isinstance(given, GradScaler) else ScalingRules.like(given)
     if config.fp16 or config.fp16_params:
         return ScalingRules.of(config)
     if getattr(plugin, "precision", None) == "16-true" and config.loss_scale is not None:
@@ -101,7 +101,7 @@ def problems_of_scaling(plugin: Any, config: SMPConfig) -> list[str]:
     return found
 
 
-def methods_with(scaler: GradientScaler, stock: Any, tree: Tree) -> dict[str, Any]:
+def methods_with(scaler: GradScaler, stock: Any, tree: Tree) -> dict[str, Any]:
     """What a precision plugin of class ``stock`` does otherwise because of ``scaler``."""
     base = tree.pytorch("plugins.precision.precision").Precision
     is_mixed = issubclass(stock, tree.pytorch("plugins.precision.amp").MixedPrecision)
@@ -144,7 +144,7 @@ def methods_with(scaler: GradientScaler, stock: Any, tree: Tree) -> dict[str, An
 
 @contextmanager
 def passing_over_skipped(
-    module: Any, scaler: GradientScaler, optimizers: Sequence[Optimizer], configs: Sequence[Any]
+    module: Any, scaler: GradScaler, optimizers: Sequence[Optimizer], configs: Sequence[Any]
 ) -> Iterator[None]:
     """Schedulers that go by steps pass over skipped ones while this is open, under automatic optimization.
 
@@ -188,7 +188,7 @@ def for_all_ranks(
     tree: Tree,
     clip_grad_norm: ClipGradNorm,
     begin_update: Callable[[Any], None],
-    scaler_of: Callable[[Any], GradientScaler | None],
+    scaler_of: Callable[[Any], GradScaler | None],
 ) -> Any:
     """Let Lightning's precision plugin know that there are other ranks with gradients.
 
@@ -225,7 +225,7 @@ def for_all_ranks(
     }
     plugin.__class__ = type(stock.__name__, (stock,), names)
     given = getattr(plugin, "scaler", None)
-    if not isinstance(given, GradientScaler):
+    if not isinstance(given, GradScaler):
         plugin.given_scaler = given  # the user's, or one that Lightning has made
     plugin.scaler = scaler
     return plugin

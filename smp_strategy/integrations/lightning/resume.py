@@ -32,7 +32,7 @@ from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, pac
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.data.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
 from smp_strategy.integrations.lightning.collectives import CommunicationHooks
-from smp_strategy.integrations.lightning.data import DataStream
+from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.resume_progress import (
     dealt_out_again,
     do_due,
@@ -61,7 +61,7 @@ class Resumption:
         tree: the Lightning tree in use.
     """
 
-    def __init__(self, mesh: ProcessMesh, stream: DataStream, device: torch.device, tree: Tree) -> None:
+    def __init__(self, mesh: ProcessMesh, stream: DataRngSync, device: torch.device, tree: Tree) -> None:
         self._rank = mesh.rank
         self._stream = stream
         self._data_ranks = [list(ranks) for ranks in stream.data_ranks]

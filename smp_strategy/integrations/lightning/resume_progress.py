@@ -147,7 +147,7 @@ def dealt_out_again(
 
     Args:
         places: of one of the ranks before, a place for each loader; see
-            :meth:`~smp_strategy.integrations.data.resumable_loader.Pass.place`.
+            :meth:`~smp_strategy.integrations.data.resumable_loader.LoaderPass.place`.
         batch_sizes: that the loaders have now.
         num_before, num_now: ranks that share the samples.
 

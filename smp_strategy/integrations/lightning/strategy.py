@@ -35,7 +35,7 @@ from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
@@ -43,7 +43,7 @@ from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.errors import PeerFailedError, SMPError
 from smp_strategy.integrations.lightning import steps
 from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks, unwrap
-from smp_strategy.integrations.lightning.data import DataStream, following
+from smp_strategy.integrations.lightning.data import DataRngSync, following
 from smp_strategy.integrations.lightning.environment import backend_for, devices_of_launcher, submitit_environment
 from smp_strategy.integrations.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
@@ -59,15 +59,15 @@ from smp_strategy.integrations.lightning.resume import Resumption
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
-from smp_strategy.precision.grad_scaler import GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler
 from smp_strategy.reports.explain.explanation import Explanation
 from smp_strategy.reports.memory_report import MemoryReport
 from smp_strategy.reports.timeline.timeline import Timeline
 
-__all__ = ["SMPHooks"]
+__all__ = ["StrategyHooks"]
 
 
-class SMPHooks(CheckpointHooks):
+class StrategyHooks(CheckpointHooks):
     """Train an unmodified LightningModule with its layers spread over pipeline ranks.
 
     Example::
@@ -110,14 +110,14 @@ class SMPHooks(CheckpointHooks):
         self.process_group_backend = process_group_backend
         self._timeout = timeout
         self._engine: Engine | None = None
-        self._data_stream: DataStream | None = None
+        self._data_stream: DataRngSync | None = None
         self._manual: ManualOptimization | None = None
         self._stop_signal: StopSignal | None = None
         self._stand_ins = ExitStack()  # closed at the end of a run, which gives back what was replaced for it
         self._may_reduce = True
         self._forgets_early = False
         self._is_joint = True
-        self._read: Read | None = None  # of the batch that was moved last
+        self._read: BatchSource | None = None  # of the batch that was moved last
         self._has_failed = False
         call_at_exit(self.leave)
 
@@ -217,7 +217,7 @@ class SMPHooks(CheckpointHooks):
         self._engine.attach(module)
         # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
-        self._data_stream = DataStream(self._engine.mesh, is_joint=self._is_joint)
+        self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint)
         self._resumption = (
             Resumption(self._engine.mesh, self._data_stream, self.root_device, self.tree) if fitting else None
         )
@@ -311,7 +311,7 @@ class SMPHooks(CheckpointHooks):
             )
         self._precision_plugin = plugin
 
-    def _scaler_of(self, plugin: Any) -> GradientScaler | None:
+    def _scaler_of(self, plugin: Any) -> GradScaler | None:
         return make_scaler(
             plugin, self.config, lambda *given: self.engine.unscale(*given), lambda: map(unwrap, self.optimizers)
         )

@@ -15,25 +15,27 @@ from types import new_class
 from typing import Any
 
 from smp_strategy.config.config import SMPConfig, option_types
-from smp_strategy.integrations.lightning.strategy import SMPHooks
+from smp_strategy.integrations.lightning.strategy import StrategyHooks
 from smp_strategy.integrations.lightning.tree import Tree
 
 __all__ = ["make_strategy"]
 
 
 @functools.cache
-def make_strategy(root: str) -> type[SMPHooks]:
+def make_strategy(root: str) -> type[StrategyHooks]:
     """The class ``SMPStrategy`` for the Lightning tree ``root``."""
     tree = Tree(root)
     base = tree.pytorch("strategies.parallel").ParallelStrategy
     where = "smp_strategy.integrations.lightning" if root == "lightning.pytorch" else "smp_strategy.pytorch_lightning"
     body = {
-        "__init__": _with_options(SMPHooks.__init__),
+        "__init__": _with_options(StrategyHooks.__init__),
         "tree": tree,
         "__module__": where,
-        "__doc__": SMPHooks.__doc__,
+        "__doc__": StrategyHooks.__doc__,
     }
-    strategy: type[SMPHooks] = new_class("SMPStrategy", (SMPHooks, base), exec_body=lambda names: names.update(body))
+    strategy: type[StrategyHooks] = new_class(
+        "SMPStrategy", (StrategyHooks, base), exec_body=lambda names: names.update(body)
+    )
     return strategy
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.flops import Tally
+from smp_strategy.model.trace.flops import KernelTally
 from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.model.trace.tensor_spec import storage_of
 
@@ -36,7 +36,7 @@ class Meter(TorchDispatchMode):
             :func:`~smp_strategy.model.trace.tensor_spec.storage_of`).
     """
 
-    def __init__(self, tally: Tally, assumed: int | None = None, unit: str | None = None) -> None:
+    def __init__(self, tally: KernelTally, assumed: int | None = None, unit: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.random = False
         self.written = set[int]()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, final
 
-from smp_strategy.model.trace.work import Efforts, Kept
+from smp_strategy.model.trace.work import Efforts, SavedBytes
 
 __all__ = ["Event", "Trace", "Value"]
 
@@ -41,7 +41,7 @@ class Event(NamedTuple):
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
     home: tuple[int, ...] = ()
     """Stages that hold a ``given`` tensor."""
-    kept: Kept = Kept()
+    kept: SavedBytes = SavedBytes()
     """What autograd keeps, in detail, where that is known."""
     again_bytes: int = 0
     """What comes back to the device in addition while its backward runs, if it is computed again."""

@@ -6,9 +6,9 @@ of the unit's calls. The call gets them in a dict, puts them into the attributes
 again; that units may change dicts among their arguments is known (:mod:`smp_strategy.model.trace.side_effects`). So
 outside of calls an exposed attribute holds a placed tensor on every stage, and inside the unit finds the real one.
 
-A *survey*, the run of a step that is only looked at, finds them: :class:`Leftovers` notes which tensors a unit leaves
-where, and is asked about every tensor that code outside of units uses. In a dry run an attribute is otherwise put back
-after the unit; here a fake tensor, the *mark*, stays, to be met by who uses it.
+A *survey*, the run of a step that is only looked at, finds them: :class:`ExposedAttributes` notes which tensors a unit
+leaves where, and is asked about every tensor that code outside of units uses. In a dry run an attribute is otherwise
+put back after the unit; here a fake tensor, the *mark*, stays, to be met by who uses it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.pytree import leaves_of
 
-__all__ = ["STATE", "Exposed", "Former", "Leftovers", "exposing", "left_behind", "put_state", "state_of"]
+__all__ = [
+    "STATE",
+    "ExposedAttribute",
+    "StaleTensor",
+    "ExposedAttributes",
+    "exposing",
+    "left_behind",
+    "put_state",
+    "state_of",
+]
 
 STATE = "exposed attributes"
 """Name of the argument that carries them. It is none that a ``forward`` can have."""
@@ -35,7 +44,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 @final
 @dataclass(frozen=True)
-class Exposed:
+class ExposedAttribute:
     """An attribute of a part of a unit, or of a module above it."""
 
     part: nn.Module
@@ -53,7 +62,7 @@ class Exposed:
 
 
 @final
-class Former:
+class StaleTensor:
     """Stands for what another microbatch or step has left, on its way into a call.
 
     Args:
@@ -68,24 +77,24 @@ class Former:
         return self._tensor()
 
 
-def state_of(exposed: tuple[Exposed, ...]) -> dict[str, Any]:
+def state_of(exposed: tuple[ExposedAttribute, ...]) -> dict[str, Any]:
     """The values of those that there are."""
     return {each.label: each.get() for each in exposed if each.get() is not _MISSING}
 
 
-def put_state(exposed: tuple[Exposed, ...], state: Mapping[str, Any]) -> None:
+def put_state(exposed: tuple[ExposedAttribute, ...], state: Mapping[str, Any]) -> None:
     """Give them these values; others are deleted."""
     for each in exposed:
         each.set(state.get(each.label, _MISSING))
 
 
-def exposing(function: Callable[..., Any], exposed: tuple[Exposed, ...]) -> Callable[..., Any]:
+def exposing(function: Callable[..., Any], exposed: tuple[ExposedAttribute, ...]) -> Callable[..., Any]:
     """``function``, with the values of ``exposed`` attributes in a dict among its arguments, which it changes."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         state = kwargs.pop(STATE)
         outside = state_of(exposed)
-        given = {label: value() if isinstance(value, Former) else value for label, value in state.items()}
+        given = {label: value() if isinstance(value, StaleTensor) else value for label, value in state.items()}
         put_state(exposed, given)
         try:
             result = function(*args, **kwargs)
@@ -103,16 +112,16 @@ def exposing(function: Callable[..., Any], exposed: tuple[Exposed, ...]) -> Call
 
 @final
 @dataclass(frozen=True)
-class _Left:
+class _LeftInAttribute:
     """Something that a unit has left in an attribute."""
 
     unit: str
-    place: Exposed
+    place: ExposedAttribute
     value: Any
 
 
 @final
-class Leftovers:
+class ExposedAttributes:
     """What units leave in attributes during surveys, and which of it is used by others.
 
     Attributes:
@@ -123,14 +132,14 @@ class Leftovers:
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, dict[str, Exposed]] = {}
+        self.found: dict[str, dict[str, ExposedAttribute]] = {}
         self.above: dict[str, nn.Module] = {}
         self.around: Sequence[Any] = ()
         self._unreachable: dict[int, Tensor] = {}
-        self._left: dict[tuple[str, str], _Left] = {}
-        self._by_tensor: dict[int, tuple[Tensor, _Left]] = {}
+        self._left: dict[tuple[str, str], _LeftInAttribute] = {}
+        self._by_tensor: dict[int, tuple[Tensor, _LeftInAttribute]] = {}
         # What marks have taken the place of.
-        self._marks: list[tuple[_Left, Any]] = []
+        self._marks: list[tuple[_LeftInAttribute, Any]] = []
         self._num_known = 0
 
     @contextmanager
@@ -148,7 +157,9 @@ class Leftovers:
                     continue
                 new = [item for item in _tensors(value) if not any(item is old for old in values.get(name, ()))]
                 if new:
-                    left = _Left(unit, Exposed(part, name, f"{label}.{name}".lstrip(".")), _copy(value))
+                    left = _LeftInAttribute(
+                        unit, ExposedAttribute(part, name, f"{label}.{name}".lstrip(".")), _copy(value)
+                    )
                     self._left[unit, left.place.label] = left
                     self._by_tensor.update({id(tensor): (tensor, left) for tensor in new})
 

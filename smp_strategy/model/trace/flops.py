@@ -19,7 +19,7 @@ from smp_strategy.model.trace.pytree import leaves_of
 from smp_strategy.model.trace.tensor_spec import storage_of
 from smp_strategy.model.trace.work import Effort, Efforts
 
-__all__ = ["Product", "Tally"]
+__all__ = ["Product", "KernelTally"]
 
 _aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ class Product(NamedTuple):
 
 
 @final
-class Tally:
+class KernelTally:
     """Adds up kernels.
 
     Args:

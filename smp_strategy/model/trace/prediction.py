@@ -11,10 +11,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.model.trace.exposed_attributes import Exposed, exposing
+from smp_strategy.model.trace.exposed_attributes import ExposedAttribute, exposing
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
-from smp_strategy.model.trace.work import Efforts, Kept
+from smp_strategy.model.trace.work import Efforts, SavedBytes
 
 __all__ = [
     "IMMUTABLE",
@@ -58,7 +58,7 @@ class Callee:
     """The unit, whose parameters and buffers are replaced by fake ones in the dry run."""
     compiled: Callable[..., Any] | None = None
     """What really runs instead of ``function``, if anything."""
-    exposed: tuple[Exposed, ...] = ()
+    exposed: tuple[ExposedAttribute, ...] = ()
     """Attributes of the unit that others read."""
     dtypes: Callable[[nn.Module], Mapping[str, torch.dtype]] | None = None
     """Says, of the unit's parameters, by name, which are of another dtype when it runs."""
@@ -136,7 +136,7 @@ class Prediction:
     """What the call and its backward have a device do."""
     saved_bytes: int = 0
     """Bytes that autograd keeps for the backward pass, parameters excluded."""
-    kept: Kept = Kept()
+    kept: SavedBytes = SavedBytes()
     """What that is, where it is known."""
     made: tuple[TensorSpec, ...] = field(init=False)
     """Metadata of the :class:`Made` outputs."""

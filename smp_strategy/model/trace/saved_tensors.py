@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.model.trace.flops import Product, Tally
+from smp_strategy.model.trace.flops import KernelTally, Product
 from smp_strategy.model.trace.func_transforms import stepping_aside
 from smp_strategy.model.trace.tensor_spec import storage_of
-from smp_strategy.model.trace.work import Effort, Kept, Memory
+from smp_strategy.model.trace.work import Effort, SavedBytes, StorageBytes
 
 __all__ = ["counting_saved", "watching_kept"]
 
@@ -29,8 +29,8 @@ def counting_saved(excluded: Iterable[Tensor] = ()) -> Iterator[Callable[[], int
 
 @contextmanager
 def watching_kept(
-    excluded: Iterable[Tensor], inputs: Iterable[Any], tally: Tally
-) -> Iterator[Callable[[Iterable[Any]], Kept]]:
+    excluded: Iterable[Tensor], inputs: Iterable[Any], tally: KernelTally
+) -> Iterator[Callable[[Iterable[Any]], SavedBytes]]:
     """Yields what says what autograd has kept in here, and what it would take to make that again; it is told what the
     call has returned.
 
@@ -51,7 +51,7 @@ def watching_kept(
         again, cheap = tally.efforts.forward, tally.cheap
         needed[:] = tally.products
 
-    def kept(returned: Iterable[Any]) -> Kept:
+    def kept(returned: Iterable[Any]) -> SavedBytes:
         nonlocal cheap
         foreign = {*_sizes(returned), *given, *there}
         of_products: dict[int, int] = {}
@@ -62,10 +62,10 @@ def watching_kept(
             else:  # what others may change is made again
                 cheap = cheap.plus(product.effort)
         made = {key: nbytes for key, nbytes in {**of_products, **saved}.items() if key not in given}
-        return Kept(
+        return SavedBytes(
             (
-                *(Memory(nbytes, "input", key in saved) for key, nbytes in given.items()),
-                *(Memory(made[key], "product" if key in of_products else "other", key in saved) for key in made),
+                *(StorageBytes(nbytes, "input", key in saved) for key, nbytes in given.items()),
+                *(StorageBytes(made[key], "product" if key in of_products else "other", key in saved) for key in made),
             ),
             again,
             cheap,

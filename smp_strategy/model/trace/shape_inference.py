@@ -25,9 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.context_containers import collector_key
 from smp_strategy.model.trace.dispatch import Meter
-from smp_strategy.model.trace.exposed_attributes import Leftovers
+from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.fake_call import call, frozen_rng, imitate, stand_in, tensors_of, tracked
-from smp_strategy.model.trace.flops import Tally
+from smp_strategy.model.trace.flops import KernelTally
 from smp_strategy.model.trace.parametrize_cache import uncached
 from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, Unpredictable, describe, versions_of
 from smp_strategy.model.trace.pytree import flatten, unflatten_call
@@ -36,7 +36,7 @@ from smp_strategy.model.trace.side_effects import contents_of_objects, is_object
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
 from smp_strategy.model.trace.undo_attributes import attributes_restored, tensors_restored
 
-__all__ = ["Oracle"]
+__all__ = ["ShapeInference"]
 
 # Shapes that change from batch to batch must not fill the memory.
 MOST_PREDICTIONS = 1 << 14
@@ -49,7 +49,7 @@ _PLAIN_KINDS = frozenset(IMMUTABLE)
 
 
 @final
-class Oracle:
+class ShapeInference:
     """Predicts calls and remembers the predictions.
 
     Args:
@@ -72,7 +72,7 @@ class Oracle:
         return self._known.get(self._key_of(callee, leaves, structure))
 
     def predict(
-        self, callee: Callee, leaves: Sequence[Any], structure: Any, *, survey: Leftovers | None = None
+        self, callee: Callee, leaves: Sequence[Any], structure: Any, *, survey: ExposedAttributes | None = None
     ) -> Prediction | Unpredictable:
         """Predict ``callee(*args, **kwargs)`` for flattened arguments.
 
@@ -115,13 +115,13 @@ class Oracle:
         return dataclasses.replace(spec, device=self.device) if spec.device.type == "meta" else spec
 
     def _find(
-        self, callee: Callee, specs: list[Any], structure: Any, survey: Leftovers | None
+        self, callee: Callee, specs: list[Any], structure: Any, survey: ExposedAttributes | None
     ) -> Prediction | Unpredictable:
         with _quiet():
             return self._attempt(callee, specs, structure, survey)
 
     def _attempt(
-        self, callee: Callee, specs: list[Any], structure: Any, survey: Leftovers | None
+        self, callee: Callee, specs: list[Any], structure: Any, survey: ExposedAttributes | None
     ) -> Prediction | Unpredictable:
         lent = contents_of_objects(specs) if survey else []
         try:
@@ -145,7 +145,7 @@ class Oracle:
         callee: Callee,
         leaves: list[Any],
         structure: Any,
-        survey: Leftovers | None,
+        survey: ExposedAttributes | None,
         assumed: int | None = None,
         *,
         lends: bool = False,
@@ -164,7 +164,7 @@ class Oracle:
                 specs = {name: self._there(_seen(tensor, dtypes.get(name))) for name, tensor in tensors.items()}
             stand_ins = {name: imitate(_in_full(spec), leaf=True) for name, spec in specs.items()}
             versions, homes = versions_of(fakes), {name: storage_of(fake) for name, fake in stand_ins.items()}
-            tally = Tally(stand_ins.values(), notes_products=True)
+            tally = KernelTally(stand_ins.values(), notes_products=True)
             meter = Meter(tally, assumed, None if callee.module is None else str(callee.key))
             args, kwargs = unflatten_call(fakes, structure)
             with watching_kept(stand_ins.values(), fakes, tally) as watched, meter, noting:

@@ -12,7 +12,7 @@ What a call has a device do, in counts: what a model of the device turns into se
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, Self
 
-__all__ = ["Effort", "Efforts", "Kept", "Link", "Memory", "Work"]
+__all__ = ["Effort", "Efforts", "SavedBytes", "Link", "StorageBytes", "Work"]
 
 
 class Effort(NamedTuple):
@@ -42,7 +42,7 @@ class Efforts(NamedTuple):
     """The part of backward that nobody waits for but the optimizer."""
 
 
-class Memory(NamedTuple):
+class StorageBytes(NamedTuple):
     """One storage, however many tensors share it."""
 
     nbytes: int
@@ -53,10 +53,10 @@ class Memory(NamedTuple):
     """Whether backward needs it; otherwise only who computes the call again does."""
 
 
-class Kept(NamedTuple):
+class SavedBytes(NamedTuple):
     """All of one call."""
 
-    memories: tuple[Memory, ...] = ()
+    memories: tuple[StorageBytes, ...] = ()
     again: Effort = Effort()
     """What it takes to make all of it again from the inputs."""
     cheap: Effort = Effort()

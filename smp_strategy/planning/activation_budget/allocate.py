@@ -11,17 +11,23 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple, final
 
-from smp_strategy.activations.policy import Recompute, Treatment, Treatments
+from smp_strategy.activations.policy import ActivationPolicy, Recompute, Treatments
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId, route
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.call_costs import call_costs, treated
-from smp_strategy.planning.activation_budget.knapsack import Alternative, Load, Stock, Verdict, choose
-from smp_strategy.planning.schedule.peak_memory import DEFAULT_HORIZON, Moment, moments, peak_saved_bytes, used_bytes
+from smp_strategy.planning.activation_budget.knapsack import Alternative, MemoryBudget, MemoryUse, Selection, choose
+from smp_strategy.planning.schedule.peak_memory import (
+    DEFAULT_HORIZON,
+    ActionMemory,
+    moments,
+    peak_saved_bytes,
+    used_bytes,
+)
 
-__all__ = ["CallTable", "Microbatch", "Relief", "Relieved", "relieve"]
+__all__ = ["CallTable", "Microbatch", "ActivationPlan", "SimulatedStep", "relieve"]
 
 # Times that a step is simulated anew, because other moments are the fullest.
 MOST_ROUNDS = 8
@@ -29,7 +35,7 @@ MOST_ROUNDS = 8
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Relief:
+class ActivationPlan:
     """What becomes of what units would keep for backward: what is decided, and what may be."""
 
     machine: Machine
@@ -50,16 +56,16 @@ class Relief:
     """How far ahead of its use something comes back from there."""
 
     @property
-    def choices(self) -> tuple[Treatment, ...]:
+    def choices(self) -> tuple[ActivationPolicy, ...]:
         """For units that are free; the first is preferred where it does not matter."""
         again: tuple[Recompute, ...] = ("no", "cheap", "all") if self.may_keep_products else ("no", "all")
         ways = product((False, True) if self.may_offload else (False,), again)
         return tuple(
-            Treatment(recompute=recompute, offload=offload, preserve_rng_state=self.preserve_rng_state)
+            ActivationPolicy(recompute=recompute, offload=offload, preserve_rng_state=self.preserve_rng_state)
             for offload, recompute in ways
         )
 
-    def taking(self, treatments: Treatments) -> "Relief":
+    def taking(self, treatments: Treatments) -> "ActivationPlan":
         """The same, where ``treatments`` are those of units that are free otherwise."""
         taken = {name: treatment for name, treatment in treatments.items() if name in self.free}
         return replace(self, fixed={**self.fixed, **taken}, free=self.free.difference(taken))
@@ -127,7 +133,7 @@ class CallTable:
         work: of its events.
     """
 
-    def __init__(self, relief: Relief, trace: Trace, work: Mapping[int, Work]) -> None:
+    def __init__(self, relief: ActivationPlan, trace: Trace, work: Mapping[int, Work]) -> None:
         self.costs = {
             position: [
                 call_costs(event, choice, work.get(position, Work()), relief.machine, relief.min_bytes)
@@ -136,9 +142,9 @@ class CallTable:
             for position, event in enumerate(trace.events)
             if event.kind == "unit" and event.name in relief.free
         }
-        self._verdicts: dict[object, Verdict | None] = {}
+        self._verdicts: dict[object, Selection | None] = {}
 
-    def choose(self, units: Sequence[Sequence[Alternative]], stock: Stock) -> Verdict | None:
+    def choose(self, units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> Selection | None:
         """See :func:`smp_strategy.planning.activation_budget.knapsack.choose`."""
         key = (tuple(map(tuple, units)), stock)
         if key not in self._verdicts:
@@ -146,7 +152,7 @@ class CallTable:
         return self._verdicts[key]
 
 
-class Relieved(NamedTuple):
+class SimulatedStep(NamedTuple):
     """A simulated step."""
 
     plan: Plan
@@ -157,12 +163,12 @@ class Relieved(NamedTuple):
 
 
 def relieve(
-    relief: Relief,
+    relief: ActivationPlan,
     microbatch: Microbatch,
     room: Sequence[int | None],
     simulate: Callable[[Flow], Plan],
     table: CallTable | None = None,
-) -> Relieved:
+) -> SimulatedStep:
     """The fastest step that fits; if nothing is found that does, one that keeps as little as it can.
 
     Args:
@@ -192,7 +198,7 @@ class _Search:
 
     def __init__(
         self,
-        relief: Relief,
+        relief: ActivationPlan,
         microbatch: Microbatch,
         room: Sequence[int | None],
         simulate: Callable[[Flow], Plan],
@@ -202,30 +208,30 @@ class _Search:
         self._microbatch = microbatch
         self._room = room
         self._simulate = simulate
-        self._known: list[list[Moment]] = [[] for _ in room]
+        self._known: list[list[ActionMemory]] = [[] for _ in room]
         # What the estimate of the choice lacks where units are called several times, or differ much.
         self._missing = [0] * len(room)
         self._flow: Flow | None = None
         self._table = table
         self.has_hope = True
 
-    def simulated(self, treatments: Treatments) -> Relieved:
+    def simulated(self, treatments: Treatments) -> SimulatedStep:
         """A step under ``treatments``."""
         flow = self._flow = self._relief.flow(self._microbatch, treatments)
         plan = self._simulate(flow)
         used = {name: treatment for name, treatment in treatments.items() if not treatment.is_default}
-        return Relieved(plan, peak_saved_bytes(plan, flow, self._relief.horizon), used)
+        return SimulatedStep(plan, peak_saved_bytes(plan, flow, self._relief.horizon), used)
 
-    def fits(self, found: Relieved) -> bool:
+    def fits(self, found: SimulatedStep) -> bool:
         """Whether no stage is too full."""
         return not self.too_full(found)
 
-    def too_full(self, found: Relieved) -> list[int]:
+    def too_full(self, found: SimulatedStep) -> list[int]:
         """Stages that are."""
         both = enumerate(zip(found.peaks, self._room, strict=True))
         return [stage for stage, (peak, most) in both if most is not None and peak > most]
 
-    def chosen(self, stage: int, found: Relieved) -> dict[str, Treatment]:
+    def chosen(self, stage: int, found: SimulatedStep) -> dict[str, ActivationPolicy]:
         """What the units of ``stage`` do, so that it fits also at the moments of this plan."""
         room = self._room[stage]
         assert room is not None
@@ -243,23 +249,23 @@ class _Search:
         choices = self._relief.choices
         return {name: choices[number] for (name, _), number in zip(units, chosen, strict=True) if name}
 
-    def _stock(self, stage: int, most: int, num_moments: int) -> Stock:
+    def _stock(self, stage: int, most: int, num_moments: int) -> MemoryBudget:
         host = self._relief.machine.host
         if not host.is_beside or not self._relief.may_offload:
-            return Stock(most_bytes=(most,) * num_moments)
+            return MemoryBudget(most_bytes=(most,) * num_moments)
         # What a microbatch computes anyway, forward and backward.
         assert self._flow is not None
         mine = self._microbatch
         calls = [call for segment, calls in self._flow.kept.items() if segment.stage == stage for call in calls]
         work = [mine.work.get(call.position, Work()) for call in calls]
         seconds = min(sum(each.forward for each in work), sum(each.backward for each in work))
-        return Stock(
+        return MemoryBudget(
             most_bytes=(most,) * num_moments,
             hidden_bytes=seconds * host.bytes_per_second,
             bytes_per_second=host.bytes_per_second,
         )
 
-    def _alternatives(self, stage: int, known: Sequence[Moment]) -> list[tuple[str, list[Alternative]]]:
+    def _alternatives(self, stage: int, known: Sequence[ActionMemory]) -> list[tuple[str, list[Alternative]]]:
         """For each unit on ``stage`` that is free, in the order of the program, and without a name for everything
         else, what could become of it."""
         assert self._flow is not None
@@ -279,7 +285,7 @@ class _Search:
         return found
 
     def _alternative(
-        self, calls: Sequence[tuple[SegmentId, KeptBytes]], known: Sequence[Moment], number: int
+        self, calls: Sequence[tuple[SegmentId, KeptBytes]], known: Sequence[ActionMemory], number: int
     ) -> Alternative:
         """What it comes to if the calls of a unit do what ``number`` of the choices says."""
         costs = [self._calls.costs[call.position][number] for _, call in calls]
@@ -300,7 +306,7 @@ class _Search:
         return self._table
 
 
-def _load(calls: Sequence[tuple[SegmentId, KeptBytes]], moment: Moment) -> Load:
+def _load(calls: Sequence[tuple[SegmentId, KeptBytes]], moment: ActionMemory) -> MemoryUse:
     """What calls of a unit add to a moment."""
     around = before = during = 0
     for segment, call in calls:
@@ -310,7 +316,7 @@ def _load(calls: Sequence[tuple[SegmentId, KeptBytes]], moment: Moment) -> Load:
         if running is not None and running.segment == segment:
             before += call.saved * running.frees
             during = max(during, call.again * running.recomputes + running.window * call.offloaded)
-    return Load(around, before, during)
+    return MemoryUse(around, before, during)
 
 
 def _least(alternatives: Sequence[Alternative]) -> int:

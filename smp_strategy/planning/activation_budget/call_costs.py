@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, final
 
-from smp_strategy.activations.policy import KEEP, Treatment, Treatments
+from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
 from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.model.trace.work import Work
@@ -39,7 +39,9 @@ class CallCosts(NamedTuple):
     """Copies that nothing hides, each way."""
 
 
-def call_costs(event: Event, treatment: Treatment, work: Work, machine: Machine, min_bytes: int = 0) -> CallCosts:
+def call_costs(
+    event: Event, treatment: ActivationPolicy, work: Work, machine: Machine, min_bytes: int = 0
+) -> CallCosts:
     """What a call costs under a treatment.
 
     Args:

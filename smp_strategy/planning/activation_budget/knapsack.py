@@ -23,7 +23,7 @@ from typing import NamedTuple, final
 
 from smp_strategy.planning.activation_budget.lower_bound import find_prices
 
-__all__ = ["Alternative", "Bill", "Load", "Stock", "Verdict", "choose"]
+__all__ = ["Alternative", "SelectionCost", "MemoryUse", "MemoryBudget", "Selection", "choose"]
 
 # States that may survive a unit before bytes are rounded, without copies and with them: there are more ways to be good
 # then, and most of them are equally good.
@@ -35,7 +35,7 @@ MOST_GRAINS = 64
 TICKS = 1 << 40
 
 
-class Load(NamedTuple):
+class MemoryUse(NamedTuple):
     """Bytes of a unit on the device at one moment, under one alternative."""
 
     around: int = 0
@@ -51,7 +51,7 @@ class Alternative(NamedTuple):
 
     seconds: float
     """That it takes longer, per microbatch."""
-    loads: tuple[Load, ...]
+    loads: tuple[MemoryUse, ...]
     """At each moment."""
     copied_bytes: int = 0
     """That go to host memory and come back, beside the work of the device."""
@@ -62,7 +62,7 @@ class Alternative(NamedTuple):
         return tuple(load.around + load.before for load in self.loads)
 
 
-class Bill(NamedTuple):
+class SelectionCost(NamedTuple):
     """What one alternative for every unit costs."""
 
     seconds: float
@@ -74,7 +74,7 @@ class Bill(NamedTuple):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Stock:
+class MemoryBudget:
     """What a stage has."""
 
     most_bytes: tuple[int, ...]
@@ -84,11 +84,11 @@ class Stock:
     bytes_per_second: float = float("inf")
     """Of the way to host memory and back, one after the other."""
 
-    def in_grains(self, tick: float, grain: int) -> "Stock":
+    def in_grains(self, tick: float, grain: int) -> "MemoryBudget":
         """The same, counted in ticks and grains."""
         limits = tuple(limit // grain for limit in self.most_bytes)
         rate = self.bytes_per_second * tick / grain
-        return Stock(most_bytes=limits, hidden_bytes=self.hidden_bytes / grain, bytes_per_second=rate)
+        return MemoryBudget(most_bytes=limits, hidden_bytes=self.hidden_bytes / grain, bytes_per_second=rate)
 
     def fits(self, peaks: Sequence[int]) -> bool:
         """Whether there is enough at every moment."""
@@ -101,12 +101,12 @@ class Stock:
         return waits + max(waits, again)
 
 
-class Verdict(NamedTuple):
+class Selection(NamedTuple):
     """The best choice."""
 
     chosen: tuple[int, ...]
     """Number of the alternative, per unit."""
-    bill: Bill
+    bill: SelectionCost
     is_exact: bool
     """Whether none that fits is faster; otherwise bytes were rounded up."""
 
@@ -137,7 +137,7 @@ class _State(NamedTuple):
         )
 
 
-def choose(units: Sequence[Sequence[Alternative]], stock: Stock) -> Verdict | None:
+def choose(units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> Selection | None:
     """The alternative of every unit that takes the least time altogether and fits; ``None``: nothing fits.
 
     Among equally fast choices the one with the fewest copies and bytes is taken, then the first.
@@ -163,22 +163,24 @@ def choose(units: Sequence[Sequence[Alternative]], stock: Stock) -> Verdict | No
     if not found:
         return None
     chosen, costs = min(found, key=lambda each: (stock.seconds(each[1].seconds, each[1].copied_bytes), *each[1][1:]))
-    return Verdict(chosen, costs, grain == 1)
+    return Selection(chosen, costs, grain == 1)
 
 
-def bill(units: Sequence[Sequence[Alternative]], chosen: Sequence[int]) -> Bill:
+def bill(units: Sequence[Sequence[Alternative]], chosen: Sequence[int]) -> SelectionCost:
     """What a choice costs."""
     state = _nothing(len(units[0][0].loads) if units else 0)
     for unit, number in zip(units, chosen, strict=True):
         state = state.joined(number, unit[number])
-    return Bill(state.seconds, state.copied_bytes, state.fullest)
+    return SelectionCost(state.seconds, state.copied_bytes, state.fullest)
 
 
 def _nothing(num_moments: int) -> _State:
     return _State(0.0, 0, (0,) * num_moments, (0,) * num_moments, ())
 
 
-def _without_copies(units: Sequence[Sequence[Alternative]], stock: Stock) -> list[tuple[tuple[int, ...], Bill]]:
+def _without_copies(
+    units: Sequence[Sequence[Alternative]], stock: MemoryBudget
+) -> list[tuple[tuple[int, ...], SelectionCost]]:
     """The best choice that copies nothing, where others do and there is one."""
     numbers = [[number for number, each in enumerate(unit) if not each.copied_bytes] for unit in units]
     if not all(numbers) or sum(map(len, numbers)) == sum(map(len, units)):
@@ -191,14 +193,14 @@ def _without_copies(units: Sequence[Sequence[Alternative]], stock: Stock) -> lis
     return [(chosen, verdict.bill)]
 
 
-def _met(units: Sequence[Sequence[Alternative]], stock: Stock) -> list[tuple[tuple[int, ...], Bill]]:
+def _met(units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> list[tuple[tuple[int, ...], SelectionCost]]:
     """Choices that fit, as prices lead to them."""
     _, met = find_prices(units, stock.most_bytes, stock.hidden_bytes, 1 / stock.bytes_per_second)
     bills = [(chosen, bill(units, chosen)) for chosen in met]
     return [each for each in bills if stock.fits(each[1].peaks)]
 
 
-def _states(units: Sequence[Sequence[Alternative]], stock: Stock, most: int | None) -> list[_State] | None:
+def _states(units: Sequence[Sequence[Alternative]], stock: MemoryBudget, most: int | None) -> list[_State] | None:
     """What may come out; ``None``: there are more than ``most`` states on the way."""
     limits = stock.most_bytes
     prices, met = find_prices(units, limits, stock.hidden_bytes, 1 / stock.bytes_per_second)
@@ -262,5 +264,5 @@ def _staircase(ordered: Iterable[_State]) -> list[_State]:
 
 def _in_grains(alternative: Alternative, tick: float, grain: int) -> Alternative:
     """``alternative`` in whole numbers, so that equal sums are equal in whatever order they are added up."""
-    loads = tuple(Load(*(-(-nbytes // grain) for nbytes in load)) for load in alternative.loads)
+    loads = tuple(MemoryUse(*(-(-nbytes // grain) for nbytes in load)) for load in alternative.loads)
     return Alternative(round(alternative.seconds / tick), loads, -(-alternative.copied_bytes // grain))

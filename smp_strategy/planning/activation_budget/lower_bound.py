@@ -9,12 +9,12 @@ turn up.
 from collections.abc import Sequence
 from typing import Protocol, final
 
-__all__ = ["Choice", "Prices", "find_prices"]
+__all__ = ["UnitAlternatives", "BytePrices", "find_prices"]
 
 STEPS = 80
 
 
-class Choice(Protocol):
+class UnitAlternatives(Protocol):
     """What could become of a unit."""
 
     @property
@@ -31,7 +31,7 @@ class Choice(Protocol):
 
 
 @final
-class Prices:
+class BytePrices:
     """Seconds per byte, and what follows from them.
 
     Args:
@@ -44,7 +44,7 @@ class Prices:
 
     def __init__(
         self,
-        units: Sequence[Sequence[Choice]],
+        units: Sequence[Sequence[UnitAlternatives]],
         most_bytes: Sequence[int],
         hidden_bytes: float,
         of_bytes: Sequence[float],
@@ -59,7 +59,7 @@ class Prices:
         for unit, number in zip(reversed(units), reversed(self.chosen), strict=True):
             self._rest.append(self._rest[-1] + self._price(unit[number]))
 
-    def _price(self, choice: Choice) -> float:
+    def _price(self, choice: UnitAlternatives) -> float:
         return self.least(choice.seconds, choice.kept_bytes, choice.copied_bytes, 0, is_whole=False)
 
     def least(
@@ -70,7 +70,9 @@ class Prices:
         found += sum(price * nbytes for price, nbytes in zip(self._of_bytes, kept_bytes, strict=True))
         return found + self._rest[num_left] - self._free if is_whole else found
 
-    def improved(self, units: Sequence[Sequence[Choice]], most_bytes: Sequence[int], step: float) -> list[float]:
+    def improved(
+        self, units: Sequence[Sequence[UnitAlternatives]], most_bytes: Sequence[int], step: float
+    ) -> list[float]:
         """Prices for the bytes at each moment by which ``chosen`` is nearer to what there is."""
         picked = [unit[number] for unit, number in zip(units, self.chosen, strict=True)]
         used = [sum(each.kept_bytes[moment] for each in picked) for moment in range(len(most_bytes))]
@@ -81,8 +83,8 @@ class Prices:
 
 
 def find_prices(
-    units: Sequence[Sequence[Choice]], most_bytes: Sequence[int], hidden_bytes: float, copy_seconds: float
-) -> tuple[Prices, list[tuple[int, ...]]]:
+    units: Sequence[Sequence[UnitAlternatives]], most_bytes: Sequence[int], hidden_bytes: float, copy_seconds: float
+) -> tuple[BytePrices, list[tuple[int, ...]]]:
     """The best prices, and choices met on the way.
 
     Args:
@@ -94,10 +96,10 @@ def find_prices(
     total = sum(max(choice.seconds for choice in unit) for unit in units) or 1.0
     copied = sum(max(choice.copied_bytes for choice in unit) for unit in units) or 1
     of_bytes, of_copies = [0.0] * len(most_bytes), 0.0
-    best: tuple[float, Prices] | None = None
+    best: tuple[float, BytePrices] | None = None
     met: dict[tuple[int, ...], None] = {}
     for number in range(1, STEPS + 1):
-        prices = Prices(units, most_bytes, hidden_bytes, of_bytes, of_copies)
+        prices = BytePrices(units, most_bytes, hidden_bytes, of_bytes, of_copies)
         met[prices.chosen] = None
         bound = prices.least(0.0, [0] * len(most_bytes), 0, len(units))
         if best is None or bound > best[0]:

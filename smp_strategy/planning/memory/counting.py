@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.model.guarded_tensors import home_of, in_plain_sight
 from smp_strategy.planning.memory.amounts import RankMemory
 
-__all__ = ["Spread", "count"]
+__all__ = ["ShardedStorage", "count"]
 
 
-class Spread(Protocol):
+class ShardedStorage(Protocol):
     """What this rank holds of parameters that are spread over a shard group."""
 
     @property
@@ -39,7 +39,7 @@ def count(
     module: nn.Module,
     optimizers: Iterable[Optimizer],
     mesh: ProcessMesh,
-    spread: Spread | None = None,
+    spread: ShardedStorage | None = None,
     *,
     copies: int = 0,
 ) -> RankMemory:
@@ -52,7 +52,7 @@ def count(
         spread: what is known of parameters that are spread; ``None``: there are none.
         copies: bytes of half-precision copies of parameters.
     """
-    counted = _Counted()
+    counted = _CountedStorages()
     elsewhere = set() if spread is None else {id(parameter) for parameter in spread.parameters}
     # Of tensors that hooks look at just now operations arrive elsewhere; memory is looked at here.
     with in_plain_sight():
@@ -71,7 +71,7 @@ def count(
 
 
 def _in_memory(gradient: Tensor | None) -> Tensor | None:
-    return gradient.piece if isinstance(gradient, PieceGradient) else gradient
+    return gradient.piece if isinstance(gradient, ShardedGradient) else gradient
 
 
 def _is_here(tensor: Tensor) -> bool:
@@ -80,7 +80,7 @@ def _is_here(tensor: Tensor) -> bool:
 
 
 @final
-class _Counted:
+class _CountedStorages:
     """Memory that was counted already."""
 
     def __init__(self) -> None:

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
-from smp_strategy.data_parallel.flat_layout import Entry, UnitLayout
+from smp_strategy.data_parallel.flat_layout import FlatParameter, UnitLayout
 from smp_strategy.data_parallel.gather_schedule import MOST_REDUCING
 from smp_strategy.data_parallel.optimizer_probe import StateSize, moments, optimizer_state_sizes
 from smp_strategy.distributed.mesh_shape import MeshShape
 from smp_strategy.model.units import Unit
 from smp_strategy.planning.memory.sharded import flat_groups, most_gathered, most_unreduced, share_of
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.precision.dtypes import gradient_dtype
 
-__all__ = ["Holdings", "Spreading", "holdings_of"]
+__all__ = ["ModelMemory", "ShardingOf", "holdings_of"]
 
 # The room in which units take turns, among the numbers of parameters.
 _TURNS = -1
@@ -35,7 +35,7 @@ _AS_THEY_ARE: Final[Mapping[str, torch.dtype]] = {}
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Spreading:
+class ShardingOf:
     """How the ranks of a stage share what it holds."""
 
     degree: int = 1
@@ -58,7 +58,7 @@ class Spreading:
         return self.num_stages == 1
 
     @classmethod
-    def of(cls, config: SMPConfig, shape: MeshShape) -> "Spreading":
+    def of(cls, config: SMPConfig, shape: MeshShape) -> "ShardingOf":
         """What the options ask for on this mesh."""
         return cls(
             degree=shape.dp_shard,
@@ -73,27 +73,27 @@ class Spreading:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Holdings:
+class ModelMemory:
     """Bytes of parameters, by a number that is the same on all ranks."""
 
-    by_unit: Mapping[str, Mapping[int, Held]]
+    by_unit: Mapping[str, Mapping[int, HeldBytes]]
     """What a rank holds for each unit, by unit in order of registration."""
-    everywhere: Mapping[int, Held]
+    everywhere: Mapping[int, HeldBytes]
     """What every stage holds, whatever its units are."""
-    whole: Mapping[str, Held]
+    whole: Mapping[str, HeldBytes]
     """All of each unit's parameters, as in one process."""
 
 
 def holdings_of(
     module: nn.Module,
     units: Sequence[Unit],
-    spreading: Spreading,
+    spreading: ShardingOf,
     *,
     optimizers: Sequence[Optimizer] = (),
     use_dtypes: Mapping[str, torch.dtype] = _AS_THEY_ARE,
     used_by_glue: Collection[Tensor] = (),
     calls: Sequence[str] = (),
-) -> Holdings:
+) -> ModelMemory:
     """What the fullest rank of a stage will hold.
 
     Args:
@@ -117,14 +117,14 @@ def holdings_of(
     ]
     everywhere = {number: held for number, held in enumerate(plain) if number not in alone}
     by_unit = {name: {number: plain[number] for number in mine} for name, mine in members.items()}
-    whole = {name: Held.sum_of(mine.values()) for name, mine in by_unit.items()}
+    whole = {name: HeldBytes.sum_of(mine.values()) for name, mine in by_unit.items()}
     if spreading.degree > 1:
         spread = {name: [number for number in mine if number in alone] for name, mine in members.items()}
         shares, turns = _spread(spread, named, optimizers, use_dtypes, spreading, calls)
         kept = {name: {n: held for n, held in mine.items() if n in everywhere} for name, mine in by_unit.items()}
         by_unit = {name: kept[name] | shares[name] for name in by_unit}
         everywhere[_TURNS] = turns
-    return Holdings(by_unit=by_unit, everywhere=everywhere, whole=whole)
+    return ModelMemory(by_unit=by_unit, everywhere=everywhere, whole=whole)
 
 
 def _spread(
@@ -132,9 +132,9 @@ def _spread(
     named: Sequence[tuple[str, nn.Parameter]],
     optimizers: Sequence[Optimizer],
     use_dtypes: Mapping[str, torch.dtype],
-    spreading: Spreading,
+    spreading: ShardingOf,
     calls: Sequence[str],
-) -> tuple[dict[str, dict[int, Held]], Held]:
+) -> tuple[dict[str, dict[int, HeldBytes]], HeldBytes]:
     """What a rank holds of parameters that are spread, by unit, and the room in which units take turns."""
     groups = flat_groups(members)
     layouts = {
@@ -148,7 +148,7 @@ def _spread(
     }
     sizes = _state_sizes(dict(named), optimizers, {named[number][0] for group in groups for number in group.parameters})
 
-    def state_bytes(entry: Entry, numel: int) -> int:
+    def state_bytes(entry: FlatParameter, numel: int) -> int:
         return sizes[entry.names[0]].nbytes((numel,))
 
     shares = {
@@ -164,7 +164,7 @@ def _spread(
         gathered = most_gathered(uses, layouts, spreading.most_live, in_any_order=spreading.num_stages > 1)
     if spreading.reduces_early:
         unreduced = most_unreduced(uses, layouts, MOST_REDUCING)
-    turns = Held(0, gathered=gathered, unreduced=unreduced)
+    turns = HeldBytes(0, gathered=gathered, unreduced=unreduced)
     return {name: {number: shares[number] for number in mine} for name, mine in of_unit.items()}, turns
 
 
@@ -187,17 +187,17 @@ def _state_sizes(
     return found
 
 
-def _plain(parameter: nn.Parameter, state_bytes: int, copied_to: torch.dtype | None) -> Held:
+def _plain(parameter: nn.Parameter, state_bytes: int, copied_to: torch.dtype | None) -> HeldBytes:
     """Of one that is whole on each rank; where units compute in half precision there is a copy for them."""
     values = parameter.nbytes + (0 if copied_to is None else parameter.numel() * copied_to.itemsize)
     if not parameter.requires_grad:
-        return Held(values)
-    return Held(values, parameter.numel() * gradient_dtype(parameter.dtype).itemsize, state_bytes)
+        return HeldBytes(values)
+    return HeldBytes(values, parameter.numel() * gradient_dtype(parameter.dtype).itemsize, state_bytes)
 
 
-def _entry(name: str, parameter: nn.Parameter, dtypes: Mapping[str, torch.dtype]) -> Entry:
+def _entry(name: str, parameter: nn.Parameter, dtypes: Mapping[str, torch.dtype]) -> FlatParameter:
     used_as = dtypes.get(name, parameter.dtype)
-    return Entry(
+    return FlatParameter(
         names=(name,),
         shape=tuple(parameter.shape),
         stride=parameter.stride(),

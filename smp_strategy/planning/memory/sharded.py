@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 from typing import TypeVar, final
 
-from smp_strategy.data_parallel.flat_layout import Entry, FlatLayout, UnitLayout
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.data_parallel.flat_layout import FlatLayout, FlatParameter, UnitLayout
+from smp_strategy.planning.partition.problem import HeldBytes
 
 __all__ = ["FlatGroup", "flat_groups", "most_gathered", "most_unreduced", "share_of"]
 
@@ -55,8 +55,8 @@ def flat_groups(parameters: Mapping[str, Iterable[int]]) -> list[FlatGroup]:
 
 
 def share_of(
-    layout: UnitLayout, state_bytes: Callable[[Entry, int], int], *, gathers_once: bool, reduces_early: bool
-) -> Held:
+    layout: UnitLayout, state_bytes: Callable[[FlatParameter, int], int], *, gathers_once: bool, reduces_early: bool
+) -> HeldBytes:
     """What the fullest rank holds of a unit's parameters. What units take turns to need is not counted here.
 
     Args:
@@ -71,7 +71,7 @@ def share_of(
         pieces = [(slot.entry, flat.own_piece(slot, rank, owner)) for flat in trained for slot in flat.slots]
         return sum(state_bytes(entry, piece.numel) for entry, piece in pieces)
 
-    return Held(
+    return HeldBytes(
         parameter=layout.resting_bytes,
         gradient=sum(flat.gradient_bytes for flat in trained),
         optimizer=max(state_of(*place) for place in product(*_places(trained[0]))) if trained else 0,

@@ -19,14 +19,14 @@ Ways through the program are longest paths of the trace, so the bound holds for 
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from smp_strategy.planning.partition.problem import Held, Problem, Promise, Window
+from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem, Promise, Window
 
-__all__ = ["Bounds", "Load"]
+__all__ = ["Bounds", "StageUnits"]
 
 NEVER = float("inf")
 
 
-class Load(NamedTuple):
+class StageUnits(NamedTuple):
     """Units together on a stage."""
 
     forward: float = 0.0
@@ -41,9 +41,9 @@ class Load(NamedTuple):
     back: float = NEVER
     tail: float = NEVER
 
-    def joined(self, other: "Load") -> "Load":
+    def joined(self, other: "StageUnits") -> "StageUnits":
         """Both on one stage."""
-        return Load(
+        return StageUnits(
             self.forward + other.forward,
             self.backward + other.backward,
             self.weight + other.weight,
@@ -56,7 +56,7 @@ class Load(NamedTuple):
             min(self.tail, other.tail),
         )
 
-    def relaxed(self, other: "Load") -> "Load":
+    def relaxed(self, other: "StageUnits") -> "StageUnits":
         """This, where any of the units of ``other`` may be added."""
         return self._replace(
             head=min(self.head, other.head),
@@ -75,7 +75,7 @@ class Bounds:
         promise: microbatches in flight on a stage, at least and at most.
     """
 
-    def __init__(self, problem: Problem, promise: Callable[[int], Promise]) -> None:
+    def __init__(self, problem: PartitionProblem, promise: Callable[[int], Promise]) -> None:
         self._problem = problem
         self._promise = promise
         self._setting = problem.setting
@@ -83,7 +83,7 @@ class Bounds:
         for unit in problem.units:
             for key in unit.parameters:
                 counts[key] = counts.get(key, 0) + 1
-        self._shared: dict[int, Held] = {
+        self._shared: dict[int, HeldBytes] = {
             key: held
             for unit in problem.units
             for key, held in unit.parameters.items()
@@ -92,11 +92,11 @@ class Bounds:
         self.loads = [self._load(index, window) for index, window in enumerate(problem.windows)]
         """Of each unit alone."""
 
-    def _load(self, index: int, window: Window) -> Load:
+    def _load(self, index: int, window: Window) -> StageUnits:
         everywhere, parameters = self._problem.everywhere, self._problem.units[index].parameters
         alone = [held for key, held in parameters.items() if key not in self._shared and key not in everywhere]
         splits, work = self._setting.splits_backward, window.work
-        return Load(
+        return StageUnits(
             work.forward,
             work.input_gradient if splits else work.backward,
             work.weight_gradient if splits else 0.0,
@@ -106,20 +106,20 @@ class Bounds:
             *window[2:],
         )
 
-    def spans(self) -> list[list[Load]]:
+    def spans(self) -> list[list[StageUnits]]:
         """Entry ``[i][k]``: the load of ``k + 1`` units from unit ``i`` on."""
-        found: list[list[Load]] = []
+        found: list[list[StageUnits]] = []
         for begin in range(len(self.loads)):
-            load, row = Load(), []
+            load, row = StageUnits(), []
             for unit in self.loads[begin:]:
                 load = load.joined(unit)
                 row.append(load)
             found.append(row)
         return found
 
-    def remaining(self) -> list[Load]:
+    def remaining(self) -> list[StageUnits]:
         """Entry ``[i]``: the load of all units from unit ``i`` on; one more entry for none."""
-        found = [Load()]
+        found = [StageUnits()]
         for unit in reversed(self.loads):
             found.append(unit.joined(found[-1]))
         return found[::-1]
@@ -130,7 +130,7 @@ class Bounds:
         speed = sum(setting.speed(stage) for stage in range(setting.num_stages))
         return setting.num_microbatches * (total.forward + total.backward + total.weight) / speed
 
-    def seconds(self, stage: int, load: Load) -> float:
+    def seconds(self, stage: int, load: StageUnits) -> float:
         """Least time of a step."""
         setting, speed = self._setting, self._setting.speed(stage)
         count = setting.num_microbatches
@@ -152,13 +152,13 @@ class Bounds:
             busy = max(begin + count * (forward + backward), load.head + count * forward + last)
         return max(busy + load.tail, begin + count * (forward + backward + weight))
 
-    def memory(self, stage: int, load: Load) -> int:
+    def memory(self, stage: int, load: StageUnits) -> int:
         """Least bytes at the peak."""
         shared = sum(self._problem.at_least(self._shared[key]) for key in load.shared)
         held = load.held_bytes + shared + self._problem.everywhere_bytes
         return held + self._promise(stage).least * load.saved_bytes
 
-    def fits(self, stage: int, load: Load) -> bool:
+    def fits(self, stage: int, load: StageUnits) -> bool:
         """Whether the stage may have these units, as far as the bound can tell."""
         limit = self._setting.limit(stage)
         return limit is None or self.memory(stage, load) <= limit

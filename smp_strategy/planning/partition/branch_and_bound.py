@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Callable
 from typing import NamedTuple, final
 
-from smp_strategy.planning.partition.bounds import Bounds, Load
-from smp_strategy.planning.partition.evaluation import Judge, rounded
+from smp_strategy.planning.partition.bounds import Bounds, StageUnits
+from smp_strategy.planning.partition.evaluation import PartitionEvaluator, rounded
 from smp_strategy.planning.partition.problem import Promise
 
 __all__ = ["Search"]
@@ -23,7 +23,7 @@ MOST_BEGINNINGS = 100_000
 NEVER = float("inf")
 
 
-class _Beginning(NamedTuple):
+class _Prefix(NamedTuple):
     """The first chunks of a partition; the smallest is looked at next."""
 
     bound: float
@@ -36,7 +36,7 @@ class _Beginning(NamedTuple):
     seconds: tuple[float, ...]
     """Bound of each stage."""
     memory: tuple[float, ...]
-    loads: tuple[Load, ...]
+    loads: tuple[StageUnits, ...]
 
 
 @final
@@ -48,7 +48,7 @@ class Search:
         promise: microbatches in flight on a stage, at least and at most.
     """
 
-    def __init__(self, judge: Judge, promise: Callable[[int], Promise]) -> None:
+    def __init__(self, judge: PartitionEvaluator, promise: Callable[[int], Promise]) -> None:
         self._judge = judge
         self._problem = judge.problem
         self._bounds = Bounds(self._problem, promise)
@@ -67,7 +67,7 @@ class Search:
         """
         judge, num_stages = self._judge, self._problem.setting.num_stages
         nothing = (0.0,) * num_stages
-        heap = [_Beginning(0.0, len(self._chunks), 0, 0.0, (), 0, nothing, nothing, (Load(),) * num_stages)]
+        heap = [_Prefix(0.0, len(self._chunks), 0, 0.0, (), 0, nothing, nothing, (StageUnits(),) * num_stages)]
         made, ties = 0, 0
         while heap and judge.num_evaluations < budget and made < MOST_BEGINNINGS:
             is_tie = judge.is_as_good_as(heap[0].bound)
@@ -84,7 +84,7 @@ class Search:
                     heapq.heappush(heap, following)
         return heap[0].bound if heap else NEVER
 
-    def _extended(self, beginning: _Beginning) -> list[_Beginning]:
+    def _extended(self, beginning: _Prefix) -> list[_Prefix]:
         """``beginning`` with one chunk more, of every length that leaves a unit for each of the others."""
         chunk, begin = len(beginning.starts), beginning.end
         stage, left = self._chunks[chunk], beginning.chunks_left - 1
@@ -103,9 +103,7 @@ class Search:
             bound = self._bound(max(all_seconds), max(all_memory), left, end)
             if bound < NEVER:
                 unevenness = beginning.unevenness + seconds * seconds
-                found.append(
-                    _Beginning(bound, left, cut_bytes, unevenness, starts, end, all_seconds, all_memory, loads)
-                )
+                found.append(_Prefix(bound, left, cut_bytes, unevenness, starts, end, all_seconds, all_memory, loads))
         return found
 
     def _ends(self, begin: int, left: int) -> range:
@@ -113,16 +111,16 @@ class Search:
         num_units = len(self._problem.units)
         return range(begin + 1 if left else num_units, num_units - left + 1)
 
-    def _fits(self, stage: int, load: Load) -> bool:
+    def _fits(self, stage: int, load: StageUnits) -> bool:
         return self._judge.counts_fullness or self._bounds.fits(stage, load)
 
-    def _seconds(self, chunk: int, load: Load, end: int) -> float:
+    def _seconds(self, chunk: int, load: StageUnits, end: int) -> float:
         """Bound of the stage of ``chunk``, which will get more units if this is not its last chunk."""
         if not self._is_last[chunk]:
             load = load.relaxed(self._remaining[end])
         return self._bounds.seconds(self._chunks[chunk], load)
 
-    def _memory(self, stage: int, load: Load) -> float:
+    def _memory(self, stage: int, load: StageUnits) -> float:
         memory = self._bounds.memory(stage, load)
         return self._judge.fullness(stage, memory) if self._judge.counts_fullness else memory
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
-from smp_strategy.planning.partition.problem import Problem, Score
+from smp_strategy.planning.partition.problem import PartitionProblem, Score
 
-__all__ = ["Candidate", "Evaluate", "Judge", "rounded"]
+__all__ = ["Candidate", "Evaluate", "PartitionEvaluator", "rounded"]
 
 Evaluate = Callable[[Mapping[str, int]], Score]
 """Simulates a step under an assignment of units to stages."""
@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
 
 @final
-class Judge:
+class PartitionEvaluator:
     """Simulates candidates, each once, as long as there is a budget.
 
     Args:
@@ -35,7 +35,9 @@ class Judge:
         counts_fullness: compare how full the fullest stage is against its limit, instead of costs under the limits.
     """
 
-    def __init__(self, problem: Problem, evaluate: Evaluate, budget: int, *, counts_fullness: bool = False) -> None:
+    def __init__(
+        self, problem: PartitionProblem, evaluate: Evaluate, budget: int, *, counts_fullness: bool = False
+    ) -> None:
         self.problem = problem
         self.counts_fullness = counts_fullness
         self.best: Candidate | None = None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, final, get_args
 
-from smp_strategy.activations.policy import Recompute, Treatment, Treatments
+from smp_strategy.activations.policy import ActivationPolicy, Recompute, Treatments
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.partition.manual import stage_problems
 
@@ -112,7 +112,7 @@ def read_partition(text: str, source: str) -> SavedPartition:
     units = _field(data, "units", list, source)
     stages: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    treatments: dict[str, Treatment] = {}
+    treatments: dict[str, ActivationPolicy] = {}
     for number, unit in enumerate(units):
         where = f"unit {number} of {source}"
         if not isinstance(unit, dict):
@@ -129,10 +129,10 @@ def read_partition(text: str, source: str) -> SavedPartition:
     return SavedPartition(source, _field(data, "num_stages", int, source), stages, sizes, chunks, treatments)
 
 
-def _treatment(data: Mapping[str, Any], where: str) -> Treatment:
+def _treatment(data: Mapping[str, Any], where: str) -> ActivationPolicy:
     found = _field(data, "treatment", dict, where)
     try:
-        treatment = Treatment(**found)
+        treatment = ActivationPolicy(**found)
     except TypeError as error:
         raise ConfigError(f"`treatment` in {where} has a field that is not known: {error}.") from None
     if treatment.recompute not in get_args(Recompute):

@@ -10,7 +10,7 @@ from typing import final
 
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
-from smp_strategy.planning.partition.problem import Held, Problem, Setting, UnitCost, Window
+from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem, Setting, UnitCost, Window
 
 __all__ = ["chain_of", "problem_of"]
 
@@ -31,13 +31,13 @@ def chain_of(parameter_bytes: Mapping[str, int]) -> tuple[Trace, dict[int, Work]
 def problem_of(
     trace: Trace,
     work: Mapping[int, Work],
-    parameters: Mapping[str, Mapping[int, Held]],
+    parameters: Mapping[str, Mapping[int, HeldBytes]],
     setting: Setting,
     *,
-    everywhere: Mapping[int, Held] | None = None,
-    whole: Mapping[str, Held] | None = None,
+    everywhere: Mapping[int, HeldBytes] | None = None,
+    whole: Mapping[str, HeldBytes] | None = None,
     least: tuple[Trace, Mapping[int, Work]] | None = None,
-) -> Problem:
+) -> PartitionProblem:
     """The problem that a traced microbatch poses.
 
     Args:
@@ -68,7 +68,7 @@ def problem_of(
             sum(events[position].saved_bytes for position in mine[name]),
             sum(value.nbytes for p in mine[name] if events[p].kind == "unit" for value in events[p].outputs),
             _total(work.get(position, Work()) for position in mine[name]),
-            Held.sum_of(parameters[name].values()) if whole is None else whole[name],
+            HeldBytes.sum_of(parameters[name].values()) if whole is None else whole[name],
         )
         for name in order
     ]
@@ -81,7 +81,7 @@ def problem_of(
         cuts.append(_crossing(events, position))
     windows = [ways.window(mine[name]) for name in order]
     is_chain = _is_chain(events, [mine[name] for name in order])
-    return Problem(units, setting, windows, ways.critical_forward, cuts[::-1], is_chain, everywhere or {})
+    return PartitionProblem(units, setting, windows, ways.critical_forward, cuts[::-1], is_chain, everywhere or {})
 
 
 def _total(parts: Iterable[Work]) -> Work:

@@ -11,14 +11,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Self, final
 
-from smp_strategy.activations.policy import KEEP, Treatment
+from smp_strategy.activations.policy import KEEP, ActivationPolicy
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.output_file import write_atomically
 from smp_strategy.planning.partition.file import FORMAT
-from smp_strategy.planning.partition.problem import Held, Problem, Score, UnitCost
+from smp_strategy.planning.partition.problem import HeldBytes, PartitionProblem, Score, UnitCost
 
-__all__ = ["Partition", "PlacedUnit", "Reliefs", "StageLoad", "UnitRelief"]
+__all__ = ["Partition", "PlacedUnit", "StageActivations", "StageLoad", "UnitActivations"]
 
 # Bounds are sums in another order than simulated times.
 ROUNDING = 1e-9
@@ -26,10 +26,10 @@ ROUNDING = 1e-9
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class UnitRelief:
+class UnitActivations:
     """What a unit does to keep less for backward, and what that brings and costs; all of one microbatch."""
 
-    treatment: Treatment = KEEP
+    treatment: ActivationPolicy = KEEP
     spared_bytes: int = 0
     """That are not on the device between forward and backward."""
     offloaded_bytes: int = 0
@@ -37,7 +37,7 @@ class UnitRelief:
     seconds: float = 0.0
     """That its backward takes longer."""
 
-    def plus(self, spared_bytes: int, offloaded_bytes: int, seconds: float) -> "UnitRelief":
+    def plus(self, spared_bytes: int, offloaded_bytes: int, seconds: float) -> "UnitActivations":
         """With those of another call."""
         return replace(
             self,
@@ -47,13 +47,13 @@ class UnitRelief:
         )
 
 
-NO_RELIEF = UnitRelief()
+NO_RELIEF = UnitActivations()
 
 
-class Reliefs(NamedTuple):
+class StageActivations(NamedTuple):
     """Of all stages."""
 
-    of_units: Mapping[str, UnitRelief]
+    of_units: Mapping[str, UnitActivations]
     """Of those that keep less than everything."""
     all_kept_bytes: Sequence[int]
     """Activations of each stage, if they did not."""
@@ -68,14 +68,14 @@ class PlacedUnit:
     stage: int
     chunk: int
     """Number of the run of units on one stage that it belongs to, in execution order."""
-    held: Held
+    held: HeldBytes
     """Bytes of all its parameters, their gradients and optimizer state, also where each rank holds a part only."""
     activation_bytes: int
     """Kept for backward on the device, per microbatch."""
     output_bytes: int
     work: Work
     """Of one microbatch, on a stage of speed 1; without ``relief``."""
-    relief: UnitRelief = NO_RELIEF
+    relief: UnitActivations = NO_RELIEF
     """What it does to keep less."""
     num_parameters: int | None = None
     """Elements of all its parameters, whatever their precision, also where layers are split; ``None``: not said."""
@@ -93,7 +93,7 @@ class StageLoad:
 
     seconds: float
     """Work of a whole step."""
-    held: Held
+    held: HeldBytes
     """Parameters, gradients and optimizer state; a parameter that units of the stage share counts once."""
     activation_bytes: int
     """Most bytes kept for backward at once."""
@@ -135,10 +135,10 @@ class Partition:
     @classmethod
     def of(
         cls,
-        problem: Problem,
+        problem: PartitionProblem,
         stage_of: Mapping[str, int],
         score: Score,
-        relief: Reliefs | None = None,
+        relief: StageActivations | None = None,
         *,
         schedule: str,
         chunks_per_stage: int = 1,
@@ -196,7 +196,7 @@ class Partition:
         return {unit.name: unit.stage for unit in self.units}
 
     @property
-    def treatments(self) -> dict[str, Treatment]:
+    def treatments(self) -> dict[str, ActivationPolicy]:
         """What units do that do not keep everything for backward, by name."""
         return {unit.name: unit.relief.treatment for unit in self.units if not unit.relief.treatment.is_default}
 
@@ -264,7 +264,9 @@ class Partition:
             raise ConfigError(f"The partition has format {found!r}, but this version reads format {FORMAT} only.")
         try:
             data["units"] = tuple(_unit_from(unit) for unit in data["units"])
-            data["stages"] = tuple(StageLoad(**{**stage, "held": Held(**stage["held"])}) for stage in data["stages"])
+            data["stages"] = tuple(
+                StageLoad(**{**stage, "held": HeldBytes(**stage["held"])}) for stage in data["stages"]
+            )
             data["cut_bytes"] = tuple(data["cut_bytes"])
             return cls(**data)
         except (KeyError, TypeError) as error:
@@ -275,16 +277,16 @@ class Partition:
         write_atomically(path, self.to_json() + "\n")
 
 
-def _placed(unit: UnitCost, stage: int, chunk: int, relief: UnitRelief) -> PlacedUnit:
+def _placed(unit: UnitCost, stage: int, chunk: int, relief: UnitActivations) -> PlacedUnit:
     kept = unit.activation_bytes - relief.spared_bytes
     return PlacedUnit(unit.name, stage, chunk, unit.whole, kept, unit.output_bytes, unit.work, relief)
 
 
 def _unit_from(data: Mapping[str, Any]) -> PlacedUnit:
     relief = data.get("relief", {})
-    treatment = Treatment(**relief.get("treatment", {}))
-    found = {"held": Held(**data["held"]), "work": Work(**data["work"])}
-    return PlacedUnit(**{**data, **found, "relief": UnitRelief(**{**relief, "treatment": treatment})})
+    treatment = ActivationPolicy(**relief.get("treatment", {}))
+    found = {"held": HeldBytes(**data["held"]), "work": Work(**data["work"])}
+    return PlacedUnit(**{**data, **found, "relief": UnitActivations(**{**relief, "treatment": treatment})})
 
 
 def _named(partition: Partition) -> dict[str, Any]:
@@ -297,7 +299,7 @@ def _named(partition: Partition) -> dict[str, Any]:
     return data
 
 
-def _limit(problem: Problem, stages: Sequence[StageLoad], score: Score) -> str:
+def _limit(problem: PartitionProblem, stages: Sequence[StageLoad], score: Score) -> str:
     """The larger part of the cost, or a limit of memory that is nearly reached."""
     # Not even the smallest unit fits beside what is there.
     smallest = min((unit.held.total + unit.activation_bytes for unit in problem.units), default=0)

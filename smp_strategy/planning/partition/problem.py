@@ -25,10 +25,10 @@ from smp_strategy.activations.policy import Treatments
 from smp_strategy.distributed.balance import balanced
 from smp_strategy.model.trace.work import Work
 
-__all__ = ["Held", "InFlight", "Problem", "Promise", "Score", "Setting", "UnitCost", "Window"]
+__all__ = ["HeldBytes", "InFlight", "PartitionProblem", "Promise", "Score", "Setting", "UnitCost", "Window"]
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """Bytes that a rank holds of one parameter, or of some that are spread together over ranks of the stage.
 
     A frozen one has no gradient and no state.
@@ -61,7 +61,7 @@ class Held(NamedTuple):
         return sum(self)
 
     @classmethod
-    def sum_of(cls, parts: Iterable["Held"]) -> "Held":
+    def sum_of(cls, parts: Iterable["HeldBytes"]) -> "HeldBytes":
         """All of ``parts``."""
         return cls(*map(sum, zip(cls(0), *parts, strict=True)))
 
@@ -72,7 +72,7 @@ class UnitCost:
     """What one unit costs, together with the operations of the glue that always run where its results are."""
 
     name: str
-    parameters: Mapping[int, Held]
+    parameters: Mapping[int, HeldBytes]
     """What a rank holds of each of its parameters, by an identity that shared parameters have in common."""
     activation_bytes: int = 0
     """Kept for the backward pass of one microbatch."""
@@ -80,13 +80,13 @@ class UnitCost:
     """Bytes of its results, per microbatch."""
     work: Work = Work()
     """Of one microbatch."""
-    whole: Held = Held(0)
+    whole: HeldBytes = HeldBytes(0)
     """All its parameters, also where each rank holds a part of them only."""
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """What a rank holds of all its parameters."""
-        return Held.sum_of(self.parameters.values())
+        return HeldBytes.sum_of(self.parameters.values())
 
 
 class Score(NamedTuple):
@@ -178,7 +178,7 @@ class Setting:
 
 @final
 @dataclass(frozen=True)
-class Problem:
+class PartitionProblem:
     """Units in execution order, and what to do with them."""
 
     units: Sequence[UnitCost]
@@ -191,7 +191,7 @@ class Problem:
     """Bytes that cross a cut before unit i, per microbatch."""
     is_chain: bool
     """Whether the program goes through the units one after the other and never back, so that stages are a chain."""
-    everywhere: Mapping[int, Held] = field(default_factory=dict)
+    everywhere: Mapping[int, HeldBytes] = field(default_factory=dict)
     """What every stage holds, whatever its units are, by identity."""
 
     def stage_of(self, starts: Sequence[int]) -> dict[str, int]:
@@ -203,20 +203,20 @@ class Problem:
             for unit in self.units[begin:end]
         }
 
-    def held(self, stage_of: Mapping[str, int]) -> tuple[Held, ...]:
+    def held(self, stage_of: Mapping[str, int]) -> tuple[HeldBytes, ...]:
         """What the fullest rank of each stage holds under an assignment of units."""
         unique = [dict(self.everywhere) for _ in range(self.setting.num_stages)]
         for unit in self.units:
             unique[stage_of[unit.name]].update(unit.parameters)
         return tuple(self._dealt_out(parameters) for parameters in unique)
 
-    def at_least(self, held: Held) -> int:
+    def at_least(self, held: HeldBytes) -> int:
         """Bytes that parameters add to the fullest rank of their stage, at least."""
         return held.total - held.optimizer + held.optimizer // self.setting.state_shards
 
-    def _dealt_out(self, parameters: Mapping[int, Held]) -> Held:
+    def _dealt_out(self, parameters: Mapping[int, HeldBytes]) -> HeldBytes:
         """What the fullest rank of a stage holds, which has these parameters."""
-        total, num_shares = Held.sum_of(parameters.values()), self.setting.state_shards
+        total, num_shares = HeldBytes.sum_of(parameters.values()), self.setting.state_shards
         if num_shares == 1:
             return total
         # As optimizers' state is dealt out: parameters in order of registration, frozen ones apart.

@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from smp_strategy.planning.partition.problem import Held, UnitCost
+from smp_strategy.planning.partition.problem import HeldBytes, UnitCost
 
-__all__ = ["Node", "d_hondt", "in_execution_order", "module_tree", "segments", "tree_partition"]
+__all__ = ["PartitionNode", "d_hondt", "in_execution_order", "module_tree", "segments", "tree_partition"]
 
 
 @final
 @dataclass(frozen=True)
-class Node:
+class PartitionNode:
     """A module: a leaf that is one unit, or several that share parameters, or a group of nodes."""
 
     name: str
@@ -29,25 +29,25 @@ class Node:
     """Of a leaf."""
     memory: float = 0.0
     work: float = 0.0
-    children: tuple["Node", ...] = ()
+    children: tuple["PartitionNode", ...] = ()
 
     @property
     def num_leaves(self) -> int:
         """Leaves below it, or itself."""
         return sum(child.num_leaves for child in self.children) if self.children else 1
 
-    def cost(self, root: "Node", memory_weight: float) -> float:
+    def cost(self, root: "PartitionNode", memory_weight: float) -> float:
         """C(n): its weighted share in ``root``."""
         memory, work = self.memory / (root.memory or 1.0), self.work / (root.work or 1.0)
         return memory_weight * memory + (1 - memory_weight) * work
 
 
-def module_tree(units: Sequence[UnitCost]) -> Node:
+def module_tree(units: Sequence[UnitCost]) -> PartitionNode:
     """The tree of modules above ``units``, by their qualified names, in execution order."""
     return _tree("", [(leaf.name.split("."), leaf) for leaf in _leaves(units)])
 
 
-def tree_partition(root: Node, num_devices: int, memory_weight: float) -> dict[str, int]:
+def tree_partition(root: PartitionNode, num_devices: int, memory_weight: float) -> dict[str, int]:
     """The stage of each unit (algorithm 1).
 
     Args:
@@ -56,7 +56,7 @@ def tree_partition(root: Node, num_devices: int, memory_weight: float) -> dict[s
         memory_weight: of memory against work.
     """
     device_of: dict[str, int] = {}
-    waiting: list[tuple[Node, Sequence[int]]] = [(root, range(num_devices))]
+    waiting: list[tuple[PartitionNode, Sequence[int]]] = [(root, range(num_devices))]
     while waiting:
         node, devices = waiting.pop(0)
         device_of.update(dict.fromkeys(node.units, devices[0]))
@@ -102,8 +102,8 @@ def d_hondt(costs: Sequence[float], num_devices: int, most: Sequence[int] | None
 
 
 def _shared_out(
-    nodes: list[Node], devices: Sequence[int], costs: Mapping[int, float]
-) -> list[tuple[Node, Sequence[int]]]:
+    nodes: list[PartitionNode], devices: Sequence[int], costs: Mapping[int, float]
+) -> list[tuple[PartitionNode, Sequence[int]]]:
     """Algorithm 2: which devices each of the children ``nodes`` gets."""
     starts = segments([costs[id(node)] for node in nodes], min(len(devices), len(nodes)))
     parts = [nodes[begin:end] for begin, end in zip(starts, [*starts[1:], len(nodes)], strict=True)]
@@ -112,7 +112,7 @@ def _shared_out(
         len(devices),
         [sum(node.num_leaves for node in part) for part in parts],
     )
-    found: list[tuple[Node, Sequence[int]]] = []
+    found: list[tuple[PartitionNode, Sequence[int]]] = []
     for part, numbers in zip(parts, seats, strict=True):
         mine = [devices[number] for number in numbers] or [devices[0]]
         if len(part) == 1 or len(mine) == 1:
@@ -122,7 +122,7 @@ def _shared_out(
     return found
 
 
-def _leaves(units: Sequence[UnitCost]) -> list[Node]:
+def _leaves(units: Sequence[UnitCost]) -> list[PartitionNode]:
     """Units that share parameters are one leaf, at the place of the first of them."""
     groups: list[list[UnitCost]] = []
     for unit in units:
@@ -134,11 +134,11 @@ def _leaves(units: Sequence[UnitCost]) -> list[Node]:
         groups = [group for group in groups if not any(group is late for late in related[1:])]
     leaves = []
     for group in groups:
-        parameters: dict[int, Held] = {}
+        parameters: dict[int, HeldBytes] = {}
         for unit in group:
             parameters.update(unit.parameters)
         leaves.append(
-            Node(
+            PartitionNode(
                 group[0].name,
                 tuple(unit.name for unit in group),
                 sum(held.total for held in parameters.values()) + sum(unit.activation_bytes for unit in group),
@@ -148,15 +148,15 @@ def _leaves(units: Sequence[UnitCost]) -> list[Node]:
     return leaves
 
 
-def _tree(name: str, leaves: Sequence[tuple[list[str], Node]]) -> Node:
-    groups: dict[str, list[tuple[list[str], Node]]] = {}
+def _tree(name: str, leaves: Sequence[tuple[list[str], PartitionNode]]) -> PartitionNode:
+    groups: dict[str, list[tuple[list[str], PartitionNode]]] = {}
     for path, leaf in leaves:
         groups.setdefault(path[0], []).append((path[1:], leaf))
     children = [
         replace(below[0][1], name=part) if len(below) == 1 and not below[0][0] else _tree(part, below)
         for part, below in groups.items()
     ]
-    return Node(
+    return PartitionNode(
         name,
         memory=sum(child.memory for child in children),
         work=sum(child.work for child in children),

@@ -16,8 +16,8 @@ from typing import final
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.partition.branch_and_bound import Search
-from smp_strategy.planning.partition.evaluation import Evaluate, Judge, rounded
-from smp_strategy.planning.partition.problem import Problem, Promise, Score
+from smp_strategy.planning.partition.evaluation import Evaluate, PartitionEvaluator, rounded
+from smp_strategy.planning.partition.problem import PartitionProblem, Promise, Score
 from smp_strategy.planning.partition.sagemaker_tree import segments
 
 __all__ = ["EFFORT", "Solution", "does_not_fit", "equal_counts", "solve"]
@@ -49,7 +49,7 @@ class Solution:
 
 
 def solve(
-    problem: Problem,
+    problem: PartitionProblem,
     evaluate: Evaluate,
     *,
     budget: int | None = None,
@@ -72,12 +72,12 @@ def solve(
     if budget is None:
         setting = problem.setting
         budget = max(24, effort // (setting.num_microbatches * len(setting.stage_of_chunk) * setting.num_stages))
-    judge = Judge(problem, evaluate, budget)
+    judge = PartitionEvaluator(problem, evaluate, budget)
     for guess in guesses:
         judge.try_out(guess)
     lower_bound = _searched(judge)
     if judge.best is None:
-        fullest = Judge(problem, evaluate, budget, counts_fullness=True)
+        fullest = PartitionEvaluator(problem, evaluate, budget, counts_fullness=True)
         _searched(fullest)
         assert fullest.best is not None
         memory = problem.memory(fullest.best.stage_of, fullest.best.score)
@@ -96,7 +96,7 @@ def solve(
     )
 
 
-def _searched(judge: Judge) -> float:
+def _searched(judge: PartitionEvaluator) -> float:
     """Look for the best; returns the lower bound."""
     problem, setting = judge.problem, judge.problem.setting
     num_chunks = len(setting.stage_of_chunk)
@@ -117,7 +117,7 @@ def _searched(judge: Judge) -> float:
     return max(lower_bound, search.run(judge.budget))
 
 
-def _climb(judge: Judge) -> None:
+def _climb(judge: PartitionEvaluator) -> None:
     """Move borders of the best by one unit, as long as that makes it better."""
     problem, num_chunks = judge.problem, len(judge.problem.setting.stage_of_chunk)
     while judge.best is not None:
@@ -140,7 +140,7 @@ def equal_counts(num_units: int, num_chunks: int) -> list[int]:
     return [chunk * num_units // num_chunks for chunk in range(num_chunks)]
 
 
-def _check_sizes(problem: Problem) -> None:
+def _check_sizes(problem: PartitionProblem) -> None:
     num_units, num_chunks = len(problem.units), len(problem.setting.stage_of_chunk)
     if num_chunks > num_units:
         names = ", ".join(unit.name for unit in problem.units)

@@ -21,10 +21,10 @@ from smp_strategy.model.trace.device_model import Machine, modelled_work
 from smp_strategy.model.trace.events import Event
 from smp_strategy.model.trace.measured_costs import Measured
 from smp_strategy.model.trace.work import Work
-from smp_strategy.planning.profiling.recorded_calls import UnitCall
+from smp_strategy.planning.profiling.recorded_calls import RecordedCall
 from smp_strategy.planning.profiling.unit_benchmark import Sample, measure_alone
 
-__all__ = ["MeasuringOptions", "Ranks", "assign", "measure", "ranks_of"]
+__all__ = ["MeasuringOptions", "ProfilingRanks", "assign", "measure", "ranks_of"]
 
 # Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
 SAME_SPEED = 0.1
@@ -60,7 +60,7 @@ class _Met(NamedTuple):
     """Why the calls of a kind cannot be measured."""
 
 
-class Ranks(NamedTuple):
+class ProfilingRanks(NamedTuple):
     """How ranks compare."""
 
     speeds: tuple[float, ...] = ()
@@ -70,7 +70,7 @@ class Ranks(NamedTuple):
 
 
 def measure(
-    calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine, options: MeasuringOptions
+    calls: Sequence[RecordedCall], events: Sequence[Event], machine: Machine, options: MeasuringOptions
 ) -> Measured:
     """Measure the kinds of calls that rank 0 has met; collective over all ranks, where there are several.
 
@@ -86,7 +86,7 @@ def measure(
     plan = assign([each.cost for each in met])
     samples, failures = dict[str, Sample](), dict[str, str]()
     common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
-    ranks = Ranks()
+    ranks = ProfilingRanks()
     if common is not None and options.times and options.compares_ranks and len(met) > 1:
         ranks = _compare(by_kind[common], options)
     if ranks.crowding > 1:
@@ -121,7 +121,9 @@ def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
     return owner
 
 
-def _describe(calls: Sequence[UnitCall], events: Sequence[Event], machine: Machine) -> tuple[dict[str, UnitCall], _Met]:
+def _describe(
+    calls: Sequence[RecordedCall], events: Sequence[Event], machine: Machine
+) -> tuple[dict[str, RecordedCall], _Met]:
     """One call of each kind, and what this rank says of all of them."""
     work = modelled_work(events, machine)
     runs: dict[str, list[int]] = {}
@@ -129,7 +131,7 @@ def _describe(calls: Sequence[UnitCall], events: Sequence[Event], machine: Machi
         if event.kind == "unit":
             runs.setdefault(event.name, []).append(position)
     met = _Met({}, {}, {})
-    by_kind: dict[str, UnitCall] = {}
+    by_kind: dict[str, RecordedCall] = {}
     for call in calls:
         of_unit = met.kinds.setdefault(call.unit, [])
         # There is no event of a call that ended the dry run.
@@ -149,7 +151,7 @@ def _assembled(
     samples: Mapping[str, Sample],
     reasons: Mapping[str, str],
     plan: Mapping[str, int],
-    ranks: "Ranks",
+    ranks: "ProfilingRanks",
     options: MeasuringOptions,
 ) -> Measured:
     work: dict[str, Work] = {}
@@ -190,14 +192,14 @@ def _scale(ratios: Sequence[float]) -> float:
     return statistics.median(of_kernels) if of_kernels else 1.0
 
 
-def _compare(call: UnitCall, options: MeasuringOptions) -> Ranks:
+def _compare(call: RecordedCall, options: MeasuringOptions) -> ProfilingRanks:
     together = _gathered(_speed(call, options))
     # The others rest here: they wait for the number.
     alone, *_ = _gathered(_speed(call, options) if _place()[0] == 0 else 0.0)
     return ranks_of(alone, together)
 
 
-def ranks_of(alone: float, together: Sequence[float]) -> Ranks:
+def ranks_of(alone: float, together: Sequence[float]) -> ProfilingRanks:
     """What the speeds of ranks say of the cores that they have.
 
     Args:
@@ -208,16 +210,18 @@ def ranks_of(alone: float, together: Sequence[float]) -> Ranks:
     # Who gets more of cores that are shared is a matter of chance, but not what all of them get.
     crowding = alone * len(known) / sum(known) if known else 1.0
     is_slower = alone > (1 + SAME_SPEED) * together[0] > 0
-    return Ranks(crowding=crowding) if is_slower and crowding >= CROWDED else Ranks(_relative(together))
+    return (
+        ProfilingRanks(crowding=crowding) if is_slower and crowding >= CROWDED else ProfilingRanks(_relative(together))
+    )
 
 
-def _measured(call: UnitCall, options: MeasuringOptions) -> Sample:
+def _measured(call: RecordedCall, options: MeasuringOptions) -> Sample:
     return measure_alone(
         call, options.device, times=options.times, memory=options.memory, num_replicas=options.num_replicas
     )
 
 
-def _speed(call: UnitCall, options: MeasuringOptions) -> float:
+def _speed(call: RecordedCall, options: MeasuringOptions) -> float:
     """Calls per second; 0 where it cannot be told."""
     try:
         sample = _measured(call, replace(options, memory=False))

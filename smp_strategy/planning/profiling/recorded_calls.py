@@ -23,7 +23,7 @@ from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
-__all__ = ["CallLog", "Modes", "Opaque", "UnitCall"]
+__all__ = ["CallLog", "Modes", "OpaqueArgument", "RecordedCall"]
 
 # Of any module: its tensors, its parts and hooks.
 STATE = frozenset(vars(nn.Module())) - {"training"}
@@ -53,7 +53,7 @@ class Modes(NamedTuple):
             yield
 
 
-class UnitCall(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of a unit."""
 
     unit: str
@@ -73,12 +73,12 @@ class UnitCall(NamedTuple):
     @property
     def obstacle(self) -> str:
         """Why it cannot be repeated without the model around; empty if it can."""
-        found = sorted({leaf.kind for leaf in self.leaves if isinstance(leaf, Opaque)})
+        found = sorted({leaf.kind for leaf in self.leaves if isinstance(leaf, OpaqueArgument)})
         return f"it gets an object that cannot be copied ({', '.join(found)})" if found else ""
 
 
 @final
-class Opaque(NamedTuple):
+class OpaqueArgument(NamedTuple):
     """Stands for an object that cannot be copied."""
 
     kind: str
@@ -97,13 +97,13 @@ class CallLog:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self.calls: list[UnitCall] = []
+        self.calls: list[RecordedCall] = []
 
     def note(self, callee: Callee, args: Any, kwargs: Any) -> None:
         """``callee`` is called."""
         leaves, structure = flatten_call(args, kwargs)
         modes = Modes.current(self._device_type)
-        self.calls.append(UnitCall(str(callee.key), callee, tuple(map(_kept, leaves)), structure, modes))
+        self.calls.append(RecordedCall(str(callee.key), callee, tuple(map(_kept, leaves)), structure, modes))
 
 
 def _kept(leaf: Any) -> Any:
@@ -115,7 +115,7 @@ def _kept(leaf: Any) -> Any:
     try:
         return stand_in(leaf, lambda spec: torch.empty_strided(spec.size, spec.stride, dtype=spec.dtype, device="meta"))
     except Exception:  # whatever the object does about that
-        return Opaque(type(leaf).__qualname__)
+        return OpaqueArgument(type(leaf).__qualname__)
 
 
 def _construction(module: nn.Module) -> Iterator[str]:

@@ -28,7 +28,7 @@ from smp_strategy.pipeline.microbatch_state import reached_by_hooks
 from smp_strategy.pipeline.segments import Import, enter
 from smp_strategy.pipeline.split_backward import Deferred, backward_of_imports
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives, Replicas
-from smp_strategy.planning.profiling.recorded_calls import UnitCall
+from smp_strategy.planning.profiling.recorded_calls import RecordedCall
 
 __all__ = ["Sample", "measure_alone"]
 
@@ -52,7 +52,9 @@ class Sample(NamedTuple):
     """How far what it takes is from that: the standard deviation, as the median of all deviations tells it."""
 
 
-def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: bool, num_replicas: int = 1) -> Sample:
+def measure_alone(
+    call: RecordedCall, device: torch.device, *, times: bool, memory: bool, num_replicas: int = 1
+) -> Sample:
     """Run ``call`` on ``device``.
 
     Args:
@@ -80,7 +82,7 @@ def measure_alone(call: UnitCall, device: torch.device, *, times: bool, memory: 
         return _times(call, weights, device)._replace(saved_bytes=saved)
 
 
-def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> Sample:
+def _times(call: RecordedCall, weights: Mapping[str, Tensor], device: torch.device) -> Sample:
     """What it takes; nothing of what it makes autograd keep."""
     for _ in range(WARM_UPS):
         _turn(call, weights, device)
@@ -100,7 +102,7 @@ def _times(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) 
     return Sample(Work(forward, whole - later, later), 0, max(longer, 0.0) if later else 0.0, spread)
 
 
-def _turn(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> tuple[float, float, float, float]:
+def _turn(call: RecordedCall, weights: Mapping[str, Tensor], device: torch.device) -> tuple[float, float, float, float]:
     """Seconds of forward, of backward as a whole, and of its two parts, of which one may be missing.
 
     The second part comes when the whole has run in between. In a timetable, too, others run there, after which what it
@@ -112,7 +114,7 @@ def _turn(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -
 
 
 def _time_once(
-    call: UnitCall, weights: Mapping[str, Tensor], device: torch.device, *, splits: bool
+    call: RecordedCall, weights: Mapping[str, Tensor], device: torch.device, *, splits: bool
 ) -> tuple[float, float, Deferred]:
     """Seconds of forward, and of backward as a whole or of its first part; with what is left of it then."""
     imports: list[Import] = []
@@ -137,7 +139,7 @@ def _entered(leaf: Any, imports: list[Import]) -> Any:
     return enter(leaf, imports[-1])
 
 
-def _saved_bytes(call: UnitCall, weights: Mapping[str, Tensor], device: torch.device) -> int:
+def _saved_bytes(call: RecordedCall, weights: Mapping[str, Tensor], device: torch.device) -> int:
     inputs = [_real(leaf, device) for leaf in call.leaves]
     if is_host(device):
         with counting_saved(weights.values()) as saved_bytes:
@@ -150,7 +152,7 @@ def _saved_bytes(call: UnitCall, weights: Mapping[str, Tensor], device: torch.de
     return kept
 
 
-def _run(call: UnitCall, weights: Mapping[str, Tensor], inputs: Sequence[Any], device: torch.device) -> Any:
+def _run(call: RecordedCall, weights: Mapping[str, Tensor], inputs: Sequence[Any], device: torch.device) -> Any:
     args, kwargs = unflatten_call(inputs, call.structure)
     # Anew for each run: autocast keeps casts of weights, with their graph, as long as it lasts.
     with call.modes.entered(device.type):

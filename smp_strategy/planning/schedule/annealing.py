@@ -13,8 +13,8 @@ import random
 from collections.abc import Sequence
 
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.planning.schedule.scoring import Judge
-from smp_strategy.planning.schedule.step_graph import Entry, StepGraph
+from smp_strategy.planning.schedule.scoring import PlanScorer
+from smp_strategy.planning.schedule.step_graph import ScheduledPass, StepGraph
 
 __all__ = ["anneal"]
 
@@ -27,7 +27,7 @@ SHARE_OF_SPLITS = 0.15
 MOST_PLACES = 4
 
 
-def anneal(judge: Judge, plan: Plan) -> Plan:
+def anneal(judge: PlanScorer, plan: Plan) -> Plan:
     """A better plan than ``plan``, or ``plan``.
 
     Args:
@@ -56,7 +56,7 @@ def anneal(judge: Judge, plan: Plan) -> Plan:
     return best.plan
 
 
-def _moved(graph: StepGraph, order: Sequence[Entry], numbers: random.Random) -> list[Entry]:
+def _moved(graph: StepGraph, order: Sequence[ScheduledPass], numbers: random.Random) -> list[ScheduledPass]:
     """``order`` with one pass some places from where it was, as far as it may go."""
     if not order:
         return []
@@ -68,7 +68,7 @@ def _moved(graph: StepGraph, order: Sequence[Entry], numbers: random.Random) -> 
     return moved
 
 
-def _split_or_whole(graph: StepGraph, order: Sequence[Entry], numbers: random.Random) -> list[Entry]:
+def _split_or_whole(graph: StepGraph, order: Sequence[ScheduledPass], numbers: random.Random) -> list[ScheduledPass]:
     """``order`` with one backward of a segment more that is split, or one less.
 
     Sums of gradients keep their order if the first backwards of a segment are whole.

@@ -7,12 +7,12 @@ weight gradients that it owes. What is left over comes at the end (as in torch's
 
 from collections import deque
 
-from smp_strategy.planning.schedule.step_graph import Entry, Orders, StepGraph
+from smp_strategy.planning.schedule.step_graph import Orders, ScheduledPass, StepGraph
 
 __all__ = ["fill_waits"]
 
 
-def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole: int = 0) -> list[list[Entry]]:
+def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole: int = 0) -> list[list[ScheduledPass]]:
     """``orders`` with split backwards whose weight gradients fill the waits.
 
     Args:
@@ -24,8 +24,8 @@ def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole
     given = [
         deque(entry for entry in graph.parted(order, num_whole=num_whole) if entry.kind != "W") for order in orders
     ]
-    owed: list[deque[Entry]] = [deque() for _ in orders]
-    filled: list[list[Entry]] = [[] for _ in orders]
+    owed: list[deque[ScheduledPass]] = [deque() for _ in orders]
+    filled: list[list[ScheduledPass]] = [[] for _ in orders]
     free_at = [0.0] * graph.num_stages
     ends: dict[tuple[int, int], float] = {}
     while any(given):
@@ -49,7 +49,7 @@ def fill_waits(graph: StepGraph, orders: Orders, *, impatience: float, num_whole
     return [[*order, *rest] for order, rest in zip(filled, owed, strict=True)]
 
 
-def _start(graph: StepGraph, entry: Entry, ends: dict[tuple[int, int], float]) -> float | None:
+def _start(graph: StepGraph, entry: ScheduledPass, ends: dict[tuple[int, int], float]) -> float | None:
     """When the inputs of a pass are there; ``None`` while one of them is not made."""
     start = 0.0
     for need, delay in graph.needs[graph.track(entry.kind, entry.segment)]:

@@ -10,7 +10,7 @@ back and forth between stages need more in flight), the earliest pass goes on ag
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
-from smp_strategy.planning.schedule.step_graph import Entry, StepGraph
+from smp_strategy.planning.schedule.step_graph import ScheduledPass, StepGraph
 
 __all__ = ["Rules", "list_schedule"]
 
@@ -32,7 +32,7 @@ class Rules(NamedTuple):
     """For how much of its own time a pass of lower rank lets the stage wait for one of a higher rank."""
 
 
-def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[Entry]]:
+def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[ScheduledPass]]:
     """The order in which each stage does its passes, by its rules."""
     stages = [_StageQueue(graph, rules[stage], stage) for stage in range(graph.num_stages)]
     ends: list[list[float]] = [[] for _ in graph.needs]
@@ -85,7 +85,7 @@ class _StageQueue:
         self._visits: list[tuple[int, list[int]]] = []
         self._ranks: dict[int, list[tuple[int, ...]]] = {}
         self._patience: dict[int, float] = {}
-        self.order: list[Entry] = []
+        self.order: list[ScheduledPass] = []
         for index, visit in enumerate(graph.visits[stage]):
             for segment in visit:
                 self._add(index, segment)
@@ -153,5 +153,5 @@ class _StageQueue:
         kind, segment = self._kinds[choice.track], choice.track % len(self._graph.segments)
         end = self._free_at = choice.start + self._graph.cost(kind, segment)
         ends[choice.track].append(end)
-        self.order.append(Entry(kind, segment, self._reached[choice.track]))  # type: ignore[arg-type]
+        self.order.append(ScheduledPass(kind, segment, self._reached[choice.track]))  # type: ignore[arg-type]
         self._reached[choice.track] += 1

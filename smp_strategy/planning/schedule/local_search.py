@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.planning.schedule.scoring import TOLERANCE, Judge, Timed
-from smp_strategy.planning.schedule.step_graph import Entry, Orders
+from smp_strategy.planning.schedule.scoring import TOLERANCE, PlanScorer, Timed
+from smp_strategy.planning.schedule.step_graph import Orders, ScheduledPass
 
 __all__ = ["LocalSearch"]
 
@@ -34,7 +34,7 @@ class LocalSearch:
         splits: whether weight gradients may be passes of their own.
     """
 
-    def __init__(self, judge: Judge, *, splits: bool) -> None:
+    def __init__(self, judge: PlanScorer, *, splits: bool) -> None:
         self._judge = judge
         self._graph = judge.graph
         self._bound = judge.bound(splits=splits)
@@ -83,10 +83,10 @@ class LocalSearch:
         orders = self._graph.orders_of(now.plan)
         if not self._judge.allows(now.plan):
             return None
-        moved: list[Entry] = []
+        moved: list[ScheduledPass] = []
         since = 0
         while best.end > self._bound and self._passes_left > 0 and since < MOST_BAD_MOVES:
-            options: list[tuple[float, int, Timed, Entry]] = []
+            options: list[tuple[float, int, Timed, ScheduledPass]] = []
             for stage, entry, order in self._moves(now, orders):
                 neighbour = self._follow([*orders[:stage], order, *orders[stage + 1 :]])
                 is_better = neighbour.end < best.end * (1 - TOLERANCE)
@@ -106,7 +106,9 @@ class LocalSearch:
         self._passes_left -= self._judge.steps * sum(map(len, orders))
         return self._judge.timed(orders)
 
-    def _moves(self, timed: Timed, orders: list[list[Entry]]) -> Iterator[tuple[int, Entry, list[Entry]]]:
+    def _moves(
+        self, timed: Timed, orders: list[list[ScheduledPass]]
+    ) -> Iterator[tuple[int, ScheduledPass, list[ScheduledPass]]]:
         """Orders of one stage with one critical pass at another place."""
         seen: set[tuple[int, int, int]] = set()
         for stage, first, last in _blocks(self._critical_path(timed, orders), [len(order) for order in orders]):
@@ -119,7 +121,7 @@ class LocalSearch:
                         order.insert(place, order.pop(position))
                         yield stage, orders[stage][position], order
 
-    def _critical_path(self, timed: Timed, orders: list[list[Entry]]) -> list[tuple[int, int]]:
+    def _critical_path(self, timed: Timed, orders: list[list[ScheduledPass]]) -> list[tuple[int, int]]:
         """Stage and position in the row of passes that follow each other without a gap, up to the last one."""
         graph, row = self._graph, timed.row
         places: dict[tuple[int, int], tuple[int, int]] = {}

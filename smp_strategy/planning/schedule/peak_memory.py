@@ -17,7 +17,7 @@ from typing import NamedTuple, final
 from smp_strategy.pipeline.routing import Flow, KeptBytes, SegmentId
 from smp_strategy.pipeline.schedule import Plan
 
-__all__ = ["DEFAULT_HORIZON", "Moment", "moments", "peak_saved_bytes", "used_bytes"]
+__all__ = ["DEFAULT_HORIZON", "ActionMemory", "moments", "peak_saved_bytes", "used_bytes"]
 
 DEFAULT_HORIZON = 4
 # Calls whose copies to the host are under way, or wait for that, while the next one computes.
@@ -38,7 +38,7 @@ class Running(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Moment:
+class ActionMemory:
     """What is on a stage during one action, in numbers of microbatches of each of its segments."""
 
     kept: Mapping[SegmentId, int] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Moment:
     """Of which that is there, too, which is offloaded."""
     running: Running | None = None
 
-    def covers(self, other: "Moment") -> bool:
+    def covers(self, other: "ActionMemory") -> bool:
         """Whether this moment is at least as full as ``other``, whatever units keep."""
         mine, theirs = self.running, other.running
         is_alike = theirs is None or (mine is not None and mine.segment == theirs.segment)
@@ -62,7 +62,7 @@ class Moment:
         return self.kept if running is None or not running.frees else _plus(self.kept, running.segment)
 
 
-def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tuple[Moment, ...], ...]:
+def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tuple[ActionMemory, ...], ...]:
     """The moments of each stage that count.
 
     Args:
@@ -72,7 +72,7 @@ def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tup
     """
     found = []
     for stage in range(flow.num_stages):
-        least: list[Moment] = []
+        least: list[ActionMemory] = []
         for moment in _moments_of(plan, flow, stage, horizon):
             if not any(known.covers(moment) for known in least):
                 least = [known for known in least if not moment.covers(known)]
@@ -81,7 +81,7 @@ def moments(plan: Plan, flow: Flow, horizon: int = DEFAULT_HORIZON) -> tuple[tup
     return tuple(found)
 
 
-def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[Moment]:
+def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[ActionMemory]:
     actions = plan.stages[stage]
     by_calls = flow.num_stages == 1
     # Where backward passes each segment of each microbatch.
@@ -104,7 +104,7 @@ def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[Mo
             window = 0 if stays else horizon + 1 if recomputes else LEAVING_CALLS
             running = Running(SegmentId(stage, action.segment), recomputes, action.kind != "I", window)
         last_near = position + (horizon if not by_calls else 0 if action.kind in ("I", "W") else -1)
-        yield Moment(
+        yield ActionMemory(
             _counted(stage, [each for each in there if running is None or not running.frees or each != place]),
             _counted(stage, [each for each in there if uses[each] <= last_near]),
             running,
@@ -113,7 +113,7 @@ def _moments_of(plan: Plan, flow: Flow, stage: int, horizon: int) -> Iterator[Mo
             there.remove(place)
 
 
-def used_bytes(moment: Moment, flow: Flow) -> int:
+def used_bytes(moment: ActionMemory, flow: Flow) -> int:
     """Bytes that are kept for backward at a moment."""
     used = sum(count * sum(call.saved for call in flow.kept[segment]) for segment, count in moment.kept.items())
     used += sum(count * sum(call.offloaded for call in flow.kept[segment]) for segment, count in moment.near.items())

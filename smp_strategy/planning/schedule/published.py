@@ -6,10 +6,10 @@ that take equally long; where they do not, :mod:`smp_strategy.planning.schedule.
 
 from typing import Literal, NamedTuple
 
-__all__ = ["Pass", "one_forward_one_backward", "zero_bubble", "zero_bubble_v"]
+__all__ = ["ChunkPass", "one_forward_one_backward", "zero_bubble", "zero_bubble_v"]
 
 
-class Pass(NamedTuple):
+class ChunkPass(NamedTuple):
     """One pass of a chunk of a stage with a microbatch."""
 
     kind: Literal["F", "B", "I", "W"]
@@ -19,7 +19,7 @@ class Pass(NamedTuple):
 
 def one_forward_one_backward(
     stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1, *, most_live: int | None = None
-) -> list[Pass]:
+) -> list[ChunkPass]:
     """1F1B (arXiv:2006.09503), and Megatron's interleaving for several chunks (arXiv:2104.04473, figure 4).
 
     With several chunks the microbatches go through them in groups of ``num_stages``; the last group may be smaller.
@@ -35,8 +35,8 @@ def one_forward_one_backward(
     groups = [
         range(first, min(first + num_stages, num_microbatches)) for first in range(0, num_microbatches, num_stages)
     ]
-    forwards = [Pass("F", chunk, number) for group in groups for chunk in chunks for number in group]
-    backwards = [Pass("B", chunk, number) for group in groups for chunk in reversed(chunks) for number in group]
+    forwards = [ChunkPass("F", chunk, number) for group in groups for chunk in chunks for number in group]
+    backwards = [ChunkPass("B", chunk, number) for group in groups for chunk in reversed(chunks) for number in group]
     after = num_stages - stage - 1
     warm_up = after if num_chunks == 1 else 2 * after + (num_chunks - 1) * num_stages
     if most_live is not None:
@@ -48,7 +48,7 @@ def one_forward_one_backward(
     return table + backwards[len(forwards) - warm_up :]
 
 
-def zero_bubble(warm_up: int, delay: int, num_microbatches: int) -> list[Pass]:
+def zero_bubble(warm_up: int, delay: int, num_microbatches: int) -> list[ChunkPass]:
     """The hand-made schedules of Zero Bubble (arXiv:2401.10241, section 2) for one stage.
 
     Args:
@@ -58,17 +58,17 @@ def zero_bubble(warm_up: int, delay: int, num_microbatches: int) -> list[Pass]:
         num_microbatches: microbatches of the step.
     """
     warm_up = min(warm_up, num_microbatches)
-    table = [Pass("F", 0, number) for number in range(warm_up)]
+    table = [ChunkPass("F", 0, number) for number in range(warm_up)]
     for number in range(num_microbatches):
         if number + warm_up < num_microbatches:
-            table.append(Pass("F", 0, number + warm_up))
-        table.append(Pass("I", 0, number))
+            table.append(ChunkPass("F", 0, number + warm_up))
+        table.append(ChunkPass("I", 0, number))
         if number >= delay:
-            table.append(Pass("W", 0, number - delay))
-    return table + [Pass("W", 0, number) for number in range(max(num_microbatches - delay, 0), num_microbatches)]
+            table.append(ChunkPass("W", 0, number - delay))
+    return table + [ChunkPass("W", 0, number) for number in range(max(num_microbatches - delay, 0), num_microbatches)]
 
 
-def zero_bubble_v(depth: int, num_stages: int, num_microbatches: int) -> list[Pass]:
+def zero_bubble_v(depth: int, num_stages: int, num_microbatches: int) -> list[ChunkPass]:
     """ZB-V (arXiv:2401.10241, section 6) for the stage whose chunks are number ``depth`` from the ends of the V.
 
     Made for at least 2p - 1 microbatches; with fewer, those that do not exist are left out.
@@ -76,11 +76,11 @@ def zero_bubble_v(depth: int, num_stages: int, num_microbatches: int) -> list[Pa
     count = max(2 * num_stages - 1, num_microbatches)
     after = num_stages - depth
     reached = {(kind, chunk): 0 for kind in "FIW" for chunk in (0, 1)}
-    table: list[Pass] = []
+    table: list[ChunkPass] = []
 
     def do(chunk: int, kinds: str) -> None:
         for kind in kinds:
-            table.append(Pass(kind, chunk, reached[kind, chunk]))  # type: ignore[arg-type]
+            table.append(ChunkPass(kind, chunk, reached[kind, chunk]))  # type: ignore[arg-type]
             reached[kind, chunk] += 1
 
     do(0, "F" * (2 * after - 1))

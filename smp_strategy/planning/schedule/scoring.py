@@ -13,7 +13,7 @@ from smp_strategy.pipeline.schedule import Plan, Times, crowded, end_of
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
 
-__all__ = ["TOLERANCE", "Judge", "Limits", "Timed", "excess"]
+__all__ = ["TOLERANCE", "PlanScorer", "Limits", "Timed", "excess"]
 
 # Times that differ by less are the same but for rounding.
 TOLERANCE = 1e-9
@@ -57,7 +57,7 @@ class Timed(NamedTuple):
 
 
 @final
-class Judge:
+class PlanScorer:
     """See the module docstring.
 
     Args:

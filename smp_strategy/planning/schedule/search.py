@@ -23,18 +23,18 @@ from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.local_search import LocalSearch
 from smp_strategy.planning.schedule.peak_memory import DEFAULT_HORIZON
 from smp_strategy.planning.schedule.policies import Policy
-from smp_strategy.planning.schedule.scoring import Judge, Limits, excess
+from smp_strategy.planning.schedule.scoring import Limits, PlanScorer, excess
 from smp_strategy.planning.schedule.simulate import NEGLIGIBLE, SPLIT_OVERHEAD, simulate
 from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
 from smp_strategy.planning.schedule.steps_in_a_row import STEPS, with_real_times
 
-__all__ = ["NOTICEABLE", "Found", "Losses", "search"]
+__all__ = ["NOTICEABLE", "SearchResult", "Losses", "search"]
 
 # A simpler policy wins unless another is better by more than this share.
 NOTICEABLE = 0.01
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """A plan, and the policy that it was made from."""
 
     policy: Policy
@@ -62,7 +62,7 @@ def search(
     active_microbatches: int | None = None,
     losses: Losses = Losses(),  # noqa: B008
     horizon: int = DEFAULT_HORIZON,
-) -> Found:
+) -> SearchResult:
     """The fastest plan that fits; a simpler one where the difference is not worth it.
 
     Args:
@@ -82,7 +82,7 @@ def search(
     limits = Limits(tuple(most_bytes) or (None,) * flow.num_stages, active_microbatches, horizon)
     late = link._replace(latency=link.latency + _lateness(flow, num_microbatches, losses.spread))
     found = [
-        Found(policy, simulate(flow, num_microbatches, policy, late, split_overhead=losses.split, thorough=True))
+        SearchResult(policy, simulate(flow, num_microbatches, policy, late, split_overhead=losses.split, thorough=True))
         for policy in policies
     ]
     too_much = [excess(each.plan, flow, limits) for each in found]
@@ -91,7 +91,7 @@ def search(
     if min(too_much) == 0:
         best = _best(StepGraph(flow, num_microbatches, late, losses.split), flow, limits, found, losses)
     graph = StepGraph(flow, num_microbatches, link, losses.split)
-    return Found(best.policy, with_real_times(graph.follow(graph.orders_of(best.plan)), graph, losses.crowding))
+    return SearchResult(best.policy, with_real_times(graph.follow(graph.orders_of(best.plan)), graph, losses.crowding))
 
 
 def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
@@ -105,7 +105,7 @@ def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
     return math.sqrt(max(variances))
 
 
-def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[Found], losses: Losses) -> Found:
+def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[SearchResult], losses: Losses) -> SearchResult:
     """A plan that is in ``found``, or a better one.
 
     Args:
@@ -115,26 +115,30 @@ def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[Found], 
         found: plans of policies that do, the simpler ones first.
         losses: what work takes longer.
     """
-    improved: dict[bool, Found] = {}
+    improved: dict[bool, SearchResult] = {}
     for splits in (False, True):
         # A backward can be split under any policy.
         mine = [each for each in found if splits or not each.policy.splits_backward]
         if mine:
             mine.sort(key=lambda each: end_of(crowded(each.plan.times, losses.crowding)))
             plans = [each.plan for each in (*improved.values(), *mine)]
-            improved[splits] = Found(mine[0].policy, _improved(graph, flow, limits, plans, losses, splits=splits))
+            improved[splits] = SearchResult(
+                mine[0].policy, _improved(graph, flow, limits, plans, losses, splits=splits)
+            )
     if losses.spread:
         improved[True] = _annealed(graph, flow, limits, improved, losses)
     return _simplest(graph, found, improved, losses.crowding)
 
 
-def _annealed(graph: StepGraph, flow: Flow, limits: Limits, improved: Mapping[bool, Found], losses: Losses) -> Found:
+def _annealed(
+    graph: StepGraph, flow: Flow, limits: Limits, improved: Mapping[bool, SearchResult], losses: Losses
+) -> SearchResult:
     """What annealing makes of the best in ``improved``: worth its seconds where times are measured."""
     soonest = min(end_of(crowded(each.plan.times, losses.crowding)) for each in improved.values())
     latest = soonest * (1 + NOTICEABLE)
-    judge = Judge(graph, flow, limits, crowding=losses.crowding, steps=STEPS, latest=latest)
+    judge = PlanScorer(graph, flow, limits, crowding=losses.crowding, steps=STEPS, latest=latest)
     best = min([each.plan for each in improved.values()], key=lambda plan: judge.timed(graph.orders_of(plan)).end)
-    return Found(improved[True].policy, anneal(judge, best))
+    return SearchResult(improved[True].policy, anneal(judge, best))
 
 
 def _improved(
@@ -150,7 +154,7 @@ def _improved(
         losses: what work takes longer.
         splits: whether backwards may be split.
     """
-    judge = partial(Judge, graph, flow, limits, crowding=losses.crowding)
+    judge = partial(PlanScorer, graph, flow, limits, crowding=losses.crowding)
     beginnings = partial(_beginnings, graph, active=limits.active_microbatches, splits=splits)
     best = LocalSearch(judge(), splits=splits).improve(plans[0], beginnings(plans))
     latest = end_of(crowded(best.times, losses.crowding)) * (1 + NOTICEABLE)
@@ -178,7 +182,9 @@ def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, active: int | None, 
     yield list_schedule(graph, [usual._replace(most_microbatches=stages - stage) for stage in range(stages)])
 
 
-def _simplest(graph: StepGraph, found: Sequence[Found], improved: Mapping[bool, Found], crowding: float) -> Found:
+def _simplest(
+    graph: StepGraph, found: Sequence[SearchResult], improved: Mapping[bool, SearchResult], crowding: float
+) -> SearchResult:
     """What is as good as the best, or nearly, and simpler: first for a step that is alone, then for steps in a row.
 
     Args:
@@ -190,9 +196,10 @@ def _simplest(graph: StepGraph, found: Sequence[Found], improved: Mapping[bool, 
     Returns:
         It, with the times that it takes on shared cores.
     """
-    rated = [Found(each.policy, with_real_times(each.plan, graph, crowding)) for each in found]
+    rated = [SearchResult(each.policy, with_real_times(each.plan, graph, crowding)) for each in found]
     better = {
-        splits: Found(each.policy, with_real_times(each.plan, graph, crowding)) for splits, each in improved.items()
+        splits: SearchResult(each.policy, with_real_times(each.plan, graph, crowding))
+        for splits, each in improved.items()
     }
     every = [*rated, *better.values()]
     fastest = min(each.plan.makespan for each in every)
@@ -202,7 +209,7 @@ def _simplest(graph: StepGraph, found: Sequence[Found], improved: Mapping[bool, 
     # A better order is as simple where backwards are split as they are anyway.
     other = better.get(best.policy.splits_backward, best)
     is_worth_it = _in_a_row(other.plan) < _in_a_row(best.plan) * (1 - NEGLIGIBLE)
-    return Found(best.policy, other.plan) if other in every and is_worth_it else best
+    return SearchResult(best.policy, other.plan) if other in every and is_worth_it else best
 
 
 def _in_a_row(plan: Plan) -> float:

@@ -14,15 +14,15 @@ from typing import Literal, NamedTuple, final
 from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import Flow, SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan, Times
-from smp_strategy.planning.schedule.published import Pass
+from smp_strategy.planning.schedule.published import ChunkPass
 
-__all__ = ["Entry", "Orders", "StepGraph"]
+__all__ = ["ScheduledPass", "Orders", "StepGraph"]
 
 # A segment without compute (it only forwards or reads a value) still takes its turn.
 SMALLEST_COST = 1e-9
 
 
-class Entry(NamedTuple):
+class ScheduledPass(NamedTuple):
     """One pass in the order of a stage."""
 
     kind: Literal["F", "B", "I", "W"]
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     microbatch: int
 
 
-Orders = Sequence[Sequence[Entry]]
+Orders = Sequence[Sequence[ScheduledPass]]
 """The passes of each stage in order."""
 
 
@@ -84,7 +84,7 @@ class StepGraph:
             ]
             for kind, costs in self._costs.items()
         }
-        self._actions: dict[Entry, Action] = {}
+        self._actions: dict[ScheduledPass, Action] = {}
         self._ancestors = [-1] * len(self.segments)
         self.visits = [self._visits_of(stage) for stage in range(flow.num_stages)]
 
@@ -125,7 +125,7 @@ class StepGraph:
         backwards = [cost for cost, has_one in zip(self._costs["B"], self.has_backward, strict=True) if has_one]
         return sum(self._costs["F"]) + sum(backwards)
 
-    def action_of(self, entry: Entry) -> Action:
+    def action_of(self, entry: ScheduledPass) -> Action:
         """The action that stands for ``entry`` in a plan."""
         action = self._actions.get(entry)
         if action is None:
@@ -207,14 +207,14 @@ class StepGraph:
 
     # From tables to orders
 
-    def orders_of(self, plan: Plan) -> list[list[Entry]]:
+    def orders_of(self, plan: Plan) -> list[list[ScheduledPass]]:
         """The orders that ``plan`` has."""
         return [
-            [Entry(action.kind, self.of_stage[stage][action.segment], action.microbatch) for action in actions]
+            [ScheduledPass(action.kind, self.of_stage[stage][action.segment], action.microbatch) for action in actions]
             for stage, actions in enumerate(plan.stages)
         ]
 
-    def expand(self, tables: Sequence[Sequence[Pass]], *, turns: bool = False) -> Orders | None:
+    def expand(self, tables: Sequence[Sequence[ChunkPass]], *, turns: bool = False) -> Orders | None:
         """The orders that published tables mean here; ``None`` where the visits of a stage are not its chunks.
 
         Args:
@@ -234,7 +234,7 @@ class StepGraph:
         return visits if last is None else visits[: last + 1]
 
     @staticmethod
-    def _at_turn(table: Sequence[Pass]) -> list[Pass]:
+    def _at_turn(table: Sequence[ChunkPass]) -> list[ChunkPass]:
         """Forward when the first chunk would be, backward when the second would be: others wait for both."""
         return [
             entry if entry.kind == "F" else entry._replace(chunk=0)
@@ -242,29 +242,31 @@ class StepGraph:
             if (entry.kind == "F") == (entry.chunk == 0)
         ]
 
-    def _expand(self, stage: int, table: Sequence[Pass]) -> list[Entry] | None:
+    def _expand(self, stage: int, table: Sequence[ChunkPass]) -> list[ScheduledPass] | None:
         chunks = self._chunks_of(stage)
         # What a stage only reads of the loss, or of what it is made of, comes right before its backward.
         readings = [number for visit in self.visits[stage][len(chunks) :] for number in visit]
         if len(chunks) != len({entry.chunk for entry in table}):
             return None
-        order: list[Entry] = []
+        order: list[ScheduledPass] = []
         for kind, chunk, microbatch in table:
             if kind == "F":
-                order += [Entry("F", number, microbatch) for number in chunks[chunk]]
+                order += [ScheduledPass("F", number, microbatch) for number in chunks[chunk]]
                 continue
             if kind != "W" and chunk == len(chunks) - 1:
-                order += [Entry("F", number, microbatch) for number in readings]
+                order += [ScheduledPass("F", number, microbatch) for number in readings]
             for number in reversed(chunks[chunk]):
                 if self.has_backward[number] and (self.can_split[number] or kind != "W"):
-                    order.append(Entry(kind if self.can_split[number] else "B", number, microbatch))
+                    order.append(ScheduledPass(kind if self.can_split[number] else "B", number, microbatch))
         return order
 
-    def is_splittable(self, entry: Entry) -> bool:
+    def is_splittable(self, entry: ScheduledPass) -> bool:
         """Whether ``entry`` is a whole backward that need not be one."""
         return entry.kind == "B" and self.can_split[entry.segment]
 
-    def parted(self, order: Sequence[Entry], *, num_whole: int = 0, segment: int | None = None) -> list[Entry]:
+    def parted(
+        self, order: Sequence[ScheduledPass], *, num_whole: int = 0, segment: int | None = None
+    ) -> list[ScheduledPass]:
         """``order`` with the two parts of each backward that can be split.
 
         Args:
@@ -272,7 +274,7 @@ class StepGraph:
             num_whole: backwards of the first so many microbatches stay whole.
             segment: only its backwards are split.
         """
-        result: list[Entry] = []
+        result: list[ScheduledPass] = []
         for entry in order:
             is_meant = entry.microbatch >= num_whole and segment in (None, entry.segment)
             if is_meant and self.is_splittable(entry):
@@ -281,7 +283,7 @@ class StepGraph:
                 result.append(entry)
         return result
 
-    def whole(self, order: Sequence[Entry], segment: int, count: int) -> list[Entry]:
+    def whole(self, order: Sequence[ScheduledPass], segment: int, count: int) -> list[ScheduledPass]:
         """``order`` with the first ``count`` backwards of ``segment`` whole, where their input gradients were."""
         result = []
         for entry in order:
@@ -291,7 +293,7 @@ class StepGraph:
                 result.append(entry)
         return result
 
-    def reachable(self, order: Sequence[Entry], position: int, target: int) -> int:
+    def reachable(self, order: Sequence[ScheduledPass], position: int, target: int) -> int:
         """The place in ``order`` nearest to ``target`` that the pass at ``position`` can have without overtaking what
         it must not."""
         entry, step = order[position], 1 if target > position else -1
@@ -299,7 +301,7 @@ class StepGraph:
             position += step
         return position
 
-    def _are_ordered(self, entry: Entry, other: Entry) -> bool:
+    def _are_ordered(self, entry: ScheduledPass, other: ScheduledPass) -> bool:
         if self.track(entry.kind, entry.segment) == self.track(other.kind, other.segment):
             return True
         if "W" in (entry.kind, other.kind) and entry.segment != other.segment:
@@ -324,15 +326,15 @@ class StepGraph:
         }
         result = []
         for order in orders:
-            merged: list[Entry] = []
+            merged: list[ScheduledPass] = []
             for entry in order:
                 before = merged[-1] if merged else None
                 if (
                     entry.kind == "W"
-                    and before == Entry("I", entry.segment, entry.microbatch)
+                    and before == ScheduledPass("I", entry.segment, entry.microbatch)
                     and (everywhere or self.track("I", entry.segment) not in awaited)
                 ):
-                    merged[-1] = Entry("B", entry.segment, entry.microbatch)
+                    merged[-1] = ScheduledPass("B", entry.segment, entry.microbatch)
                 else:
                     merged.append(entry)
             result.append(merged)
@@ -418,7 +420,7 @@ class _Clock:
         self._reached[stage], self.free_at[stage] = reached, free_at
         return reached > first
 
-    def _ready(self, entry: Entry) -> float | None:
+    def _ready(self, entry: ScheduledPass) -> float | None:
         """When the inputs of a pass are there; ``None`` while one of them is not made."""
         kind, segment, microbatch = entry
         ready = 0.0

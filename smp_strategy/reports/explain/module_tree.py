@@ -10,21 +10,21 @@ from itertools import groupby
 from typing import final
 
 from smp_strategy.planning.partition.partition import PlacedUnit
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.planning.partition.problem import HeldBytes
 
-__all__ = ["Node", "Row", "abbreviate", "rows_of", "tree_of"]
+__all__ = ["ModuleNode", "Row", "abbreviate", "rows_of", "tree_of"]
 
 
 @final
 @dataclass(frozen=True)
-class Node:
+class ModuleNode:
     """A module: a unit, or what stands above some."""
 
     label: str
     """The last part of its name; several parts where nothing else lies between."""
     units: tuple[PlacedUnit, ...]
     """The units in it, in execution order."""
-    children: "tuple[Node, ...]" = ()
+    children: "tuple[ModuleNode, ...]" = ()
     """None for a unit."""
 
     @property
@@ -33,9 +33,9 @@ class Node:
         return sum(unit.seconds for unit in self.units)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Bytes of parameters, gradients and optimizer state; what units share counts in each of them."""
-        return Held(*map(sum, zip(*(unit.held for unit in self.units), strict=True)))
+        return HeldBytes(*map(sum, zip(*(unit.held for unit in self.units), strict=True)))
 
     @property
     def activation_bytes(self) -> int:
@@ -55,22 +55,22 @@ class Row:
 
     depth: int
     label: str
-    node: Node
+    node: ModuleNode
 
 
-def tree_of(units: Sequence[PlacedUnit]) -> tuple[Node, ...]:
+def tree_of(units: Sequence[PlacedUnit]) -> tuple[ModuleNode, ...]:
     """The outermost modules that hold ``units``."""
     return _nodes([(unit.name.split("."), unit) for unit in units])
 
 
-def rows_of(nodes: Sequence[Node], depth: int = 0) -> Iterator[Row]:
+def rows_of(nodes: Sequence[ModuleNode], depth: int = 0) -> Iterator[Row]:
     """The lines of the tree from top to bottom; siblings in a row that are alike are one."""
     for _, run in groupby(nodes, _looks):
         alike = list(run)
         label = alike[0].label
         if len(alike) > 1:
             label = f"{alike[0].label} .. {alike[-1].label} ({len(alike)} alike)"
-        whole = Node(label, tuple(unit for node in alike for unit in node.units))
+        whole = ModuleNode(label, tuple(unit for node in alike for unit in node.units))
         yield Row(depth, label, whole)
         if len(alike) == 1:
             yield from rows_of(alike[0].children, depth + 1)
@@ -89,7 +89,7 @@ def abbreviate(names: Sequence[str]) -> str:
     return ", ".join(group[0] if len(group) == 1 else f"{group[0]} .. {group[-1]}" for group in groups)
 
 
-def _nodes(named: Sequence[tuple[list[str], PlacedUnit]]) -> tuple[Node, ...]:
+def _nodes(named: Sequence[tuple[list[str], PlacedUnit]]) -> tuple[ModuleNode, ...]:
     # A dict, not groupby: modules of one parent need not be executed one after the other.
     groups: dict[str, list[tuple[list[str], PlacedUnit]]] = {}
     for (first, *rest), unit in named:
@@ -97,18 +97,18 @@ def _nodes(named: Sequence[tuple[list[str], PlacedUnit]]) -> tuple[Node, ...]:
     return tuple(_node(first, below) for first, below in groups.items())
 
 
-def _node(label: str, below: Sequence[tuple[list[str], PlacedUnit]]) -> Node:
+def _node(label: str, below: Sequence[tuple[list[str], PlacedUnit]]) -> ModuleNode:
     units = tuple(unit for _, unit in below)
     if not all(rest for rest, _ in below):
-        return Node(label, units)
+        return ModuleNode(label, units)
     children = _nodes(below)
     if len(children) == 1:
         (only,) = children
-        return Node(f"{label}.{only.label}", units, only.children)
-    return Node(label, units, children)
+        return ModuleNode(f"{label}.{only.label}", units, only.children)
+    return ModuleNode(label, units, children)
 
 
-def _looks(node: Node) -> object:
+def _looks(node: ModuleNode) -> object:
     """Equal for siblings that differ in nothing but a number; nobody else is like an inner module."""
     if node.children:
         return id(node)

@@ -8,7 +8,7 @@ from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.drawings import colour, loads, strip, timetable
 from smp_strategy.reports.explain.html import document, element, keys, row, section
-from smp_strategy.reports.explain.module_tree import Node, abbreviate, tree_of
+from smp_strategy.reports.explain.module_tree import ModuleNode, abbreviate, tree_of
 from smp_strategy.reports.explain.text import sends_on, summary, waiting
 from smp_strategy.reports.explain.text_activations import RELIEF_CAPTION, RELIEF_COLUMNS, relief_rows
 
@@ -64,7 +64,7 @@ _HEADER = "".join(
 )
 
 
-def _tree(node: Node, depth: int) -> str:
+def _tree(node: ModuleNode, depth: int) -> str:
     cells = [
         element("span", escape(node.label), class_="name"),
         element("span", _chip(node.stages), class_="amount"),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.config.sizes import show_bytes, show_count, show_seconds
 from smp_strategy.planning.partition.partition import Partition, PlacedUnit, StageLoad
 from smp_strategy.reports.explain.module_tree import abbreviate
@@ -24,7 +24,7 @@ _NAMES = {
 }
 
 
-def name_of(treatment: Treatment) -> str:
+def name_of(treatment: ActivationPolicy) -> str:
     """A treatment in words."""
     return _NAMES[treatment.recompute, treatment.offload]
 

@@ -15,7 +15,7 @@ from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
 from smp_strategy.tensor_parallel.region_boundary import enter
-from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.region_rng import RegionRng
 
 __all__ = ["ColumnParallelConv", "RowParallelConv"]
 
@@ -41,7 +41,7 @@ class ColumnParallelConv(ColumnParallelLayer):
         gather_output: bool = False,
         shares_input: bool = False,
         is_inside: bool = False,
-        randomness: SplitRandomness | None = None,
+        randomness: RegionRng | None = None,
     ) -> Self:
         """Split ``layer`` in place.
 
@@ -104,7 +104,7 @@ class RowParallelConv(RowParallelLayer):
         *,
         granule: int = 1,
         splits_input: bool = False,
-        randomness: SplitRandomness | None = None,
+        randomness: RegionRng | None = None,
     ) -> Self:
         """Split ``layer`` in place.
 

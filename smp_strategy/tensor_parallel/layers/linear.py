@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from smp_strategy.model.weight_gradient_formula import Formula, Kind
+from smp_strategy.model.weight_gradient_formula import WeightGradientFormula, WeightGradientKind
 from smp_strategy.tensor_parallel.autograd_collectives import add_up, copy
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.region import ColumnParallelLayer, RowParallelLayer
-from smp_strategy.tensor_parallel.region_boundary import Entered, Readers, as_computed, enter, enter_parts
-from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.region_boundary import Entered, RegionReaders, as_computed, enter, enter_parts
+from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sharded_tensor.parts import InParts
 from smp_strategy.tensor_parallel.sharded_tensor.tensor import SplitTensor
 
@@ -51,7 +51,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
         gather_output: bool = False,
         looks_whole: bool = False,
         shares_input: bool = False,
-        randomness: SplitRandomness | None = None,
+        randomness: RegionRng | None = None,
     ) -> Self:
         """Split ``layer`` in place.
 
@@ -109,7 +109,7 @@ class RowParallelLinear(RowParallelLayer):
         num_blocks: int = 1,
         granule: int = 1,
         splits_input: bool = False,
-        randomness: SplitRandomness | None = None,
+        randomness: RegionRng | None = None,
     ) -> Self:
         """Split ``layer`` in place.
 
@@ -199,12 +199,12 @@ class _Columns(torch.autograd.Function):
         return None if of_x is None else of_x.view(x.shape), others.get(1), others.get(2), None
 
     @staticmethod
-    def _make_later(node: Any, inputs: Sequence[int]) -> Formula:
+    def _make_later(node: Any, inputs: Sequence[int]) -> WeightGradientFormula:
         node.later = frozenset(inputs)
         x, weight = node.saved_tensors
         return partial(_gradients, x.detach(), weight.is_contiguous(), inputs)
 
-    product = Kind(1, 2, ("_raw_saved_tensors",), _make_later)
+    product = WeightGradientKind(1, 2, ("_raw_saved_tensors",), _make_later)
 
 
 def _product_of_parts(came_in: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -223,7 +223,9 @@ class _ColumnsOfParts(torch.autograd.Function):
     """A product of matrices whose input is put together again in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, readers: Readers) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, part: Tensor, weight: Tensor, bias: Tensor | None, readers: RegionReaders
+    ) -> Tensor:
         ctx.save_for_backward(part, weight)
         ctx.readers = readers
         readers.left += 1

@@ -1,8 +1,8 @@
 """Hooks of the user's that would see parts: their layers stay whole.
 
 A hook on a gradient (``layer.weight.register_hook``) was written for that of the whole weight, one on a layer for whole
-activations. Between the layers of a pair that was found activations look whole (:attr:`How.looks_whole`), and so they
-do outside of layers that gather and cut; inside a block of a known model they are parts.
+activations. Between the layers of a pair that was found activations look whole (:attr:`SplitKind.looks_whole`), and so
+they do outside of layers that gather and cut; inside a block of a known model they are parts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from smp_strategy.tensor_parallel.plan.plan import Block, How, cut_key
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, cut_key
 
 __all__ = ["hook_problem"]
 
@@ -18,7 +18,7 @@ _FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_bac
 _OF_GRADIENTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
-def hook_problem(block: Block, modules: Mapping[str, nn.Module]) -> str | None:
+def hook_problem(block: LayerBlock, modules: Mapping[str, nn.Module]) -> str | None:
     """Why ``block`` cannot be split because of hooks, or ``None``.
 
     Args:
@@ -42,7 +42,7 @@ def _are_users(hooks: Mapping[int, Any] | None) -> bool:
     return any(module.partition(".")[0] != "smp_strategy" for module in modules)
 
 
-def _among_parts(block: Block, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+def _among_parts(block: LayerBlock, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     """Modules that read or return parts which do not look whole."""
     region = [name for name, how in block.layers.items() if _has_bare_parts(how)]
     if not region:
@@ -56,9 +56,9 @@ def _among_parts(block: Block, modules: Mapping[str, nn.Module]) -> Iterator[str
             yield name
 
 
-def _has_bare_parts(how: How) -> bool:
+def _has_bare_parts(how: SplitKind) -> bool:
     return how.style in ("column", "row", "inside") and not (how.looks_whole or how.is_whole_outside)
 
 
-def _is_in(name: str, block: Block) -> bool:
+def _is_in(name: str, block: LayerBlock) -> bool:
     return name != "" and (not block.name or name.startswith(f"{block.name}."))

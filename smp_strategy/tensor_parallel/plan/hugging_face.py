@@ -18,7 +18,7 @@ from typing import Any, final
 
 from torch import nn
 
-from smp_strategy.tensor_parallel.plan.plan import Block, How, linear_sizes
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, linear_sizes
 
 __all__ = ["family_blocks", "is_from_transformers", "vocabulary_blocks"]
 
@@ -117,11 +117,11 @@ _BY_CLASS = {name: family for family in _FAMILIES for name in family.classes.spl
 
 # The words of the models' own plans.
 _PLANNED = {
-    "colwise": How("column"),
-    "rowwise": How("row"),
-    "colwise_gather_output": How("column", is_whole_outside=True),
-    "rowwise_split_input": How("row", is_whole_outside=True),
-    "replicated_with_grad_allreduce": How("inside"),
+    "colwise": SplitKind("column"),
+    "rowwise": SplitKind("row"),
+    "colwise_gather_output": SplitKind("column", is_whole_outside=True),
+    "rowwise_split_input": SplitKind("row", is_whole_outside=True),
+    "replicated_with_grad_allreduce": SplitKind("inside"),
 }
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 
@@ -131,7 +131,7 @@ def is_from_transformers(module: nn.Module) -> bool:
     return any(kind.__module__.split(".")[0] == "transformers" for kind in type(module).__mro__)
 
 
-def family_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
+def family_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
     """What is known of the models in ``modules``, which has all modules by qualified name."""
     bonds = _bonds(modules)
     for name, module in modules.items():
@@ -144,7 +144,7 @@ def family_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
             yield from _planned_blocks(name, modules, plan)
 
 
-def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
+def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
     """The embeddings of tokens of models in ``modules``, and the layers that make scores for tokens."""
     seen: set[int] = set()
     for name, module in modules.items():
@@ -158,8 +158,11 @@ def vocabulary_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
                 continue
             seen.add(id(weight))
             sharing = {n: m for n, m in modules.items() if _is_table(m) and m.weight is weight}
-            layers = {n: How("vocab") if isinstance(m, nn.Embedding) else How("logits") for n, m in sharing.items()}
-            yield Block(name, f"vocabulary of {type(module).__name__}", layers)
+            layers = {
+                n: SplitKind("vocab") if isinstance(m, nn.Embedding) else SplitKind("logits")
+                for n, m in sharing.items()
+            }
+            yield LayerBlock(name, f"vocabulary of {type(module).__name__}", layers)
 
 
 def _is_table(layer: Any) -> bool:
@@ -188,10 +191,10 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return getattr(module, last)
 
 
-def _block(name: str, module: nn.Module, family: _Family, bond: str | None) -> Block:
+def _block(name: str, module: nn.Module, family: _Family, bond: str | None) -> LayerBlock:
     head = 1 if family.head is None else int(_attribute(module, family.head))
     parts = dict(module.named_modules())
-    layers: dict[str, How] = {}
+    layers: dict[str, SplitKind] = {}
     heads: dict[str, int] = {}
     for relative, layer in family.layers.items():
         if relative not in parts:
@@ -200,7 +203,7 @@ def _block(name: str, module: nn.Module, family: _Family, bond: str | None) -> B
         if getattr(module, "is_cross_attention", False) and relative == "c_attn":
             num_blocks = 2
         granule = head * layer.heads if layer.style in ("column", "row") else 1
-        layers[_joined(name, relative)] = How(layer.style, num_blocks, granule)  # type: ignore[arg-type]
+        layers[_joined(name, relative)] = SplitKind(layer.style, num_blocks, granule)  # type: ignore[arg-type]
         sizes = linear_sizes(parts[relative])
         if family.head is not None and sizes is not None:
             length = sizes[1 if layer.style == "column" else 0]
@@ -209,7 +212,7 @@ def _block(name: str, module: nn.Module, family: _Family, bond: str | None) -> B
     attention = None
     if family.head is not None:
         attention = _place(name, family.head)[0], family.weights_at
-    block = Block(name, type(module).__name__, layers, heads, divided, attention, bond=bond)
+    block = LayerBlock(name, type(module).__name__, layers, heads, divided, attention, bond=bond)
     learned = [part for part in parts if "act" in part.rpartition(".")[2] and _owns_parameters(parts[part])]
     return block if not learned else block.refused(f"`{learned[0]}` has parameters, which would see parts")
 
@@ -258,7 +261,7 @@ def _plan_of_class(module: nn.Module) -> dict[str, str]:
     return dict(plan) if isinstance(plan, Mapping) else {}
 
 
-def _planned_blocks(root: str, modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> Iterator[Block]:
+def _planned_blocks(root: str, modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> Iterator[LayerBlock]:
     """The layers that ``plan`` names, by the module that holds them."""
     by_parent: dict[str, dict[str, str]] = {}
     for name in modules:
@@ -272,22 +275,26 @@ def _planned_blocks(root: str, modules: Mapping[str, nn.Module], plan: Mapping[s
         yield _planned_block(parent, styles, modules)
 
 
-def _planned_block(parent: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Block:
+def _planned_block(parent: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> LayerBlock:
     source = "the model's plan"
     unknown = sorted({style for style in styles.values() if style not in _PLANNED})
     if unknown:
-        layers = {name: How("column") for name in styles}
-        return Block(parent, source, layers, problem=f"the model's plan calls it `{unknown[0]}`, which is not built")
+        layers = {name: SplitKind("column") for name in styles}
+        return LayerBlock(
+            parent, source, layers, problem=f"the model's plan calls it `{unknown[0]}`, which is not built"
+        )
     hows = {name: _PLANNED[style] for name, style in styles.items()}
     if all(how.is_whole_outside for how in hows.values()):
-        return Block(parent, source, hows)
+        return LayerBlock(parent, source, hows)
     module = modules[parent]
     head = next((size for name in _HEAD_SIZES if isinstance(size := getattr(module, name, None), int)), None)
     if head is None and "attention" in type(module).__name__.lower():
-        return Block(parent, source, hows, problem=f"the size of a head of {type(module).__name__} is not known")
+        return LayerBlock(parent, source, hows, problem=f"the size of a head of {type(module).__name__} is not known")
     odd = [name for name, part in module.named_modules(prefix=parent) if name not in hows and _owns_parameters(part)]
     if odd:
-        return Block(parent, source, hows, problem=f"the model's plan says nothing of the parameters of `{odd[0]}`")
+        return LayerBlock(
+            parent, source, hows, problem=f"the model's plan says nothing of the parameters of `{odd[0]}`"
+        )
     heads: dict[str, int] = {}
     for name, how in hows.items():
         sizes = linear_sizes(modules[name])
@@ -295,4 +302,4 @@ def _planned_block(parent: str, styles: Mapping[str, str], modules: Mapping[str,
             length = sizes[1 if how.style == "column" else 0]
             heads.setdefault(_name_of_heads(name.rpartition(".")[2]), length // head)
             hows[name] = replace(how, granule=head)
-    return Block(parent, source, hows, heads, attention=None if head is None else (parent, 1))
+    return LayerBlock(parent, source, hows, heads, attention=None if head is None else (parent, 1))

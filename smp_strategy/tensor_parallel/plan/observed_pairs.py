@@ -29,9 +29,9 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.model.guarded_tensors import HARMLESS
 from smp_strategy.model.trace.pytree import given_to
-from smp_strategy.tensor_parallel.plan.plan import Block, How, linear_sizes
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, linear_sizes
 
-__all__ = ["Pair", "Watched", "pair_blocks", "read_by_others", "watch"]
+__all__ = ["Pair", "ObservedLayers", "pair_blocks", "read_by_others", "watch"]
 
 _ELEMENTWISE_NAMES = (
     "relu relu_ relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus softsign "
@@ -69,22 +69,24 @@ class Pair:
 
 @final
 @dataclass(frozen=True)
-class Watched:
+class ObservedLayers:
     """What has been seen."""
 
     pairs: tuple[Pair, ...] = ()
     readers: Mapping[int, frozenset[str]] = field(default_factory=dict)
     """By ``id`` of a parameter the modules whose code has read it."""
 
-    def after(self, before: "Watched") -> "Watched":
+    def after(self, before: "ObservedLayers") -> "ObservedLayers":
         """What counts for layers that were split after ``before`` and are to be split in the same way: its pairs, and
         whoever has read a weight in either."""
         keys = self.readers.keys() | before.readers.keys()
         none = frozenset[str]()
-        return Watched(before.pairs, {key: self.readers.get(key, none) | before.readers.get(key, none) for key in keys})
+        return ObservedLayers(
+            before.pairs, {key: self.readers.get(key, none) | before.readers.get(key, none) for key in keys}
+        )
 
 
-def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Watched:
+def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> ObservedLayers:
     """Run the step, and look.
 
     Args:
@@ -111,7 +113,7 @@ def watch(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> Watc
         for handle in handles:
             handle.remove()
     mode.spoil_what_is_left(result)
-    return Watched(tuple(mode.pairs()), {key: frozenset(found) for key, found in mode.readers.items()})
+    return ObservedLayers(tuple(mode.pairs()), {key: frozenset(found) for key, found in mode.readers.items()})
 
 
 def read_by_others(modules: Mapping[str, nn.Module], run_step: Callable[[], Any]) -> set[int]:
@@ -124,7 +126,7 @@ def _own(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters(recurse=False)}
 
 
-def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list[Block]:
+def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list[LayerBlock]:
     """Blocks of those of ``pairs`` that are worth it: where it gets narrower in between (an adapter) there is little to
     compute, and as much to send as ever."""
     found = []
@@ -134,10 +136,10 @@ def pair_blocks(modules: Mapping[str, nn.Module], pairs: Iterable[Pair]) -> list
             continue
         parents = {name.rpartition(".")[0] for name in (*pair.columns, pair.row)}
         layers = {
-            **dict.fromkeys(pair.columns, How("column", looks_whole=True)),
-            pair.row: How("row", looks_whole=True),
+            **dict.fromkeys(pair.columns, SplitKind("column", looks_whole=True)),
+            pair.row: SplitKind("row", looks_whole=True),
         }
-        found.append(Block(min(parents, key=len), "found in the step", layers))
+        found.append(LayerBlock(min(parents, key=len), "found in the step", layers))
     return found
 
 

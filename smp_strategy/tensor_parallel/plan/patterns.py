@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from smp_strategy.errors import ConfigError, SMPError
-from smp_strategy.tensor_parallel.plan.plan import Block, How, linear_sizes
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, linear_sizes
 
 __all__ = ["STYLES", "heads_explained", "pattern_blocks"]
 
@@ -28,11 +28,11 @@ STYLES = ("column", "row", "vocab", "embedding", "replicate", "heads")
 SOURCE = "pattern"
 
 _HOWS = {
-    "column": How("column"),
-    "row": How("row"),
-    "vocab": How("vocab"),
-    "embedding": How("embedding", is_whole_outside=True),
-    "replicate": How("whole"),
+    "column": SplitKind("column"),
+    "row": SplitKind("row"),
+    "vocab": SplitKind("vocab"),
+    "embedding": SplitKind("embedding", is_whole_outside=True),
+    "replicate": SplitKind("whole"),
 }
 
 
@@ -40,7 +40,7 @@ def pattern_blocks(
     modules: Mapping[str, nn.Module],
     patterns: Mapping[str, str],
     goes_into: Callable[[str, str], bool] = lambda column, row: False,
-) -> Iterator[Block]:
+) -> Iterator[LayerBlock]:
     """Blocks of the layers that ``patterns`` name.
 
     Args:
@@ -53,13 +53,13 @@ def pattern_blocks(
         ConfigError: a style is unknown, or a pattern matches nothing.
     """
     styles, heads = _matched(modules, patterns)
-    by_parent: dict[str, dict[str, How]] = {}
+    by_parent: dict[str, dict[str, SplitKind]] = {}
     for name, style in styles.items():
         by_parent.setdefault(name.rpartition(".")[0], {})[name] = _HOWS[style]
     for parent, layers in by_parent.items():
         whole = {name: how for name, how in layers.items() if how.style == "whole"}
         if whole:
-            yield Block(parent, SOURCE, whole)
+            yield LayerBlock(parent, SOURCE, whole)
         split = {name: how for name, how in layers.items() if how.style != "whole"}
         if not split:
             continue
@@ -140,8 +140,8 @@ def _attributes(modules: Mapping[str, nn.Module], pattern: str) -> list[tuple[st
 
 
 def _with_heads(
-    parent: str, layers: Mapping[str, How], attributes: tuple[str, ...], modules: Mapping[str, nn.Module]
-) -> Block:
+    parent: str, layers: Mapping[str, SplitKind], attributes: tuple[str, ...], modules: Mapping[str, nn.Module]
+) -> LayerBlock:
     """A block in which code works on heads."""
     # Of several numbers (heads, and fewer heads of keys), each belongs to the layers that it divides into equal heads.
     numbers = sorted({int(getattr(modules[parent], attribute)) for attribute in attributes}, reverse=True)
@@ -163,7 +163,7 @@ def _with_heads(
             num_blocks = lengths[name] // head // numbers[0]
         hows[name] = replace(how, num_blocks=num_blocks, granule=head if name in lengths and not odd else 1)
     named = {attribute: int(getattr(modules[parent], attribute)) for attribute in attributes}
-    block = Block(parent, SOURCE, hows, named, tuple((parent, attribute) for attribute in attributes))
+    block = LayerBlock(parent, SOURCE, hows, named, tuple((parent, attribute) for attribute in attributes))
     if odd:
         return block.refused(f"{lengths[odd[0]]} features of `{odd[0]}` are not those of {numbers} heads of one size")
     if not rows or not any(how.style == "column" for how in hows.values()):
@@ -176,7 +176,9 @@ def _multiples(numbers: list[int]) -> set[int]:
     return {*numbers, 2 * numbers[0], 3 * numbers[0]}
 
 
-def _by_proof(parent: str, layers: Mapping[str, How], goes_into: Callable[[str, str], bool]) -> Iterator[Block]:
+def _by_proof(
+    parent: str, layers: Mapping[str, SplitKind], goes_into: Callable[[str, str], bool]
+) -> Iterator[LayerBlock]:
     """One block of what is known to go from columns into rows; the others by themselves."""
     rows = [name for name, how in layers.items() if how.style == "row"]
     proven = {
@@ -185,7 +187,9 @@ def _by_proof(parent: str, layers: Mapping[str, How], goes_into: Callable[[str, 
     for row in rows:
         columns = [name for name, into in proven.items() if into == row]
         if columns:
-            yield Block(parent, SOURCE, {name: replace(layers[name], looks_whole=True) for name in (*columns, row)})
+            yield LayerBlock(
+                parent, SOURCE, {name: replace(layers[name], looks_whole=True) for name in (*columns, row)}
+            )
     for name, how in layers.items():
         if name not in proven and name not in proven.values():
-            yield Block(name, SOURCE, {name: replace(how, is_whole_outside=how.style != "vocab")})
+            yield LayerBlock(name, SOURCE, {name: replace(how, is_whole_outside=how.style != "vocab")})

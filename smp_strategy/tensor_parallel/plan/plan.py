@@ -12,14 +12,14 @@ from typing import Literal, final
 
 from torch import nn
 
-__all__ = ["Block", "How", "Style", "cut_key", "describe", "is_conv1d", "linear_sizes", "problem_of"]
+__all__ = ["LayerBlock", "SplitKind", "Style", "cut_key", "describe", "is_conv1d", "linear_sizes", "problem_of"]
 
 Style = Literal["column", "row", "vocab", "logits", "embedding", "inside", "whole", "layer"]
 
 
 @final
 @dataclass(frozen=True)
-class How:
+class SplitKind:
     """How a layer is split.
 
     ``column``: by output features; ``row``: by input features; ``vocab``: an embedding by rows; ``logits``: a linear
@@ -44,14 +44,14 @@ class How:
 
 @final
 @dataclass(frozen=True)
-class Block:
+class LayerBlock:
     """Layers that are split together or not at all."""
 
     name: str
     """Qualified name of the module that holds them."""
     source: str
     """Who says so, for the report."""
-    layers: Mapping[str, How]
+    layers: Mapping[str, SplitKind]
     """By qualified name."""
     heads: Mapping[str, int] = field(default_factory=dict)
     """Numbers of heads by what they are called; they must be multiples of the number of ranks."""
@@ -66,7 +66,7 @@ class Block:
     problem: str | None = None
     """Why it cannot be split, if that is known from the start."""
 
-    def refused(self, problem: str) -> "Block":
+    def refused(self, problem: str) -> "LayerBlock":
         """The same, not to be split."""
         return replace(self, problem=problem)
 
@@ -89,7 +89,7 @@ def linear_sizes(layer: nn.Module) -> tuple[int, int] | None:
     return (weight.shape[0], weight.shape[1]) if weight is not None and is_conv1d(layer) else None
 
 
-def problem_of(block: Block, modules: Mapping[str, nn.Module], num_ranks: int) -> str | None:
+def problem_of(block: LayerBlock, modules: Mapping[str, nn.Module], num_ranks: int) -> str | None:
     """Why ``block`` cannot be split over ``num_ranks``, or ``None``.
 
     Args:
@@ -105,7 +105,7 @@ def problem_of(block: Block, modules: Mapping[str, nn.Module], num_ranks: int) -
     return next(_problems(block, modules, num_ranks), None)
 
 
-def _problems(block: Block, modules: Mapping[str, nn.Module], num_ranks: int) -> Iterator[str]:
+def _problems(block: LayerBlock, modules: Mapping[str, nn.Module], num_ranks: int) -> Iterator[str]:
     for name, how in block.layers.items():
         length = _length(modules[name], how)
         if isinstance(length, str):
@@ -122,7 +122,7 @@ def _problems(block: Block, modules: Mapping[str, nn.Module], num_ranks: int) ->
             yield f"{length // unit} heads of `{name}` cannot be divided over {num_ranks} ranks"
 
 
-def _length(layer: nn.Module, how: How) -> int | str | None:
+def _length(layer: nn.Module, how: SplitKind) -> int | str | None:
     """The length of the dim that is cut, or why there is none; ``None`` where that is for the layer to say."""
     if how.style in ("inside", "whole", "layer"):
         return None
@@ -141,7 +141,7 @@ def _length(layer: nn.Module, how: How) -> int | str | None:
     return sizes[0] if how.style == "row" else sizes[1]
 
 
-def describe(how: How) -> str:
+def describe(how: SplitKind) -> str:
     """``how`` for a reader."""
     words = {
         "column": "by columns",
@@ -163,7 +163,7 @@ def describe(how: How) -> str:
     return words[how.style] + (f" ({', '.join(details)})" if details else "")
 
 
-def cut_key(layer: nn.Module, how: How, parameter: str) -> object:
+def cut_key(layer: nn.Module, how: SplitKind, parameter: str) -> object:
     """Equal for parameters that are cut alike; ``None`` for one that stays whole."""
     if how.style in ("inside", "whole") or (how.style == "row" and parameter == "bias"):
         return None

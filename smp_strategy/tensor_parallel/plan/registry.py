@@ -31,7 +31,7 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
-from smp_strategy.tensor_parallel.plan.plan import Block, How
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
 
 __all__ = ["registered_blocks", "tp_register", "tp_register_with_module"]
 
@@ -42,7 +42,7 @@ Class = TypeVar("Class", bound=type[nn.Module])
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Call(NamedTuple):
+class _Construction(NamedTuple):
     """What a module was built with."""
 
     args: tuple[Any, ...]
@@ -106,7 +106,7 @@ def tp_register_with_module(
     _watch_creation(module_class)
 
 
-def registered_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
+def registered_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
     """Blocks of the modules of registered classes; the outermost count."""
     inside: tuple[str, ...] = ()
     for name, module in modules.items():
@@ -116,7 +116,7 @@ def registered_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
             continue
         inside = (*inside, f"{name}.")
         source = f"registered: {registration.dist_module.__name__}"
-        yield Block(name, source, {name: How("layer", split_by=functools.partial(_split, registration))})
+        yield LayerBlock(name, source, {name: SplitKind("layer", split_by=functools.partial(_split, registration))})
 
 
 def _watch_creation(kind: type[nn.Module]) -> None:
@@ -130,7 +130,7 @@ def _watch_creation(kind: type[nn.Module]) -> None:
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Above `nn.Module.__init__`, which leaves other attributes alone; the call of the innermost class counts.
         if type(self) is kind:
-            object.__setattr__(self, _CALL, _Call(args, kwargs))
+            object.__setattr__(self, _CALL, _Construction(args, kwargs))
         build(self, *args, **kwargs)
 
     setattr(init, _TWIN, True)

@@ -16,34 +16,34 @@ from torch import nn
 
 from smp_strategy.tensor_parallel.plan.hooks import hook_problem
 from smp_strategy.tensor_parallel.plan.hugging_face import is_from_transformers
-from smp_strategy.tensor_parallel.plan.plan import Block, How, cut_key, problem_of
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind, cut_key, problem_of
 
-__all__ = ["Choice", "choose"]
+__all__ = ["SplitDecision", "choose"]
 
 
 @final
 @dataclass(frozen=True)
-class Choice:
+class SplitDecision:
     """What is to be split, and why the rest is not."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[LayerBlock, ...]
     """Those that are split, and those of which nothing is on purpose."""
     reasons: Mapping[str, tuple[str, str]]
     """By name of a layer that some source has named, but that stays whole: the source and the reason."""
 
-    def of(self, layer: str) -> tuple[Block, How] | None:
+    def of(self, layer: str) -> tuple[LayerBlock, SplitKind] | None:
         """The block that ``layer`` is split in, and how."""
         return next(((block, block.layers[layer]) for block in self.blocks if layer in block.layers), None)
 
 
 def choose(
     modules: Mapping[str, nn.Module],
-    blocks: Iterable[Block],
+    blocks: Iterable[LayerBlock],
     num_ranks: int,
     disabled: Mapping[str, str],
     refused: Mapping[str, str] | None = None,
     readers: Mapping[int, frozenset[str]] | None = None,
-) -> Choice:
+) -> SplitDecision:
     """Decide.
 
     Args:
@@ -57,8 +57,8 @@ def choose(
     first_names: dict[int, str] = {}
     for name, module in modules.items():
         first_names.setdefault(id(module), name)
-    taken: dict[str, Block] = {}
-    found: list[Block] = []
+    taken: dict[str, LayerBlock] = {}
+    found: list[LayerBlock] = []
     for block in blocks:
         layers = {first_names[id(modules[name])]: how for name, how in block.layers.items()}
         block = replace(block, layers=layers)
@@ -82,12 +82,12 @@ def choose(
     for block in settled:
         if block.problem is not None:
             reasons |= {name: (block.source, block.problem) for name in block.layers if taken[name].name == block.name}
-    return Choice(tuple(block for block in settled if block.problem is None), reasons)
+    return SplitDecision(tuple(block for block in settled if block.problem is None), reasons)
 
 
 def _unless_read_elsewhere(
-    block: Block, modules: Mapping[str, nn.Module], readers: Mapping[int, frozenset[str]]
-) -> Block:
+    block: LayerBlock, modules: Mapping[str, nn.Module], readers: Mapping[int, frozenset[str]]
+) -> LayerBlock:
     """``block``, refused if code outside of a layer reads a parameter that would be cut."""
     for layer, how in block.layers.items() if block.problem is None else ():
         for own, parameter in modules[layer].named_parameters(recurse=how.style == "layer"):
@@ -100,18 +100,18 @@ def _unless_read_elsewhere(
     return block
 
 
-def _is_whole(block: Block) -> bool:
+def _is_whole(block: LayerBlock) -> bool:
     return all(how.style == "whole" for how in block.layers.values())
 
 
-def _claims(block: Block, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+def _claims(block: LayerBlock, modules: Mapping[str, nn.Module]) -> Iterator[str]:
     for layer, how in block.layers.items():
         yield layer
         if how.style == "layer":
             yield from (name for name in modules if name.startswith(f"{layer}."))
 
 
-def _settled(blocks: list[Block], modules: Mapping[str, nn.Module]) -> list[Block]:
+def _settled(blocks: list[LayerBlock], modules: Mapping[str, nn.Module]) -> list[LayerBlock]:
     """``blocks`` with the problems that follow from those of others."""
     while True:
         problems = {**_tied_problems(blocks, modules), **_bond_problems(blocks)}
@@ -122,7 +122,7 @@ def _settled(blocks: list[Block], modules: Mapping[str, nn.Module]) -> list[Bloc
         ]
 
 
-def _bond_problems(blocks: list[Block]) -> dict[int, str]:
+def _bond_problems(blocks: list[LayerBlock]) -> dict[int, str]:
     broken = {block.bond: block for block in blocks if block.bond is not None and block.problem is not None}
     return {
         number: f"it works together with `{broken[block.bond].name}`, which stays whole: {broken[block.bond].problem}"
@@ -131,7 +131,7 @@ def _bond_problems(blocks: list[Block]) -> dict[int, str]:
     }
 
 
-def _tied_problems(blocks: list[Block], modules: Mapping[str, nn.Module]) -> dict[int, str]:
+def _tied_problems(blocks: list[LayerBlock], modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Blocks that cut a parameter which other layers do not cut alike."""
     owners: dict[int, dict[str, str]] = {}
     seen: set[int] = set()
@@ -152,8 +152,8 @@ def _tied_problems(blocks: list[Block], modules: Mapping[str, nn.Module]) -> dic
 
 def _tied_problem(
     layer: str,
-    how: How,
-    hows: Mapping[str, How],
+    how: SplitKind,
+    hows: Mapping[str, SplitKind],
     owners: Mapping[int, Mapping[str, str]],
     modules: Mapping[str, nn.Module],
 ) -> str | None:

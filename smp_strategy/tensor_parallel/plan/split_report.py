@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import final
 
-__all__ = ["LayerLine", "Report"]
+__all__ = ["LayerLine", "SplitReport"]
 
 
 @final
@@ -29,7 +29,7 @@ class LayerLine:
 
 @final
 @dataclass(frozen=True)
-class Report:
+class SplitReport:
     """See the module docstring. As text: ``print(report)``; layers of blocks that are alike are one line."""
 
     lines: tuple[LayerLine, ...]

@@ -20,9 +20,9 @@ from smp_strategy.tensor_parallel.cut import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit, SplitLayer, check_plain, cut_evenly
 from smp_strategy.tensor_parallel.layers.linear import RowParallelLinear
-from smp_strategy.tensor_parallel.plan.plan import Block, How
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
 from smp_strategy.tensor_parallel.region_boundary import enter
-from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.region_rng import RegionRng
 
 __all__ = ["ParallelMultiheadAttention", "torch_blocks"]
 
@@ -30,7 +30,7 @@ _ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh)
 _PROJECTIONS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
-def torch_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
+def torch_blocks(modules: Mapping[str, nn.Module]) -> Iterator[LayerBlock]:
     """Blocks of PyTorch's own layers in ``modules``, which has all of them by qualified name."""
     encoder_of = {
         id(layer): name
@@ -40,13 +40,13 @@ def torch_blocks(modules: Mapping[str, nn.Module]) -> Iterator[Block]:
     }
     for name, module in modules.items():
         if isinstance(module, nn.MultiheadAttention):
-            how = How("layer", split_by=ParallelMultiheadAttention.from_dense)
-            yield Block(name, "nn.MultiheadAttention", {name: how}, {"heads": module.num_heads})
+            how = SplitKind("layer", split_by=ParallelMultiheadAttention.from_dense)
+            yield LayerBlock(name, "nn.MultiheadAttention", {name: how}, {"heads": module.num_heads})
         elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
             yield _feed_forward(name, module, encoder_of.get(id(module)))
 
 
-def _feed_forward(name: str, layer: nn.Module, encoder: str | None) -> Block:
+def _feed_forward(name: str, layer: nn.Module, encoder: str | None) -> LayerBlock:
     first, second = (f"{name}.{part}" if name else part for part in ("linear1", "linear2"))
     replaced: list[tuple[str, str, object]] = []
     # Without its short cut: see above.
@@ -55,7 +55,7 @@ def _feed_forward(name: str, layer: nn.Module, encoder: str | None) -> Block:
     if encoder is not None:
         replaced.append((encoder, "use_nested_tensor", False))
     source = "nn.TransformerEncoderLayer" if replaced else "nn.TransformerDecoderLayer"
-    block = Block(first, source, {first: How("column"), second: How("row")}, replaced=tuple(replaced))
+    block = LayerBlock(first, source, {first: SplitKind("column"), second: SplitKind("row")}, replaced=tuple(replaced))
     home = next(kind for kind in type(layer).__mro__ if kind.__module__ == nn.TransformerEncoderLayer.__module__)
     if any(getattr(type(layer), method) is not getattr(home, method) for method in ("forward", "_ff_block")):
         return block.refused(f"{type(layer).__name__} has a forward of its own")
@@ -81,7 +81,7 @@ class ParallelMultiheadAttention(SplitLayer):
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
     out_proj: RowParallelLinear
-    randomness: SplitRandomness
+    randomness: RegionRng
     _num_own_heads: int
     """``num_heads`` goes on to be that of all ranks: code that makes a mask for each head asks for it."""
 
@@ -104,7 +104,7 @@ class ParallelMultiheadAttention(SplitLayer):
         cuts |= {"in_proj_weight": three, "in_proj_bias": three}
         cuts |= {name: Cut(2, one.blocks) for name in ("bias_k", "bias_v")}
         cuts = {name: cut for name, cut in cuts.items() if getattr(layer, name) is not None}
-        randomness = SplitRandomness(group)
+        randomness = RegionRng(group)
         RowParallelLinear.from_dense(layer.out_proj, group, granule=granule, randomness=randomness)
         settings = {"randomness": randomness, "_num_own_heads": layer.num_heads // group.size}
         return cls._split(layer, group, cuts, {"_qkv_same_embed_dim": False}, settings)

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.tensor_parallel import autograd_collectives as functions
-from smp_strategy.tensor_parallel.autograd_collectives import Copies
-from smp_strategy.tensor_parallel.region_rng import SplitRandomness
+from smp_strategy.tensor_parallel.autograd_collectives import ReplicatedWeights
+from smp_strategy.tensor_parallel.region_rng import RegionRng
 from smp_strategy.tensor_parallel.sharded_tensor import cross_entropy as loss
 from smp_strategy.tensor_parallel.sharded_tensor.parts import Along, InParts, part_of
 from smp_strategy.tensor_parallel.sharded_tensor.shapes import RULES, Arguments, broadcast
@@ -182,7 +182,7 @@ def _read_alike(leaf: Any, like: InParts) -> Any:
     if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
         return leaf
     group = like.along.group
-    copies = group.recall(Copies)
+    copies = group.recall(ReplicatedWeights)
     copied = None if copies is None else copies.of(leaf)
     return functions.copy(leaf, group) if copied is None else copied
 
@@ -190,7 +190,7 @@ def _read_alike(leaf: Any, like: InParts) -> Any:
 @contextlib.contextmanager
 def _own_numbers(like: InParts) -> Iterator[None]:
     """Random numbers in here are this rank's own; afterwards all ranks go on alike."""
-    randomness = SplitRandomness(like.along.group)
+    randomness = RegionRng(like.along.group)
     randomness.enter(like.part, like)
     try:
         yield

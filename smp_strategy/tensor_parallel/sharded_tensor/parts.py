@@ -4,7 +4,7 @@ Operations work on parts, which are ordinary tensors with an ordinary graph. The
 its own (:class:`_Border`), so that it is a tensor of the graph as well; nothing passes there as long as all its users
 take the part. Code that gets past Python takes the split tensor itself: such a user's gradient comes by the border,
 split or whole. And what it makes of split tensors is a split tensor behind a node of *its*: then the part is reached by
-crossing the other way (:class:`_Inside`).
+crossing the other way (:class:`_ToPart`).
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ class InParts(Tensor):
         node = self.node
         if node is None or type(node) in _BORDERS or node is self._crossed or not torch.is_grad_enabled():
             return self._part
-        self._part, self._crossed = _Inside.apply(self), node
+        self._part, self._crossed = _ToPart.apply(self), node
         self._part_node = self._part.grad_fn
         return self._part
 
@@ -174,7 +174,7 @@ class _BorderAgain(torch.autograd.Function):
         return None, None if gradients[0] is None else part_of(gradients[0], ctx.along)
 
 
-class _Inside(torch.autograd.Function):
+class _ToPart(torch.autograd.Function):
     """From a split tensor to its part."""
 
     apply = vars(torch.autograd.Function)["apply"]

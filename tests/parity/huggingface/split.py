@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.tensor_parallel.group import TensorGroup
-from smp_strategy.tensor_parallel.plan.split_report import Report
+from smp_strategy.tensor_parallel.plan.split_report import SplitReport
 from smp_strategy.tensor_parallel.sequence_parallel import SequenceParallel, chains
 from smp_strategy.tensor_parallel.split import split_layers
 from smp_strategy.testing import run_ranks
@@ -25,7 +25,7 @@ class SplitComparison:
     thousandth of the largest of all, if that is more: some gradients are zero but for rounding."""
     where: str
     """The name of that tensor."""
-    report: Report
+    report: SplitReport
     apart: tuple[str, ...]
     """Parameters that are the same on all ranks, but not their gradients."""
     is_named_alike: bool

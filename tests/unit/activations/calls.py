@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.activations.checkpoint_state import random_of_now
-from smp_strategy.activations.policy import Treatment
-from smp_strategy.activations.unit_wrapper import Activations, UnitCall
+from smp_strategy.activations.policy import ActivationPolicy
+from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
 
 __all__ = ["ALL", "CHEAP", "WIDTH", "Counting", "Mlp", "gradients", "numbers", "treated"]
 
 WIDTH = 4
-ALL = Treatment(recompute="all")
-CHEAP = Treatment(recompute="cheap")
+ALL = ActivationPolicy(recompute="all")
+CHEAP = ActivationPolicy(recompute="cheap")
 
 
 class Mlp(nn.Module):
@@ -45,14 +45,14 @@ class Counting(nn.Module):
 
 def treated(
     module: nn.Module,
-    treatment: Treatment = ALL,
+    treatment: ActivationPolicy = ALL,
     *,
-    activations: Activations | None = None,
+    activations: UnitWrapper | None = None,
     name: str = "blocks.0",
     **about: Any,
 ) -> Callable[..., Any]:
     """``module`` as a stage calls it."""
-    activations = activations or Activations()
+    activations = activations or UnitWrapper()
     device = torch.device("cpu")
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -30,7 +30,7 @@ class Moment:
 
 
 class Device:
-    """Copies between a device and the host as :class:`smp_strategy.activations.copy_stream.Copies`.
+    """Copies between a device and the host as :class:`smp_strategy.activations.copy_stream.CopyStream`.
 
     Copies happen when they are waited for, or when :meth:`work` is called: whoever reads too early, or uses memory
     again that is still being read, gets wrong numbers.

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.activations.policy import KEEP, Treatment
-from smp_strategy.activations.unit_wrapper import Activations
+from smp_strategy.activations.policy import KEEP, ActivationPolicy
+from smp_strategy.activations.unit_wrapper import UnitWrapper
 from tests.unit.activations.calls import ALL, CHEAP, WIDTH, Mlp, gradients, treated
 
 
@@ -23,12 +23,12 @@ class Noted(Mlp):
         return torch.sin(super().forward(torch.dropout(x, 0.3, True)))
 
 
-def chain(treatment: Treatment, between: str = "nothing") -> tuple[list[int], list[object], list[bool]]:
+def chain(treatment: ActivationPolicy, between: str = "nothing") -> tuple[list[int], list[object], list[bool]]:
     """Runs of four units in a row, their gradients, and which of their inputs live until backward."""
     torch.manual_seed(0)
     notes: list[int] = []
     units = nn.ModuleList(Noted(number, notes) for number in range(4))
-    activations = Activations()
+    activations = UnitWrapper()
     x = torch.randn(3, WIDTH, requires_grad=True) * 1
     inputs: list[weakref.ref[Tensor]] = []
     for number, unit in enumerate(units):
@@ -55,7 +55,7 @@ def chain(treatment: Treatment, between: str = "nothing") -> tuple[list[int], li
 @pytest.mark.parametrize("between", ["nothing", "code", "lists", "change"])
 @pytest.mark.parametrize("size", [1, 2, 3, None])
 @pytest.mark.parametrize("treatment", [ALL, CHEAP], ids=["all", "cheap"])
-def test_groups_have_the_numbers_of_single_calls(treatment: Treatment, size: int | None, between: str) -> None:
+def test_groups_have_the_numbers_of_single_calls(treatment: ActivationPolicy, size: int | None, between: str) -> None:
     _, expected, _ = chain(KEEP, between)
     _, found, _ = chain(replace(treatment, group=size), between)
     assert found == expected
@@ -89,7 +89,7 @@ def test_only_the_first_of_a_group_keeps_its_input(size: int | None, kept: list[
 
 
 def test_calls_of_other_microbatches_do_not_follow() -> None:
-    activations, x = Activations(), torch.randn(3, WIDTH)
+    activations, x = UnitWrapper(), torch.randn(3, WIDTH)
     calls = []
     for token in (0, 1):
         unit = Mlp()
@@ -101,7 +101,7 @@ def test_calls_of_other_microbatches_do_not_follow() -> None:
 
 
 def test_nothing_of_a_group_outlives_its_graph() -> None:
-    activations = Activations()
+    activations = UnitWrapper()
     unit = Mlp()
     y = treated(unit, replace(ALL, group=None), activations=activations)(torch.randn(3, WIDTH, requires_grad=True))
     result = weakref.ref(y)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smp_strategy.activations.pinned_pool import HostMemory
+from smp_strategy.activations.pinned_pool import PinnedPool
 from tests.unit.activations.double import Moment
 
 
@@ -21,14 +21,14 @@ class System:
 
 @pytest.mark.parametrize("nbytes", [1, 511, 513, 5000, 3 << 20, (33 << 20) + 1, (300 << 20) + 7])
 def test_a_buffer_is_at_most_an_eighth_or_half_a_kibibyte_larger_than_asked_for(nbytes: int) -> None:
-    size = HostMemory(System().allocate).lease(nbytes).memory.numel()
+    size = PinnedPool(System().allocate).lease(nbytes).memory.numel()
     assert nbytes <= size <= max(nbytes * 9 / 8, nbytes + 511)
 
 
 @pytest.mark.parametrize("nbytes", [1000, 3 << 20, 33 << 20, 300 << 20])
 def test_memory_is_asked_for_in_powers_of_two_that_hold_several_buffers(nbytes: int) -> None:
     system = System()
-    memory = HostMemory(system.allocate)
+    memory = PinnedPool(system.allocate)
     leases = [memory.lease(nbytes) for _ in range(3)]
     assert len(leases) == 3
     assert all(asked == 1 << (asked.bit_length() - 1) for asked in system.asked)
@@ -38,7 +38,7 @@ def test_memory_is_asked_for_in_powers_of_two_that_hold_several_buffers(nbytes: 
 
 def test_a_buffer_whose_lease_is_gone_is_used_again_and_knows_how_long_it_is_busy() -> None:
     system = System()
-    memory = HostMemory(system.allocate)
+    memory = PinnedPool(system.allocate)
     lease = memory.lease(1000)
     moment = Moment("read")
     lease.busy_until = moment
@@ -53,14 +53,14 @@ def test_a_buffer_whose_lease_is_gone_is_used_again_and_knows_how_long_it_is_bus
 
 
 def test_sizes_do_not_share_buffers() -> None:
-    memory = HostMemory(System().allocate)
+    memory = PinnedPool(System().allocate)
     large = memory.lease(5000)
     del large
     assert memory.lease(600).memory.numel() < 5000
 
 
 def test_memory_that_nobody_has_used_for_a_whole_step_is_given_back() -> None:
-    memory = HostMemory(System().allocate)
+    memory = PinnedPool(System().allocate)
     kept, gone = memory.lease(1000), memory.lease(100_000)
     del gone
     memory.trim()
@@ -73,7 +73,7 @@ def test_memory_that_nobody_has_used_for_a_whole_step_is_given_back() -> None:
 
 
 def test_the_highest_amount_is_remembered() -> None:
-    memory = HostMemory(System().allocate)
+    memory = PinnedPool(System().allocate)
     leases = [memory.lease(1024) for _ in range(3)]
     leases.clear()
     memory.lease(1024)

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from smp_strategy.activations.annotations import set_activation_checkpointing
-from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.selection import choose
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
@@ -65,7 +65,7 @@ def test_options_say_how() -> None:
         selective_checkpointing=True,
         preserve_rng_state=False,
     )
-    assert units == {"head": Treatment(recompute="cheap", group=3, preserve_rng_state=False)}
+    assert units == {"head": ActivationPolicy(recompute="cheap", group=3, preserve_rng_state=False)}
 
 
 def test_a_pattern_that_fits_nothing_is_an_error_with_the_nearest_name() -> None:
@@ -79,8 +79,8 @@ def test_what_is_asked_for_by_hand_comes_before_options_and_copies_keep_it() -> 
     set_activation_checkpointing(model.blocks[1], preserve_rng_state=False)
     units, inside = chosen(copy.deepcopy(model), activation_checkpointing="all")
     assert units["head"] == ALL
-    assert units["blocks.0"] == units["blocks.2"] == Treatment(recompute="all", group=None)
-    assert units["blocks.1"] == Treatment(recompute="all", preserve_rng_state=False)
+    assert units["blocks.0"] == units["blocks.2"] == ActivationPolicy(recompute="all", group=None)
+    assert units["blocks.1"] == ActivationPolicy(recompute="all", preserve_rng_state=False)
     assert not inside
 
 
@@ -88,7 +88,7 @@ def test_a_sequential_inside_of_a_unit_stands_for_its_layers() -> None:
     model = Model()
     model.head = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     set_activation_checkpointing(model.head[1], strategy="group_2")
-    assert chosen(model).inside == dict.fromkeys(["head.1.0", "head.1.1"], Treatment(recompute="all", group=2))
+    assert chosen(model).inside == dict.fromkeys(["head.1.0", "head.1.1"], ActivationPolicy(recompute="all", group=2))
 
 
 def test_a_strategy_that_there_is_not_is_an_error() -> None:
@@ -114,15 +114,15 @@ def test_selective_without_anything_to_select_from_is_an_error() -> None:
 
 def test_everything_that_units_keep_is_offloaded_where_none_is_computed_again() -> None:
     units, inside = chosen(Model(), offload_activations=True)
-    assert units == dict.fromkeys(["embed", "blocks.0", "blocks.1", "blocks.2", "head"], Treatment(offload=True))
+    assert units == dict.fromkeys(["embed", "blocks.0", "blocks.1", "blocks.2", "head"], ActivationPolicy(offload=True))
     units, inside = chosen(Model(), offload_activations=True, activation_checkpointing="Mlp")
-    assert set(units.values()) == {Treatment(offload=True)}
+    assert set(units.values()) == {ActivationPolicy(offload=True)}
     assert inside
 
 
 def test_of_units_that_are_computed_again_the_inputs_are_offloaded_and_of_others_nothing() -> None:
     units, _ = chosen(Model(), offload_activations=True, activation_checkpointing="blocks.1")
-    assert units == {"blocks.1": Treatment(recompute="all", offload=True)}
+    assert units == {"blocks.1": ActivationPolicy(recompute="all", offload=True)}
 
 
 @pytest.mark.parametrize("option", [{"offload_min_bytes": "2MiB"}, {"activation_loading_horizon": 3}])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.checkpoint.local_shards import blocks_of_part, blocks_of_run, rectangles_of_run
-from smp_strategy.checkpoint.storage.held_tensor import Block
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle
 from smp_strategy.tensor_parallel.cut import Cut
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -65,5 +65,5 @@ def test_blocks_of_parts_are_those_of_the_whole(shape, data):
         length = data.draw(st.integers(0, part.shape[dim]))
         for first, last in ((0, length), (length, part.shape[dim])):
             offsets = tuple(first if each == dim else 0 for each in range(len(shape)))
-            found += blocks_of_part(Block(offsets, part.narrow(dim, first, last - first)), cut, rank)
+            found += blocks_of_part(HeldRectangle(offsets, part.narrow(dim, first, last - first)), cut, rank)
     assert torch.equal(put(found, shape), whole)

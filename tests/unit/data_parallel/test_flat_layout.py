@@ -5,15 +5,17 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.data_parallel.flat_layout import BLOCK_BYTES, Entry, FlatLayout, UnitLayout
+from smp_strategy.data_parallel.flat_layout import BLOCK_BYTES, FlatLayout, FlatParameter, UnitLayout
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1, "complex128": 16}
 
 
-def entry(name: str, *shape: int, dtype: str = "float32", requires_grad: bool = True) -> Entry:
+def entry(name: str, *shape: int, dtype: str = "float32", requires_grad: bool = True) -> FlatParameter:
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     size = ITEMSIZES[dtype]
-    return Entry(names=(name,), shape=shape, stride=stride, dtype=dtype, itemsize=size, requires_grad=requires_grad)
+    return FlatParameter(
+        names=(name,), shape=shape, stride=stride, dtype=dtype, itemsize=size, requires_grad=requires_grad
+    )
 
 
 shapes = st.lists(st.integers(0, 40), max_size=3)

@@ -10,8 +10,8 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import relu
 from torch.utils.checkpoint import checkpoint
 
-from smp_strategy.data_parallel.flat_unit import FlatUnit, Keeping
-from smp_strategy.data_parallel.resting import Resting
+from smp_strategy.data_parallel.flat_unit import FlatUnit, ShardPolicy
+from smp_strategy.data_parallel.resting import RestingParameter
 from smp_strategy.errors import UnsupportedError
 from tests.pieces import pieces_shown
 from tests.unit.data_parallel.world import World
@@ -78,7 +78,7 @@ class Ranks:
                 module.named_parameters(remove_duplicate=False),
                 member,
                 CPU,
-                keeping=Keeping(persistence_threshold=persistence_threshold),
+                keeping=ShardPolicy(persistence_threshold=persistence_threshold),
             )
             for module, member in zip(self.blocks, World(size).members, strict=True)
         ]
@@ -376,7 +376,7 @@ def test_small_parameters_stay_but_are_gathered_anew_after_a_step():
     for module, unit in zip(ranks.blocks, ranks.units, strict=True):
         with pieces_shown(unit):
             module.inner.weight.data.add_(1.0)
-        assert isinstance(module.inner.weight, Resting)
+        assert isinstance(module.inner.weight, RestingParameter)
     ranks.gather()
     for module in ranks.blocks:
         assert torch.equal(module.inner.weight, block().inner.weight + 1.0)

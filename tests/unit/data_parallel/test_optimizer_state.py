@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
-from smp_strategy.data_parallel.flat_layout import Entry, FlatLayout, UnitLayout
+from smp_strategy.data_parallel.flat_layout import FlatLayout, FlatParameter, UnitLayout
 from smp_strategy.data_parallel.optimizer_state import cut_state, kept_per_element
 from smp_strategy.errors import UnsupportedError
 from tests.unit.data_parallel.optimizers import Lookahead
@@ -49,7 +49,7 @@ class StepWithDim(optim.Optimizer):
 def layout_of(parameter: Tensor, degree: int) -> FlatLayout:
     """The parameter behind another one, so that it is not cut into equal parts."""
     entries = [
-        Entry(
+        FlatParameter(
             names=(name,),
             shape=tuple(tensor.shape),
             stride=tensor.stride(),

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.parameter_broadcast import Arrivals
+from smp_strategy.data_parallel.parameter_broadcast import ParameterBroadcast
 
 
 class Post:
     """Brings ones for ``parameters`` when it is waited for."""
 
-    def __init__(self, arrivals: Arrivals, *parameters: nn.Parameter) -> None:
+    def __init__(self, arrivals: ParameterBroadcast, *parameters: nn.Parameter) -> None:
         self.times = 0
         self._parameters = parameters
         arrivals.expect(parameters, self._fill)
@@ -53,7 +53,7 @@ def _pickled(weight: nn.Parameter) -> Tensor:
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_whatever_needs_the_values_waits_for_them(use: Callable[[nn.Parameter], Any]) -> None:
-    weight, arrivals = zeros(), Arrivals()
+    weight, arrivals = zeros(), ParameterBroadcast()
     post = Post(arrivals, weight)
     assert torch.equal(use(weight), torch.ones(2, 2))
     assert post.times == 1
@@ -63,7 +63,7 @@ def test_whatever_needs_the_values_waits_for_them(use: Callable[[nn.Parameter], 
 
 
 def test_metadata_and_gradients_do_not_wait() -> None:
-    weight, arrivals = zeros(), Arrivals()
+    weight, arrivals = zeros(), ParameterBroadcast()
     post = Post(arrivals, weight)
     assert weight.shape == (2, 2)
     assert weight.requires_grad
@@ -76,7 +76,7 @@ def test_metadata_and_gradients_do_not_wait() -> None:
 
 
 def test_a_wait_for_some_leaves_others_under_way() -> None:
-    first, second, arrivals = zeros(), zeros(), Arrivals()
+    first, second, arrivals = zeros(), zeros(), ParameterBroadcast()
     posts = Post(arrivals, first), Post(arrivals, second)
     arrivals.wait_for([first])
     assert [post.times for post in posts] == [1, 0]
@@ -86,7 +86,7 @@ def test_a_wait_for_some_leaves_others_under_way() -> None:
 
 
 def test_values_that_travel_together_arrive_together() -> None:
-    first, second, arrivals = zeros(), zeros(), Arrivals()
+    first, second, arrivals = zeros(), zeros(), ParameterBroadcast()
     post = Post(arrivals, first, second)
     assert first.sum() == 4
     assert type(second) is nn.Parameter
@@ -98,7 +98,7 @@ def test_a_class_of_the_users_is_waited_for_at_once() -> None:
     class Special(nn.Parameter):
         pass
 
-    weight, arrivals = Special(torch.zeros(2, 2)), Arrivals()
+    weight, arrivals = Special(torch.zeros(2, 2)), ParameterBroadcast()
     post = Post(arrivals, weight)
     assert type(weight) is Special
     assert post.times == 1
@@ -107,7 +107,7 @@ def test_a_class_of_the_users_is_waited_for_at_once() -> None:
 
 
 def test_values_that_never_come_are_an_error_at_each_use() -> None:
-    weight, arrivals = zeros(), Arrivals()
+    weight, arrivals = zeros(), ParameterBroadcast()
 
     def lost() -> None:
         raise ConnectionError("the other rank is gone")
@@ -119,7 +119,7 @@ def test_values_that_never_come_are_an_error_at_each_use() -> None:
 
 
 def test_an_optimizer_skips_what_is_under_way_and_has_no_gradient() -> None:
-    weight, mine, arrivals = zeros(), zeros(), Arrivals()
+    weight, mine, arrivals = zeros(), zeros(), ParameterBroadcast()
     optimizer = torch.optim.AdamW([weight, mine], lr=0.1)
     post = Post(arrivals, weight)
     mine.grad = torch.ones(2, 2)
@@ -130,7 +130,7 @@ def test_an_optimizer_skips_what_is_under_way_and_has_no_gradient() -> None:
 
 
 def test_values_arrive_also_in_inference_mode_as_ordinary_ones() -> None:
-    weight, arrivals = zeros(), Arrivals()
+    weight, arrivals = zeros(), ParameterBroadcast()
     Post(arrivals, weight)
     with torch.inference_mode():
         assert weight.sum() == 4

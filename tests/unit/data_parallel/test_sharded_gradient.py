@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.errors import UnsupportedError
 
 START, STOP = 5, 17
@@ -17,7 +17,7 @@ def pair() -> tuple[nn.Parameter, nn.Parameter]:
     """A parameter with a whole gradient, and one with a piece of it."""
     whole, resting = nn.Parameter(torch.zeros(4, 6)), nn.Parameter(torch.zeros(4, 6))
     whole.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    resting.grad = PieceGradient(resting, whole.grad.flatten()[START:STOP].clone(), start=START, is_used=True)
+    resting.grad = ShardedGradient(resting, whole.grad.flatten()[START:STOP].clone(), start=START, is_used=True)
     return whole, resting
 
 
@@ -49,7 +49,7 @@ def test_what_goes_element_by_element_is_done_to_the_piece(change):
     whole, resting = pair()
     change(whole)
     change(resting)
-    assert isinstance(resting.grad, PieceGradient)
+    assert isinstance(resting.grad, ShardedGradient)
     assert torch.equal(resting.grad.piece, whole.grad.flatten()[START:STOP])
     assert resting.grad.shape == (4, 6)
 
@@ -74,7 +74,7 @@ def test_what_looks_at_all_of_it_is_refused(use):
 
 def test_pieces_from_different_places_are_not_mixed():
     _, resting = pair()
-    other = PieceGradient(resting, torch.ones(STOP - START), start=0, is_used=True)
+    other = ShardedGradient(resting, torch.ones(STOP - START), start=0, is_used=True)
     with pytest.raises(UnsupportedError, match="`add_` of a gradient"):
         resting.grad.add_(other)
     with pytest.raises(UnsupportedError, match="`_foreach_add_` of a gradient"):

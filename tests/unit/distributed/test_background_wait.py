@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from smp_strategy.distributed.background_wait import Listeners
+from smp_strategy.distributed.background_wait import BackgroundWaits
 
 
 @pytest.fixture
 def listeners():
-    listeners = Listeners()
+    listeners = BackgroundWaits()
     yield listeners
     listeners.close()
 
@@ -47,7 +47,7 @@ def test_arrivals_come_in_any_order(listeners):
 
 
 def test_threads_are_used_again_and_end():
-    before, listeners = threading.active_count(), Listeners()
+    before, listeners = threading.active_count(), BackgroundWaits()
     for _ in range(20):
         assert listeners.expect(lambda: None).within(10)
         time.sleep(0.001)  # the thread is free a moment after its message has come

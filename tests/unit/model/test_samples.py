@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from torch.utils.data import default_collate
 
-from smp_strategy.distributed.rng_sync import Read
+from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.samples import find_samples, samples_in
 from smp_strategy.pipeline.join_results import merge
@@ -63,7 +63,7 @@ def test_every_sample_is_in_one_microbatch(name, number, num_microbatches):
     if name == "images alone" and number == 3:
         return  # as many images as channels: three views of three samples
     batch = COLLATED[name]([sample(index) for index in range(number)])
-    parts, sizes = split(batch, num_microbatches, Read(number))
+    parts, sizes = split(batch, num_microbatches, BatchSource(number))
     found = [numbers_of(part) for part in parts]
     assert [len(each) for each in found] == list(sizes)
     assert set().union(*found) == set(range(number))
@@ -100,18 +100,18 @@ def test_every_sample_is_in_one_microbatch(name, number, num_microbatches):
     ],
 )
 def test_lists_are_cut_between_their_entries_if_these_are_samples(batch, known, number, lists):
-    found = find_samples(batch, None if known is None else Read(known))
+    found = find_samples(batch, None if known is None else BatchSource(known))
     assert (found.number, found.lists) == (number, lists)
     assert samples_in(batch, found) == number
 
 
 def test_the_data_loader_knows_whether_tensors_are_samples_or_views_of_them():
     tie = [ones(3, 8)] * 3
-    assert find_samples(tie, Read(3)).lists == set()
-    assert find_samples(tie, Read(3, frozenset({()}))) == (3, {()}, ())
+    assert find_samples(tie, BatchSource(3)).lists == set()
+    assert find_samples(tie, BatchSource(3, frozenset({()}))) == (3, {()}, ())
     labelled = {"images": tie, "y": ones(3)}
-    assert find_samples(labelled, Read(3)).lists == set()
-    assert find_samples(labelled, Read(3, frozenset({("images",)}))).lists == {("images",)}
+    assert find_samples(labelled, BatchSource(3)).lists == set()
+    assert find_samples(labelled, BatchSource(3, frozenset({("images",)}))).lists == {("images",)}
 
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])

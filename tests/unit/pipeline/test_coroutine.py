@@ -15,24 +15,24 @@ import torch
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import Streams
-from smp_strategy.pipeline.coroutine import Coroutine, ProgramThread, Threads
+from smp_strategy.pipeline.coroutine import Coroutine, ProgramThread, ThreadPool
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(30)
 
 
 @pytest.fixture
-def threads() -> Iterator[Threads]:
-    threads = Threads()
+def threads() -> Iterator[ThreadPool]:
+    threads = ThreadPool()
     yield threads
     threads.close()
 
 
-def coroutine(body: Callable[[], object], threads: Threads, *, seed: int = 0) -> Coroutine:
+def coroutine(body: Callable[[], object], threads: ThreadPool, *, seed: int = 0) -> Coroutine:
     return Coroutine(body, threads, seed=seed, streams=Streams(CPU))
 
 
-def test_program_and_scheduler_take_turns(threads: Threads) -> None:
+def test_program_and_scheduler_take_turns(threads: ThreadPool) -> None:
     heard: list[str] = []
 
     def program() -> str:
@@ -50,7 +50,7 @@ def test_program_and_scheduler_take_turns(threads: Threads) -> None:
     assert heard == [f"{who} {number}" for number in range(3) for who in ("program", "scheduler")]
 
 
-def test_many_programs_are_alive_at_once_and_threads_are_used_again(threads: Threads) -> None:
+def test_many_programs_are_alive_at_once_and_threads_are_used_again(threads: ThreadPool) -> None:
     used: list[set[int]] = []
     for _ in range(3):
         found: set[int] = set()
@@ -70,7 +70,7 @@ def test_many_programs_are_alive_at_once_and_threads_are_used_again(threads: Thr
     assert used[0] == used[1] == used[2]
 
 
-def test_an_error_is_raised_where_the_program_is_resumed_and_the_thread_goes_on(threads: Threads) -> None:
+def test_an_error_is_raised_where_the_program_is_resumed_and_the_thread_goes_on(threads: ThreadPool) -> None:
     def program() -> None:
         made.pause()
         raise KeyError("mine")
@@ -84,7 +84,7 @@ def test_an_error_is_raised_where_the_program_is_resumed_and_the_thread_goes_on(
     assert after.result != threading.get_ident()
 
 
-def test_a_cancelled_program_ends_where_it_waits(threads: Threads) -> None:
+def test_a_cancelled_program_ends_where_it_waits(threads: ThreadPool) -> None:
     heard: list[str] = []
 
     def program() -> None:
@@ -114,7 +114,7 @@ def _interruptible():
 
 @pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("pauses", [True, False])
-def test_ctrl_c_in_the_turn_of_a_program_ends_it_where_it_waits_next(pauses: bool, threads: Threads) -> None:
+def test_ctrl_c_in_the_turn_of_a_program_ends_it_where_it_waits_next(pauses: bool, threads: ThreadPool) -> None:
     ended = threading.Event()
 
     def program() -> None:
@@ -140,13 +140,13 @@ def test_ctrl_c_in_the_turn_of_a_program_ends_it_where_it_waits_next(pauses: boo
     assert coroutine(lambda: None, threads).resume()
 
 
-def test_a_program_that_never_began_has_nothing_to_cancel(threads: Threads) -> None:
+def test_a_program_that_never_began_has_nothing_to_cancel(threads: ThreadPool) -> None:
     made = coroutine(lambda: None, threads)
     made.cancel()
     assert not made.finished
 
 
-def test_modes_and_random_numbers_are_those_of_the_program(threads: Threads) -> None:
+def test_modes_and_random_numbers_are_those_of_the_program(threads: ThreadPool) -> None:
     def program() -> tuple[bool, list[float]]:
         drawn = [random.random()]
         with torch.no_grad():
@@ -169,7 +169,7 @@ def test_modes_and_random_numbers_are_those_of_the_program(threads: Threads) -> 
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_program_begins_in_the_modes_of_its_scheduler(threads: Threads, inference: bool, grad: bool) -> None:
+def test_a_program_begins_in_the_modes_of_its_scheduler(threads: ThreadPool, inference: bool, grad: bool) -> None:
     def modes() -> tuple[bool, bool]:
         return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -183,7 +183,7 @@ def test_a_program_begins_in_the_modes_of_its_scheduler(threads: Threads, infere
     assert after.result == (False, True)
 
 
-def test_nothing_of_a_program_lives_on_in_its_thread(threads: Threads) -> None:
+def test_nothing_of_a_program_lives_on_in_its_thread(threads: ThreadPool) -> None:
     class Big:
         pass
 
@@ -198,7 +198,7 @@ def test_nothing_of_a_program_lives_on_in_its_thread(threads: Threads) -> None:
     assert watched() is None
 
 
-def test_too_many_programs_at_once_are_an_error_that_says_so(threads: Threads) -> None:
+def test_too_many_programs_at_once_are_an_error_that_says_so(threads: ThreadPool) -> None:
     usual = resource.getrlimit(resource.RLIMIT_NOFILE)
     made = coroutine(int, threads)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, usual[1]))  # files that are open stay open
@@ -239,7 +239,7 @@ def test_a_scheduler_that_is_gone_is_nothing_to_complain_about(capfd: pytest.Cap
 def test_threads_and_their_sockets_end_with_their_owner(closes: bool) -> None:
     """Closed, or forgotten, as an engine may be."""
     before, open_files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
-    threads = Threads()
+    threads = ThreadPool()
     running: list[Coroutine] = []
 
     def program() -> None:

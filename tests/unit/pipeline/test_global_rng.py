@@ -8,7 +8,7 @@ import torch
 
 from smp_strategy.distributed.rng_state import drawing_from, global_state
 from smp_strategy.engine.hooks.cross_stage import _RANDOM
-from smp_strategy.engine.hooks.cross_stage_inference import Foresight
+from smp_strategy.engine.hooks.cross_stage_inference import CrossStageInference
 from smp_strategy.model.trace.pytree import flatten_call
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 
@@ -70,6 +70,6 @@ def test_all_operations_that_draw_into_a_tensor_are_known():
 def test_it_is_foreseen_what_draws(function, arguments, options, expected):
     leaves, structure = flatten_call(tuple(arguments), options)
     before = torch.get_rng_state()
-    foreseen = Foresight().of(function, leaves, structure)
+    foreseen = CrossStageInference().of(function, leaves, structure)
     assert foreseen.draws == expected
     assert torch.equal(torch.get_rng_state(), before)

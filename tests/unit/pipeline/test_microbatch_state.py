@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import nn
 
-from smp_strategy.pipeline.microbatch_state import MOST_ENTRIES, PrivateState
+from smp_strategy.pipeline.microbatch_state import MOST_ENTRIES, MicrobatchState
 
 
 class Glue(nn.Module):
@@ -27,7 +27,7 @@ def tensors(count):
 def test_places_of_a_list_belong_to_whoever_fills_them():
     a, b, c = tensors(3)
     glue = Glue(places=[None, None])
-    state = PrivateState([glue], [])
+    state = MicrobatchState([glue], [])
     state.begin()
     turn(state, 0, lambda: glue.places.__setitem__(0, a))
     turn(state, 1, lambda: glue.places.__setitem__(0, b))
@@ -46,7 +46,7 @@ def test_places_of_a_list_belong_to_whoever_fills_them():
 def test_items_keep_their_places_among_what_is_shared():
     a, b, c = tensors(3)
     glue = Glue(mixed=[1])
-    state = PrivateState([glue], [])
+    state = MicrobatchState([glue], [])
     state.begin()
     turn(state, 0, lambda: glue.mixed.extend([a, 2, b]))
     turn(state, 1, lambda: glue.mixed.append(c))
@@ -59,7 +59,7 @@ def test_items_keep_their_places_among_what_is_shared():
 
 def test_what_holds_no_tensors_is_shared():
     glue = Glue(count=0, names=[])
-    state = PrivateState([glue], [])
+    state = MicrobatchState([glue], [])
     state.begin()
     for microbatch in (0, 1, 0, 1):
 
@@ -74,7 +74,7 @@ def test_what_holds_no_tensors_is_shared():
 
 def test_statistics_of_real_tensors_are_shared_in_every_step():
     glue = Glue(mean=torch.zeros(()))
-    state = PrivateState([glue], [])
+    state = MicrobatchState([glue], [])
     for _ in range(2):
         state.begin()
         for microbatch in (0, 1, 0, 1):
@@ -85,7 +85,7 @@ def test_statistics_of_real_tensors_are_shared_in_every_step():
 
 def test_large_containers_are_left_alone():
     glue = Glue(history=[0] * (MOST_ENTRIES + 1))
-    state = PrivateState([glue], [])
+    state = MicrobatchState([glue], [])
     state.begin()
     (a,) = tensors(1)
     turn(state, 0, lambda: glue.history.append(a))
@@ -94,7 +94,7 @@ def test_large_containers_are_left_alone():
 
 def test_nothing_is_held_after_the_step():
     glue = Glue(kept=None)
-    state = PrivateState([glue], [])
+    state = MicrobatchState([glue], [])
     state.begin()
     turn(state, 0, lambda: setattr(glue, "kept", torch.zeros(2)))
     state.end()

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.model.trace.events import Event, Value
 from smp_strategy.model.trace.prediction import Made, Prediction
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.pipeline.record import Latest, Record
+from smp_strategy.pipeline.record import Latest, ProgramTrace
 from smp_strategy.pipeline.routing import Router
 
 SPEC = TensorSpec((2,), (1,), torch.float32, torch.device("cpu"), True)
@@ -26,7 +26,7 @@ CALL = st.tuples(st.sampled_from(["a", "b", "c", "op", "read"]), st.integers(0, 
 PROGRAM = st.lists(CALL, max_size=12)
 
 
-def write(program: list, record: Record) -> None:
+def write(program: list, record: ProgramTrace) -> None:
     values: list[Value] = []
     for name, which, back in program:
         inputs = tuple(values[-1 - number] for number in back if number < len(values))
@@ -43,8 +43,8 @@ def write(program: list, record: Record) -> None:
     record.end()
 
 
-def record_of(program: list, latest: Latest, expected: list | None = None) -> Record:
-    record = Record(lambda: Router(STAGE_OF, 3), expected, latest)
+def record_of(program: list, latest: Latest, expected: list | None = None) -> ProgramTrace:
+    record = ProgramTrace(lambda: Router(STAGE_OF, 3), expected, latest)
     write(program, record)
     return record
 

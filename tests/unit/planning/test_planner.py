@@ -6,16 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.device_model import HostLink, Machine
 from smp_strategy.model.trace.events import Event, Trace
-from smp_strategy.model.trace.work import Effort, Efforts, Kept, Link, Memory, Work
-from smp_strategy.planning.activation_budget.allocate import Relief
-from smp_strategy.planning.partition.partition import Partition, UnitRelief
-from smp_strategy.planning.partition.problem import Held
-from smp_strategy.planning.planner import Program, as_given, best_partition, policies_of, problem_under, simulated
+from smp_strategy.model.trace.work import Effort, Efforts, Link, SavedBytes, StorageBytes, Work
+from smp_strategy.planning.activation_budget.allocate import ActivationPlan
+from smp_strategy.planning.partition.partition import Partition, UnitActivations
+from smp_strategy.planning.partition.problem import HeldBytes
+from smp_strategy.planning.planner import PlanningInput, as_given, best_partition, policies_of, problem_under, simulated
 from smp_strategy.planning.schedule.policies import Policy
 from tests.unit.planning.partition.problems import chain, programs
 
@@ -35,7 +35,7 @@ POLICIES = [
 
 
 @st.composite
-def settings_of_a_run(draw: st.DrawFn) -> tuple[SMPConfig, Program, int, Policy]:
+def settings_of_a_run(draw: st.DrawFn) -> tuple[SMPConfig, PlanningInput, int, Policy]:
     policy = draw(st.sampled_from(POLICIES))
     num_stages = draw(st.integers(1, 4))
     num_units = draw(st.integers(num_stages * policy.num_chunks, max(10, num_stages * policy.num_chunks)))
@@ -43,9 +43,11 @@ def settings_of_a_run(draw: st.DrawFn) -> tuple[SMPConfig, Program, int, Policy]
         trace, work = chain([Work(*(float(draw(st.integers(0, 9))) for _ in range(3))) for _ in range(num_units)])
     else:
         trace, work = draw(programs(num_units))
-    sizes = [Held(draw(st.integers(0, 9)), 3, 6) for _ in range(5)]
+    sizes = [HeldBytes(draw(st.integers(0, 9)), 3, 6) for _ in range(5)]
     parameters = {f"u{i}": {i % 5: sizes[i % 5]} for i in range(num_units)}
-    program = Program(trace=trace, work=work, parameters=parameters, link=Link(draw(st.sampled_from([0.0, 1.0])), 5.0))
+    program = PlanningInput(
+        trace=trace, work=work, parameters=parameters, link=Link(draw(st.sampled_from([0.0, 1.0])), 5.0)
+    )
     config = SMPConfig(
         pipeline_parallel_degree=num_stages,
         microbatches=draw(st.integers(1, 7)),
@@ -72,11 +74,11 @@ def test_under_every_policy_no_contiguous_partition_costs_less_than_the_bound(ru
         assert found.cost <= min(costs) * (1 + EXACT)
 
 
-def gpt(**changes) -> Program:
+def gpt(**changes) -> PlanningInput:
     """Eight blocks, and a head as heavy as three of them."""
     trace, work = chain([Work(0.2, 0, 0.2), *[Work(1, 1, 1)] * 8, Work(3, 3, 3)], saved=10)
-    parameters = {f"u{i}": {i: Held(10, 10, 20)} for i in range(10)}
-    return Program(**{"trace": trace, "work": work, "parameters": parameters, "link": Link.instant(), **changes})
+    parameters = {f"u{i}": {i: HeldBytes(10, 10, 20)} for i in range(10)}
+    return PlanningInput(**{"trace": trace, "work": work, "parameters": parameters, "link": Link.instant(), **changes})
 
 
 def config(**changes) -> SMPConfig:
@@ -132,7 +134,7 @@ SMALL = Machine(1.0, 1.0, 0.0, Link.instant(), HostLink(1.0, is_beside=False))
 
 
 @st.composite
-def full_stages(draw: st.DrawFn) -> Program:
+def full_stages(draw: st.DrawFn) -> PlanningInput:
     """Three to five units of different sizes, and limits that may be too small for what they keep."""
     size = st.integers(1, 20)
     trace, work = chain(
@@ -140,18 +142,22 @@ def full_stages(draw: st.DrawFn) -> Program:
     )
     events = []
     for event in trace.events:
-        memories = (Memory(draw(size), "input"), Memory(draw(size), "product"), Memory(20 + draw(size), "other"))
-        kept = Kept(memories, Effort(flops=3, other_bytes=1), Effort(other_bytes=1))
+        memories = (
+            StorageBytes(draw(size), "input"),
+            StorageBytes(draw(size), "product"),
+            StorageBytes(20 + draw(size), "other"),
+        )
+        kept = SavedBytes(memories, Effort(flops=3, other_bytes=1), Effort(other_bytes=1))
         effort = Efforts(Effort(flops=3, other_bytes=1))
         events.append(event._replace(effort=effort, saved_bytes=kept.saved_bytes, kept=kept))
     names = [event.name for event in events]
-    return Program(
+    return PlanningInput(
         trace=Trace(events, trace.loss),
         work=work,
-        parameters={name: {number: Held(3, 3, 6)} for number, name in enumerate(names)},
+        parameters={name: {number: HeldBytes(3, 3, 6)} for number, name in enumerate(names)},
         link=Link.instant(),
         memory_limits=tuple(draw(st.integers(60, 400)) for _ in range(2)),
-        relief=Relief(machine=SMALL, free=frozenset(names)),
+        relief=ActivationPlan(machine=SMALL, free=frozenset(names)),
     )
 
 
@@ -183,18 +189,18 @@ def test_cuts_and_what_units_keep_are_the_best_together(program, policy):
 
 
 def test_what_fits_as_it_is_is_not_treated():
-    program = gpt(memory_limits=(10_000, 10_000), relief=Relief(machine=SMALL, free=frozenset({"u1", "u2"})))
+    program = gpt(memory_limits=(10_000, 10_000), relief=ActivationPlan(machine=SMALL, free=frozenset({"u1", "u2"})))
     found = best_partition(config(), program, 2)
     assert found.treatments == {}
     assert found.step_seconds == best_partition(config(), gpt(), 2).step_seconds
 
 
 def test_a_partition_tells_what_its_units_spare_and_take():
-    every = {f"u{i}": Treatment(recompute="all") for i in range(10)}
-    found = best_partition(config(), gpt(relief=Relief(machine=SMALL, fixed=every)), 2)
+    every = {f"u{i}": ActivationPolicy(recompute="all") for i in range(10)}
+    found = best_partition(config(), gpt(relief=ActivationPlan(machine=SMALL, fixed=every)), 2)
     plain = best_partition(config(), gpt(), 2)
     block = found.units[1]
-    assert block.relief == UnitRelief(treatment=every["u1"], spared_bytes=9, seconds=1.0)
+    assert block.relief == UnitActivations(treatment=every["u1"], spared_bytes=9, seconds=1.0)
     assert (block.activation_bytes, block.work, block.seconds) == (1, Work(1, 1, 1), 4.0)
     assert [stage.all_kept_bytes for stage in found.stages] == [stage.activation_bytes for stage in plain.stages]
     assert found.step_seconds > plain.step_seconds

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from smp_strategy.data_parallel.sharded_gradient import PieceGradient
+from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.data_parallel.unscale import unscale_gradients
 from smp_strategy.errors import SMPError
-from smp_strategy.precision.grad_scaler import Found, GradientScaler
+from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
 from smp_strategy.precision.loss_scale import ScalingRules
 from smp_strategy.precision.master_weights import set_gradient_dtype
 
@@ -20,7 +20,7 @@ def unscale(optimizer, scale):
 
 def made(**rules):
     parameter = nn.Parameter(torch.zeros(3))
-    return GradientScaler(ScalingRules(**rules), unscale), parameter, torch.optim.SGD([parameter], lr=1.0)
+    return GradScaler(ScalingRules(**rules), unscale), parameter, torch.optim.SGD([parameter], lr=1.0)
 
 
 def test_a_step_is_that_of_pytorch():
@@ -60,7 +60,7 @@ def test_gradients_are_divided_by_the_scale_of_their_backward():
     """Of two optimizers the first one's overflow shrinks the scale before the second one has stepped."""
     first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in (first, second)]
-    scaler = GradientScaler(ScalingRules(), unscale)
+    scaler = GradScaler(ScalingRules(), unscale)
     scaler.scale((first * math.inf + second).sum()).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -72,7 +72,7 @@ def test_gradients_are_divided_by_the_scale_of_their_backward():
 def test_gradients_that_are_collected_over_steps_of_another_optimizer_are_brought_to_the_new_scale():
     often, seldom = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in (often, seldom)]
-    scaler = GradientScaler(ScalingRules(window=1), unscale, lambda: optimizers)
+    scaler = GradScaler(ScalingRules(window=1), unscale, lambda: optimizers)
     for number in range(1, 4):
         scaler.scale((often + number * seldom).sum()).backward()
         scaler.step(optimizers[0])
@@ -89,7 +89,7 @@ def test_gradients_that_wait_divided_while_another_optimizer_steps_are_not_divid
     """Clipping divides. Both are clipped before the first one steps, and changes the scale."""
     first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in (first, second)]
-    scaler = GradientScaler(ScalingRules(window=1), unscale, lambda: optimizers)
+    scaler = GradScaler(ScalingRules(window=1), unscale, lambda: optimizers)
     scaler.scale((first + second).sum()).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -104,7 +104,7 @@ def test_gradients_that_wait_divided_while_another_optimizer_steps_are_not_divid
 def test_what_overflowed_before_another_optimizer_stepped_is_skipped_all_the_same():
     first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in (first, second)]
-    scaler = GradientScaler(ScalingRules(), unscale, lambda: optimizers)
+    scaler = GradScaler(ScalingRules(), unscale, lambda: optimizers)
     scaler.scale((first + second * math.inf).sum()).backward()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -120,7 +120,7 @@ def test_what_overflowed_before_another_optimizer_stepped_is_skipped_all_the_sam
 def test_gradients_that_were_divided_to_be_clipped_go_on_collecting(window):
     parameter, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     optimizers = [torch.optim.SGD([each], lr=1.0) for each in (parameter, other)]
-    scaler = GradientScaler(ScalingRules(window=window), unscale, lambda: optimizers)
+    scaler = GradScaler(ScalingRules(window=window), unscale, lambda: optimizers)
     for number in (1.0, 2.0, 4.0):
         scaler.scale((number * parameter + other).sum()).backward()
         scaler.unscale_(optimizers[0])
@@ -156,7 +156,7 @@ def test_several_losses_are_scaled():
 
 def test_gradients_of_all_kinds_are_divided():
     pieces, halves, sparse, doubles = (nn.Parameter(torch.zeros(4)) for _ in range(4))
-    pieces.grad = PieceGradient(pieces, torch.full((2,), 8.0), start=1, is_used=True)
+    pieces.grad = ShardedGradient(pieces, torch.full((2,), 8.0), start=1, is_used=True)
     halves.data = halves.data.half()
     halves.grad = torch.full((4,), 8.0, dtype=torch.float16)
     sparse.grad = torch.tensor([0.0, 8.0, 8.0, 0.0]).to_sparse()
@@ -164,14 +164,17 @@ def test_gradients_of_all_kinds_are_divided():
     doubles.grad = torch.full((4,), 8.0, dtype=torch.float64)
     empty = nn.Parameter(torch.zeros(0))
     empty.grad = torch.zeros(0)
-    assert unscale_gradients([pieces, halves, sparse, doubles, empty, nn.Parameter(torch.ones(1))], 8.0) is Found.FINITE
+    assert (
+        unscale_gradients([pieces, halves, sparse, doubles, empty, nn.Parameter(torch.ones(1))], 8.0)
+        is UnscaleResult.FINITE
+    )
     assert torch.equal(pieces.grad.piece, torch.ones(2))
     assert torch.equal(halves.grad, torch.ones(4, dtype=torch.float16))
     assert torch.equal(sparse.grad.to_dense(), torch.tensor([0.0, 1.0, 1.0, 0.0]))
     assert torch.equal(doubles.grad, torch.ones(4, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("divided", "expected"), [(65000.0, Found.FINITE), (70000.0, Found.OVERFLOW)])
+@pytest.mark.parametrize(("divided", "expected"), [(65000.0, UnscaleResult.FINITE), (70000.0, UnscaleResult.OVERFLOW)])
 def test_a_gradient_that_its_parameter_has_no_room_for_overflows(divided, expected):
     """It is added up in float32, and the optimizer gets it as float16."""
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float16))

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.precision.dtypes import compute_dtype, dtypes_in_use, gradient_dtype, halve, halved, reduce_dtype
-from smp_strategy.precision.master_weights import WideGradients
-from smp_strategy.precision.mixed_precision import HalfUnits
+from smp_strategy.precision.master_weights import Fp32Gradients
+from smp_strategy.precision.mixed_precision import MixedPrecision
 
 
 class Block(nn.Module):
@@ -27,9 +27,9 @@ class Block(nn.Module):
         return self.norm(self.tied(self.linear(x)))
 
 
-def kept() -> tuple[Block, HalfUnits, Callable[[Tensor], Tensor]]:
+def kept() -> tuple[Block, MixedPrecision, Callable[[Tensor], Tensor]]:
     torch.manual_seed(0)
-    block, halves = Block(), HalfUnits(torch.bfloat16, "cpu")
+    block, halves = Block(), MixedPrecision(torch.bfloat16, "cpu")
     halves.keep(list(block.parameters()))
     return block, halves, halves.around(block, block.forward)
 
@@ -136,7 +136,7 @@ def test_copies_can_be_let_go_of():
 
 
 def test_a_recurrent_layer_computes_in_half_precision():
-    layer, halves = nn.LSTM(4, 4, batch_first=True), HalfUnits(torch.bfloat16, "cpu")
+    layer, halves = nn.LSTM(4, 4, batch_first=True), MixedPrecision(torch.bfloat16, "cpu")
     halves.keep(list(layer.parameters()))
     found, _ = halves.around(layer, layer.forward)(X[None])
     assert found.dtype == torch.bfloat16
@@ -171,7 +171,7 @@ def test_a_module_can_be_halved_and_halved_for_a_while():
 def test_gradients_of_half_precision_parameters_are_wide_but_for_optimizers():
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW([parameter], foreach=True)
-    wide = WideGradients([parameter, nn.Parameter(torch.ones(3))])
+    wide = Fp32Gradients([parameter, nn.Parameter(torch.ones(3))])
     for _ in range(3):
         (parameter * 1.0001).sum().backward()
     assert parameter.grad.dtype == torch.float32

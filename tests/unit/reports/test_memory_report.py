@@ -6,7 +6,7 @@ import pytest
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.memory.amounts import RankMemory
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.memory_report import MemoryReport
 from tests.unit.reports.pages import Page
 
@@ -22,7 +22,7 @@ def of_rank(rank: int, stage: int, size: int = MIB) -> RankMemory:
 def report(rank: int = 0) -> MemoryReport:
     return MemoryReport(
         ranks=(of_rank(0, 1), of_rank(1, 0, 5 * MIB), of_rank(2, 1), of_rank(3, 0)),
-        predicted=(Held(5 * MIB, 5 * MIB, 10 * MIB, 10 * MIB, 99 * MIB), Held(MIB, MIB, 3 * MIB)),
+        predicted=(HeldBytes(5 * MIB, 5 * MIB, 10 * MIB, 10 * MIB, 99 * MIB), HeldBytes(MIB, MIB, 3 * MIB)),
         rank=rank,
     )
 

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.convert.write_hugging_face import (
     copy_configuration,
     hugging_face_weights,
@@ -33,7 +33,9 @@ def test_equal_tensors_of_the_size_of_the_vocabulary_are_tied():
 
 
 def test_the_attribute_of_a_lightning_module_is_taken_away():
-    contents = Contents(kind="", weights=lazy(**{"net.a": torch.ones(1)}), rest={"pytorch-lightning_version": "2"})
+    contents = CheckpointContents(
+        kind="", weights=lazy(**{"net.a": torch.ones(1)}), rest={"pytorch-lightning_version": "2"}
+    )
     assert list(hugging_face_weights(contents, {}, None)[0]) == ["a"]
     contents.rest = {}
     assert list(hugging_face_weights(contents, {}, None)[0]) == ["net.a"]
@@ -41,7 +43,7 @@ def test_the_attribute_of_a_lightning_module_is_taken_away():
 
 def test_what_a_given_prefix_leaves_out_is_said():
     weights = lazy(**{"net.a": torch.ones(1), "loss.weight": torch.ones(2)})
-    contents = Contents(kind="", weights=weights, rest={"pytorch-lightning_version": "2"})
+    contents = CheckpointContents(kind="", weights=weights, rest={"pytorch-lightning_version": "2"})
     with pytest.raises(CheckpointError, match="--prefix"):
         hugging_face_weights(contents, {}, None)
     kept, remarks = hugging_face_weights(contents, {}, "net.")

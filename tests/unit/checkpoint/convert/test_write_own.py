@@ -9,7 +9,7 @@ from smp_strategy.checkpoint.convert import safetensors as safetensors_files
 from smp_strategy.checkpoint.convert.contents import LazyTensor
 from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
 from smp_strategy.checkpoint.convert.write_own import Scratch, save_full, save_sharded
-from smp_strategy.checkpoint.storage.held_tensor import Held
+from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.integrations.lightning.checkpoint_content import divided
 
@@ -19,15 +19,15 @@ def checkpoint():
     """As the strategy's hooks hand it over: tensors that are spread, also where callbacks have them, and others."""
     weight = torch.randn(3, 2)
     return {
-        "state_dict": {"a": Held.whole(weight), "_extra_state": {"scale": 3}},
+        "state_dict": {"a": HeldTensor.whole(weight), "_extra_state": {"scale": 3}},
         "optimizer_states": [
             {
-                "state": {"a": {"exp_avg": Held.whole(weight + 1), "step": torch.tensor(4.0)}},
+                "state": {"a": {"exp_avg": HeldTensor.whole(weight + 1), "step": torch.tensor(4.0)}},
                 "param_groups": [{"params": ["a"], "lr": 0.1}],
             }
         ],
-        "gradients": {"a": Held.whole(weight + 2)},
-        "callbacks": {"average": {"weights": [Held.whole(weight + 3)], "kept": torch.ones(2)}},
+        "gradients": {"a": HeldTensor.whole(weight + 2)},
+        "callbacks": {"average": {"weights": [HeldTensor.whole(weight + 3)], "kept": torch.ones(2)}},
         "pytorch-lightning_version": "2.6",
         "epoch": 1,
         "global_step": 7,

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from smp_strategy.checkpoint.storage.async_save import Background
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.errors import CheckpointError
 
 
@@ -32,7 +32,7 @@ def ended(background):
 
 
 def test_the_caller_goes_on_and_what_waits_for_the_checkpoint_comes_after_it():
-    log, background = [], Background()
+    log, background = [], BackgroundSave()
     job = Slow(log, "saved")
     assert not background.is_busy
     background.after(lambda: log.append("nothing to wait for"))
@@ -50,7 +50,7 @@ def test_the_caller_goes_on_and_what_waits_for_the_checkpoint_comes_after_it():
 
 
 def test_one_is_in_flight_at_most():
-    log, background = [], Background()
+    log, background = [], BackgroundSave()
     one, two = Slow(log, 1), Slow(log, 2)
     background.start(one)
     background.after(lambda: log.append("after 1"))
@@ -63,7 +63,7 @@ def test_one_is_in_flight_at_most():
 
 
 def test_an_error_is_raised_once_where_the_caller_comes_by_and_nothing_that_waited_is_done():
-    log, background = [], Background()
+    log, background = [], BackgroundSave()
     job = Slow(log, 1, OSError(28, "No space left on device"))
     background.start(job, "/runs/x.ckpt")
     background.after(lambda: log.append("the one before is deleted"))
@@ -82,7 +82,7 @@ def test_an_error_is_raised_once_where_the_caller_comes_by_and_nothing_that_wait
 
 @pytest.mark.parametrize("call", ["start", "wait"])
 def test_the_next_save_and_the_end_raise_it_too(call):
-    log, background = [], Background()
+    log, background = [], BackgroundSave()
     job = Slow(log, 1, ValueError("wrong"))
     background.start(job)
     job.go.set()
@@ -97,7 +97,7 @@ def test_the_next_save_and_the_end_raise_it_too(call):
 
 
 def test_an_action_that_fails_is_no_failure_of_the_checkpoint_and_stops_those_behind_it():
-    log, background = [], Background()
+    log, background = [], BackgroundSave()
     job = Slow(log, "saved")
     background.start(job)
 
@@ -113,7 +113,7 @@ def test_an_action_that_fails_is_no_failure_of_the_checkpoint_and_stops_those_be
 
 
 def test_an_action_that_comes_when_the_checkpoint_is_there_is_done_at_once():
-    log, background = [], Background()
+    log, background = [], BackgroundSave()
     job = Slow(log, "saved")
     background.start(job)
     job.go.set()
@@ -126,7 +126,7 @@ def test_what_was_written_is_let_go():
     class Copies:
         pass
 
-    background, copies = Background(), Copies()
+    background, copies = BackgroundSave(), Copies()
     seen = weakref.ref(copies)
     background.start(lambda copies=copies: None)
     del copies
@@ -140,8 +140,8 @@ def test_the_interpreter_waits_and_tells_what_nobody_has_asked_for(tmp_path):
     script = """
 import sys, time
 from pathlib import Path
-from smp_strategy.checkpoint.storage.async_save import Background
-first, second = Background(), Background()
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
+first, second = BackgroundSave(), BackgroundSave()
 def write():
     time.sleep(0.3)
     Path(sys.argv[1]).write_text("saved")

@@ -18,23 +18,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, Contents, Place, from_bytes, to_bytes
+from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation, from_bytes, to_bytes
 from smp_strategy.checkpoint.storage.rectangles import Rectangle
-from smp_strategy.checkpoint.storage.write_plan import Described
+from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
 
-CONTENTS = Contents(
+CONTENTS = DirectoryContents(
     tensors={
         "a.w": (
-            Described((4, 2), torch.bfloat16),
+            LocalTensorInfo((4, 2), torch.bfloat16),
             (
-                Chunk(Rectangle((0, 0), (3, 2)), Place("__0_0.distcp", 0, 500)),
-                Chunk(Rectangle((3, 0), (1, 2)), Place("__1_0.distcp", 7, 500)),
+                Chunk(Rectangle((0, 0), (3, 2)), ItemLocation("__0_0.distcp", 0, 500)),
+                Chunk(Rectangle((3, 0), (1, 2)), ItemLocation("__1_0.distcp", 7, 500)),
             ),
         ),
-        "a.s": (Described((), torch.int64), (Chunk(Rectangle((), ()), Place("__0_0.distcp", 500, 8)),)),
+        "a.s": (LocalTensorInfo((), torch.int64), (Chunk(Rectangle((), ()), ItemLocation("__0_0.distcp", 500, 8)),)),
     },
-    objects={"b.0.c": Place("__0_0.distcp", 508, 9)},
+    objects={"b.0.c": ItemLocation("__0_0.distcp", 508, 9)},
     paths={"a.w": ("a", "w"), "a.s": ("a", "s"), "b.0.c": ("b", 0, "c")},
     has_manifest=True,
 )
@@ -88,7 +88,7 @@ def of_shape(shape, offsets, sizes, dtype=torch.float32):
 
 def test_plain_metadata_is_read():
     found = from_bytes(pickle.dumps(metadata(storage_meta=StorageMeta(checkpoint_id=Path("/a"), modules=["b"]))))
-    assert found.tensors["w"][0] == Described((3,), torch.float32)
+    assert found.tensors["w"][0] == LocalTensorInfo((3,), torch.float32)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))

@@ -6,7 +6,7 @@ import torch
 
 from smp_strategy.checkpoint.storage.fallback import advice, previous
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.verify import problems_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
@@ -81,7 +81,7 @@ def test_a_damaged_directory_is_told_with_the_checkpoint_to_load_instead(tmp_pat
     path.write_bytes(data)
 
     def load():
-        found = Stored.open(tmp_path / "new.ckpt")
+        found = CheckpointReader.open(tmp_path / "new.ckpt")
         found.rest()
         for name in found.tensors:
             found.read(name)

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from smp_strategy.checkpoint.convert.contents import Contents, LazyTensor
+from smp_strategy.checkpoint.convert.contents import CheckpointContents, LazyTensor
 from smp_strategy.checkpoint.convert.write_hugging_face import export_safetensors
 from smp_strategy.checkpoint.convert.write_own import save_full, save_sharded
-from smp_strategy.checkpoint.storage.async_save import Background
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.full_file import read_full, write_full
-from smp_strategy.checkpoint.storage.reader import Stored
+from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
@@ -42,7 +42,7 @@ def safetensors(path, weights):
 
 def read_from_elsewhere(weights):
     """A tensor that has to go to the disk before it is written."""
-    return Contents(kind="", weights={"w": LazyTensor(tuple(weights.shape), weights.dtype, lambda: weights)})
+    return CheckpointContents(kind="", weights={"w": LazyTensor(tuple(weights.shape), weights.dtype, lambda: weights)})
 
 
 WRITERS = {
@@ -72,7 +72,7 @@ def test_what_was_there_stays_and_nothing_else_is_left(tmp_path, writer):
 
 
 def test_in_the_background_it_is_told_where_the_run_comes_by_next(tmp_path):
-    background, path = Background(), tmp_path / "x.ckpt"
+    background, path = BackgroundSave(), tmp_path / "x.ckpt"
     with little_room():
         background.start(lambda: write_full(path, {"w": LARGE}), str(path))
         with pytest.raises(CheckpointError) as raised:
@@ -104,4 +104,4 @@ def test_what_was_written_before_can_be_read(tmp_path):
             with pytest.raises(CheckpointError):
                 write(tmp_path / f"{name}.ckpt", LARGE)
     assert read_full(tmp_path / "a.ckpt")["w"].equal(torch.ones(2))
-    assert Stored.open(tmp_path / "b.ckpt").read("state_dict.w").equal(torch.ones(2))
+    assert CheckpointReader.open(tmp_path / "b.ckpt").read("state_dict.w").equal(torch.ones(2))

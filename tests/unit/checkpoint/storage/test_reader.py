@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from smp_strategy.checkpoint.storage import reader as stored
 from smp_strategy.checkpoint.storage import reshard as scattering
-from smp_strategy.checkpoint.storage.held_tensor import Block, Held, Opaque
-from smp_strategy.checkpoint.storage.reader import Stored, is_sharded
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor, WholeObject
+from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
 from smp_strategy.checkpoint.storage.verify import problems_of
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.errors import CheckpointError
@@ -27,7 +27,7 @@ DTYPES = [
 
 def save(state, path, **more):
     ShardedWriter().prepare(state, copy=more.pop("copy", True)).write(path, **more)
-    return Stored.open(path)
+    return CheckpointReader.open(path)
 
 
 def values(shape, dtype=torch.float32, seed=0):
@@ -65,9 +65,9 @@ def test_tensors_of_all_kinds_are_read_as_they_were_written(tmp_path, copy):
 
 def test_others_read_what_is_written(tmp_path):
     tied, state = values((3, 2)), {"a": {"b.c": values((4, 2), torch.bfloat16), "n": 3}}
-    state["a"]["one"] = Held.whole(tied, aliases=("other", "third"))
+    state["a"]["one"] = HeldTensor.whole(tied, aliases=("other", "third"))
     state["l"] = [{"lr": 0.1, "params": ["x", "y"]}, {"lr": torch.tensor(0.2), "params": []}]
-    state["o"] = Opaque({"x": {"y": torch.ones(2)}})
+    state["o"] = WholeObject({"x": {"y": torch.ones(2)}})
     found = save(state, tmp_path / "x", note={"step": 3}, rest={"epoch": 3, "t": torch.ones(3)})
     dcp_to_torch_save(tmp_path / "x", tmp_path / "full.pt")
     whole = torch.load(tmp_path / "full.pt", weights_only=True)
@@ -91,7 +91,7 @@ def test_what_others_write_is_read(tmp_path):
     state = {"a": {"w": values((5, 4)), "h": values(3, torch.bfloat16), "n": 3}, "l": [{"lr": 0.1, "params": ["x"]}]}
     state |= {"turned": values((4, 6)).t(), "part": values(100)[5:10], "number": torch.tensor(2)}
     dcp.save(state, checkpoint_id=tmp_path / "x")
-    found = Stored.open(tmp_path / "x")
+    found = CheckpointReader.open(tmp_path / "x")
     assert all(same(found.read(name), state["a"][name.removeprefix("a.")]) for name in ("a.w", "a.h"))
     assert all(same(found.read(name), state[name]) for name in ("turned", "part", "number"))
     assert found.read_objects(found.objects) == {"a.n": 3, "l": state["l"]}
@@ -100,7 +100,7 @@ def test_what_others_write_is_read(tmp_path):
         "manifest.json: is missing, so nothing can be verified."
     ]
     part = torch.empty(2, 2)
-    found.fill({"a.w": Held(shape=(5, 4), dtype=torch.float32, blocks=(Block((1, 1), part),))})
+    found.fill({"a.w": HeldTensor(shape=(5, 4), dtype=torch.float32, blocks=(HeldRectangle((1, 1), part),))})
     assert torch.equal(part, state["a"]["w"][1:3, 1:3])
 
 
@@ -111,10 +111,10 @@ def test_any_rectangle_is_read_into_any_memory(tmp_path, monkeypatch, window):
     whole, draw = values((4, 3, 5)), random.Random(0)
     cut = [(range(0, 3), range(0, 3)), (range(3, 4), range(0, 3))]
     blocks = tuple(
-        Block((rows[0], columns[0], 0), whole[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
+        HeldRectangle((rows[0], columns[0], 0), whole[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1])
         for rows, columns in cut
     )
-    found = save({"w": Held(shape=(4, 3, 5), dtype=whole.dtype, blocks=blocks)}, tmp_path / "x")
+    found = save({"w": HeldTensor(shape=(4, 3, 5), dtype=whole.dtype, blocks=blocks)}, tmp_path / "x")
     for _ in range(60):
         offsets = [draw.randrange(length) for length in whole.shape]
         sizes = [draw.randint(1, length - offset) for offset, length in zip(offsets, whole.shape, strict=True)]
@@ -122,7 +122,9 @@ def test_any_rectangle_is_read_into_any_memory(tmp_path, monkeypatch, window):
         memory = [torch.empty(sizes), torch.empty(sizes[::-1]).permute(2, 1, 0), torch.empty(sizes).double()]
         for target in memory:
             target.requires_grad_()
-            found.fill({"w": Held(shape=(4, 3, 5), dtype=target.dtype, blocks=(Block(tuple(offsets), target),))})
+            found.fill(
+                {"w": HeldTensor(shape=(4, 3, 5), dtype=target.dtype, blocks=(HeldRectangle(tuple(offsets), target),))}
+            )
             assert torch.equal(target.detach().to(whole.dtype), expected)
 
 
@@ -136,11 +138,11 @@ def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", counted)
     part = torch.empty(100, 512)
-    found.fill({"w": Held(shape=(4096, 512), dtype=torch.float32, blocks=(Block((1100, 0), part),))})
+    found.fill({"w": HeldTensor(shape=(4096, 512), dtype=torch.float32, blocks=(HeldRectangle((1100, 0), part),))})
     assert sum(count) < 1.1 * 2**20  # a piece, and what stands around 8 MiB
     count.clear()
-    rows = tuple(Block((row, 0), torch.empty(1, 512)) for row in range(1100, 1200))
-    found.fill({"w": Held(shape=(4096, 512), dtype=torch.float32, blocks=rows)})
+    rows = tuple(HeldRectangle((row, 0), torch.empty(1, 512)) for row in range(1100, 1200))
+    found.fill({"w": HeldTensor(shape=(4096, 512), dtype=torch.float32, blocks=rows)})
     assert torch.equal(torch.cat([row.tensor for row in rows]), part)
     assert sum(count) < 1.3 * 2**20  # the piece once
 
@@ -148,10 +150,10 @@ def test_only_what_is_needed_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "held", "message"),
     [
-        ("w", Held.whole(torch.ones(3)), r"`w` has shape \[4\] in .*x, but \[3\] here"),
-        ("w", Held.whole(torch.ones(4, dtype=torch.int64)), "`w` is torch.float32 in .*, but torch.int64 here"),
-        ("n", Held.whole(torch.ones(4)), "`n` is torch.int64 in .*, but torch.float32 here"),
-        ("v", Held.whole(torch.ones(4)), "has no tensor `v`"),
+        ("w", HeldTensor.whole(torch.ones(3)), r"`w` has shape \[4\] in .*x, but \[3\] here"),
+        ("w", HeldTensor.whole(torch.ones(4, dtype=torch.int64)), "`w` is torch.float32 in .*, but torch.int64 here"),
+        ("n", HeldTensor.whole(torch.ones(4)), "`n` is torch.int64 in .*, but torch.float32 here"),
+        ("v", HeldTensor.whole(torch.ones(4)), "has no tensor `v`"),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, name, held, message):
@@ -168,7 +170,7 @@ def test_a_hole_is_named_before_anything_is_read(tmp_path):
     shutil.copytree(tmp_path / "x", tmp_path / "y", ignore=shutil.ignore_patterns("manifest.json"))
     (tmp_path / "y" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"not complete: of `w`, 2999999988 of 3000000000 elements"):
-        Stored.open(tmp_path / "y").read("w")
+        CheckpointReader.open(tmp_path / "y").read("w")
     assert torch.equal(found.read("w"), torch.ones(4, 3))
 
 
@@ -186,7 +188,7 @@ STATE = {
 
 
 def load_all(path):
-    found = Stored.open(path)
+    found = CheckpointReader.open(path)
     for name in found.tensors:
         found.read(name)
     found.read_objects(found.objects)
@@ -305,7 +307,7 @@ def test_a_zip_file_with_other_shapes_than_the_metadata_is_refused(tmp_path):
     (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(metadata))
     (tmp_path / "x" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match=r"part of shape \[100\], but there is a tensor of shape \[100, 1\]"):
-        Stored.open(tmp_path / "x").read("w")
+        CheckpointReader.open(tmp_path / "x").read("w")
 
 
 def test_what_is_no_such_directory_is_refused(tmp_path):
@@ -315,4 +317,4 @@ def test_what_is_no_such_directory_is_refused(tmp_path):
     for name in ("folder", "file", "nothing"):
         assert not is_sharded(tmp_path / name)
         with pytest.raises(CheckpointError, match="is no directory that ranks have written"):
-            Stored.open(tmp_path / name)
+            CheckpointReader.open(tmp_path / name)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from smp_strategy.checkpoint.storage.dcp_format import FlatState
-from smp_strategy.checkpoint.storage.held_tensor import Block, Held, Opaque
+from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor, WholeObject
 from smp_strategy.checkpoint.storage.rectangles import Rectangle
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, assign
 from smp_strategy.distributed.balance import balanced_among
@@ -14,10 +14,10 @@ def offers(*states):
 
 
 def held(shape, *blocks):
-    return Held(
+    return HeldTensor(
         shape=shape,
         dtype=torch.float32,
-        blocks=tuple(Block(offsets, torch.empty(sizes, device="meta")) for offsets, sizes in blocks),
+        blocks=tuple(HeldRectangle(offsets, torch.empty(sizes, device="meta")) for offsets, sizes in blocks),
     )
 
 
@@ -80,7 +80,7 @@ def test_ranks_that_mean_different_things_by_a_name_are_told_so():
 
 
 def test_an_object_is_written_by_the_first_rank_that_has_it():
-    plan = assign(offers({"a": {}}, {"a": {"x": 3, "y": [1]}}, {"a": {"x": 4}, "z": Opaque({"x": {}})}))
+    plan = assign(offers({"a": {}}, {"a": {"x": 3, "y": [1]}}, {"a": {"x": 4}, "z": WholeObject({"x": {}})}))
     assert plan.objects == [[], ["a.x", "a.y"], ["z"]]
     assert plan.paths == {"a.x": ("a", "x"), "a.y": ("a", "y"), "z": ("z",)}
 
@@ -89,7 +89,7 @@ def test_flat_names_that_are_the_same_are_an_error():
     with pytest.raises(CheckpointError, match=r"duplicated flatten key a\.b"):
         FlatState.of({"a": {"b": 1}, "a.b": 2})
     with pytest.raises(CheckpointError, match=r"`a\.c` is in the state"):
-        FlatState.of({"a": {"b": Held.whole(torch.ones(1), aliases=("c",)), "c": 1}})
+        FlatState.of({"a": {"b": HeldTensor.whole(torch.ones(1), aliases=("c",)), "c": 1}})
 
 
 def test_shares_of_items_that_not_all_can_have_are_even():

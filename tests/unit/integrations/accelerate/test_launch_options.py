@@ -7,16 +7,16 @@ import pytest
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.config.parsing import as_text, parse
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate.launch_options import Selection, check_processes, is_selected
+from smp_strategy.integrations.accelerate.launch_options import LaunchOptions, check_processes, is_selected
 
 
 def test_a_recipe_is_one_variable():
-    assert Selection("pp2_sdp2").variables({}) == {"ACCELERATE_USE_SMP": "true", "SMP_CONFIG": "pp2_sdp2"}
+    assert LaunchOptions("pp2_sdp2").variables({}) == {"ACCELERATE_USE_SMP": "true", "SMP_CONFIG": "pp2_sdp2"}
 
 
 @pytest.mark.parametrize("node", [None, True, {}])
 def test_an_empty_node_selects_and_says_nothing_else(node):
-    assert Selection(node).variables({}) == {"ACCELERATE_USE_SMP": "true"}
+    assert LaunchOptions(node).variables({}) == {"ACCELERATE_USE_SMP": "true"}
 
 
 NODE = {
@@ -34,13 +34,13 @@ NODE = {
 
 
 def test_every_kind_of_value_comes_out_of_the_variables_as_it_went_in():
-    variables = Selection(NODE).variables({})
+    variables = LaunchOptions(NODE).variables({})
     assert variables["SMP_PIPELINE_PARALLEL_DEGREE"] == "2"
     assert SMPConfig.from_variables(variables) == SMPConfig(**NODE)
 
 
 def test_a_recipe_and_options_go_together_and_the_option_wins():
-    config = SMPConfig.from_variables(Selection({"recipe": "pp2_sdp2", "microbatches": 6}).variables({}))
+    config = SMPConfig.from_variables(LaunchOptions({"recipe": "pp2_sdp2", "microbatches": 6}).variables({}))
     assert (config.pipeline_parallel_degree, config.sharded_data_parallel_degree, config.microbatches) == (2, 2, 6)
 
 
@@ -55,18 +55,18 @@ def test_a_recipe_and_options_go_together_and_the_option_wins():
 )
 @pytest.mark.parametrize("name", ["pipeline_parallel_degree", "partitions"])
 def test_variables_of_the_shell_win(shell, name, expected):
-    variables = {**shell, **Selection({name: 2, "microbatches": 8}).variables(shell)}
+    variables = {**shell, **LaunchOptions({name: 2, "microbatches": 8}).variables(shell)}
     config = SMPConfig.from_variables(variables)
     assert (config.pipeline_parallel_degree, config.microbatches) == expected
 
 
 def test_a_recipe_of_the_shell_replaces_that_of_the_file():
-    assert "SMP_CONFIG" not in Selection("pp2_sdp2").variables({"SMP_CONFIG": "pp4"})
+    assert "SMP_CONFIG" not in LaunchOptions("pp2_sdp2").variables({"SMP_CONFIG": "pp4"})
 
 
 def test_unknown_names_are_refused_together_with_the_nearest_known_ones():
     with pytest.raises(ConfigError) as caught:
-        Selection({"pipeline_paralel_degree": 2, "microbatch": 4, 3: 4})
+        LaunchOptions({"pipeline_paralel_degree": 2, "microbatch": 4, 3: 4})
     first, second, third = caught.value.problems
     assert first.startswith("In `smp_config`: `pipeline_paralel_degree` is not an option. Did you mean `pipeline_par")
     assert "Did you mean `microbatches`?" in second
@@ -86,7 +86,7 @@ def test_unknown_names_are_refused_together_with_the_nearest_known_ones():
 )
 def test_what_cannot_be_handed_on_is_refused(node, message):
     with pytest.raises(ConfigError, match=message):
-        Selection(node)
+        LaunchOptions(node)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_what_cannot_be_handed_on_is_refused(node, message):
 )
 def test_what_could_not_be_trained_is_refused_before_a_process_starts(node, num_processes, message):
     with pytest.raises(ConfigError, match=message):
-        check_processes(Selection(node).variables({}), num_processes, num_machines=3 if num_processes == 4 else 1)
+        check_processes(LaunchOptions(node).variables({}), num_processes, num_machines=3 if num_processes == 4 else 1)
 
 
 def test_layouts_that_fit_pass():
     for node, num_processes in ((None, 3), ("pp2", 4), ("pp2_sdp2", 8), ("tp2_pp2", 4), ("zero1", 3)):
-        check_processes(Selection(node).variables({}), num_processes)
+        check_processes(LaunchOptions(node).variables({}), num_processes)
 
 
 def test_a_variable_of_the_shell_that_names_no_option_is_refused():

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from smp_strategy.distributed.rng_state import global_state, set_global_state
-from smp_strategy.distributed.rng_sync import Readers
+from smp_strategy.distributed.rng_sync import DataReaders
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
 from smp_strategy.integrations.lightning.resume_progress import dealt_out_again
@@ -60,7 +60,7 @@ LOADERS = {
 
 
 def followed(loader):
-    alone = pickle.loads(pickle.dumps(Readers([0], 0, lambda: None, advice="")))
+    alone = pickle.loads(pickle.dumps(DataReaders([0], 0, lambda: None, advice="")))
     follow(loader, alone)
     return loader
 

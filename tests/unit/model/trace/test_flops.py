@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from smp_strategy.model.trace.prediction import Callee, Prediction
 from smp_strategy.model.trace.pytree import flatten_call
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.trace.work import Effort, Efforts
 
 ROWS, WIDTH, WIDE = 5, 8, 16
@@ -20,7 +20,7 @@ def efforts(function: Any, *args: Any) -> Efforts:
     module = function if isinstance(function, nn.Module) else None
     leaves, structure = flatten_call(args, {})
     callee = Callee("unit", module.forward if module else function, module)
-    prediction = Oracle(torch.device("cpu")).predict(callee, leaves, structure)
+    prediction = ShapeInference(torch.device("cpu")).predict(callee, leaves, structure)
     assert isinstance(prediction, Prediction)
     return prediction.effort
 

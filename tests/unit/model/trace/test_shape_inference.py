@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from smp_strategy.model.trace.prediction import Callee, Made, Prediction, Same, Unpredictable
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 
 CPU = torch.device("cpu")
 
 
-def predict(function: Any, *args: Any, oracle: Oracle | None = None, **kwargs: Any) -> Prediction:
+def predict(function: Any, *args: Any, oracle: ShapeInference | None = None, **kwargs: Any) -> Prediction:
     """Predict a call of a function, or of a module as the runtime calls a unit."""
     module = function if isinstance(function, nn.Module) else None
     callee = Callee(function, module.forward if module else function, module)
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    return (oracle or Oracle(CPU)).predict(callee, leaves, structure)
+    return (oracle or ShapeInference(CPU)).predict(callee, leaves, structure)
 
 
 def real(*shape: int, grad: bool = True) -> Tensor:
@@ -112,7 +112,7 @@ def test_dropout_is_random_in_training_only():
 
 
 def test_a_switch_of_a_module_inside_the_unit_is_noticed():
-    net, oracle = Net(), Oracle(CPU)
+    net, oracle = Net(), ShapeInference(CPU)
     net.dropout.eval()
     assert not predict(net, real(2, 4), oracle=oracle).random
     net.dropout.train()
@@ -120,7 +120,7 @@ def test_a_switch_of_a_module_inside_the_unit_is_noticed():
 
 
 def test_a_unit_that_is_unfrozen_gets_gradients_from_then_on():
-    net, oracle = Net().requires_grad_(False), Oracle(CPU)
+    net, oracle = Net().requires_grad_(False), ShapeInference(CPU)
     x = real(2, 4, grad=False)
     assert not predict(net, x, oracle=oracle).outputs[0].spec.requires_grad
     net.requires_grad_(True)
@@ -183,7 +183,7 @@ def test_a_call_costs_the_same_where_the_weights_are_elsewhere(unit):
 
 def test_a_second_call_with_the_same_metadata_does_not_run():
     unit, calls = counted()
-    oracle = Oracle(CPU)
+    oracle = ShapeInference(CPU)
     first = predict(unit, real(2, 4), oracle=oracle)
     assert predict(unit, real(2, 4), oracle=oracle) is first
     assert len(calls) == 1
@@ -191,7 +191,7 @@ def test_a_second_call_with_the_same_metadata_does_not_run():
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "gradient", "no_grad", "training", "constant", "autocast"])
 def test_whatever_the_result_may_depend_on_asks_again(change):
-    oracle = Oracle(CPU)
+    oracle = ShapeInference(CPU)
     net = Net(0.0)
 
     def double(x: Tensor, factor: int) -> Tensor:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from smp_strategy.model.trace.prediction import Callee, Prediction
 from smp_strategy.model.trace.pytree import flatten_call
-from smp_strategy.model.trace.shape_inference import Oracle
-from smp_strategy.model.trace.work import Kept, Memory
+from smp_strategy.model.trace.shape_inference import ShapeInference
+from smp_strategy.model.trace.work import SavedBytes, StorageBytes
 
 ROWS, WIDTH, WIDE = 5, 8, 16
 NARROW_BYTES, WIDE_BYTES = 4 * ROWS * WIDTH, 4 * ROWS * WIDE
@@ -17,12 +17,12 @@ DOWN = 2 * ROWS * WIDTH * WIDE
 
 def predict(module: nn.Module, *args: object) -> Prediction:
     leaves, structure = flatten_call(args, {})
-    prediction = Oracle(torch.device("cpu")).predict(Callee("unit", module.forward, module), leaves, structure)
+    prediction = ShapeInference(torch.device("cpu")).predict(Callee("unit", module.forward, module), leaves, structure)
     assert isinstance(prediction, Prediction)
     return prediction
 
 
-def kept(module: nn.Module, *args: object) -> Kept:
+def kept(module: nn.Module, *args: object) -> SavedBytes:
     return predict(module, *args).kept
 
 
@@ -46,10 +46,10 @@ def test_inputs_products_and_the_rest_are_told_apart():
     found = kept(Mlp(), rows())
     assert sorted(found.memories) == sorted(
         [
-            Memory(NARROW_BYTES, "input"),
+            StorageBytes(NARROW_BYTES, "input"),
             # Backward of the activation needs what it returns, so the product before it is needed to make that again.
-            Memory(WIDE_BYTES, "product", is_saved=False),
-            Memory(WIDE_BYTES, "other"),
+            StorageBytes(WIDE_BYTES, "product", is_saved=False),
+            StorageBytes(WIDE_BYTES, "other"),
         ]
     )
 
@@ -84,7 +84,7 @@ def test_a_product_that_is_returned_is_done_again():
 
 def test_an_input_that_backward_does_not_need_is_needed_to_compute_again():
     (memory,) = kept(nn.Sequential(nn.Flatten(0)), rows()).memories
-    assert memory == Memory(NARROW_BYTES, "input", is_saved=False)
+    assert memory == StorageBytes(NARROW_BYTES, "input", is_saved=False)
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smp_strategy.activations.policy import KEEP, Treatment
+from smp_strategy.activations.policy import KEEP, ActivationPolicy
 from smp_strategy.model.trace.device_model import HostLink, Machine
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work import Effort, Efforts, Kept, Link, Memory, Work
+from smp_strategy.model.trace.work import Effort, Efforts, Link, SavedBytes, StorageBytes, Work
 from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.planning.activation_budget.allocate import Microbatch, Relief, relieve
+from smp_strategy.planning.activation_budget.allocate import ActivationPlan, Microbatch, relieve
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
@@ -23,9 +23,9 @@ MACHINE = Machine(1.0, 1.0, 0.0, Link.instant(), HostLink(8.0, is_beside=False))
 def unit(number: int, inputs: int, products: int, others: int, seconds: float) -> tuple[Event, Work]:
     """A unit whose forward is done again as a whole, a quarter of it cheap."""
     before = (Value(number - 1, inputs, requires_grad=True),) if number else ()
-    memories = (Memory(inputs, "input"), Memory(products, "product"), Memory(others, "other"))
+    memories = (StorageBytes(inputs, "input"), StorageBytes(products, "product"), StorageBytes(others, "other"))
     effort = Effort(flops=3, other_bytes=1)
-    kept = Kept(memories, effort, Effort(other_bytes=1))
+    kept = SavedBytes(memories, effort, Effort(other_bytes=1))
     made = (Value(number, 8, requires_grad=True),)
     saved = inputs + products + others
     event = Event("unit", f"u{number}", before, made, Efforts(effort), saved, kept=kept)
@@ -51,7 +51,7 @@ def simulating(policy: str):
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Relief, Microbatch, list[int | None]]:
+def problems(draw: st.DrawFn) -> tuple[ActivationPlan, Microbatch, list[int | None]]:
     size = st.integers(1, 12)
     count = draw(st.integers(2, 4))
     units = [
@@ -60,8 +60,8 @@ def problems(draw: st.DrawFn) -> tuple[Relief, Microbatch, list[int | None]]:
     ]
     cut = draw(st.one_of(st.none(), st.integers(1, count - 1)))
     names = [event.name for event, _ in units]
-    fixed = {draw(st.sampled_from(names)): Treatment(recompute="all")} if draw(st.booleans()) else {}
-    relief = Relief(
+    fixed = {draw(st.sampled_from(names)): ActivationPolicy(recompute="all")} if draw(st.booleans()) else {}
+    relief = ActivationPlan(
         machine=MACHINE,
         fixed=fixed,
         free=frozenset(names).difference(fixed),
@@ -99,7 +99,7 @@ UNITS = [unit(number, 4, 6, 30, 2.0) for number in range(4)]
 
 def relieved(room: int, **changes):
     free = frozenset(event.name for event, _ in UNITS)
-    relief = Relief(machine=MACHINE, **{"free": free, **changes})
+    relief = ActivationPlan(machine=MACHINE, **{"free": free, **changes})
     return relieve(relief, microbatch(UNITS, None), [room], simulating("1f1b"))
 
 
@@ -109,19 +109,19 @@ def test_where_everything_fits_nothing_is_treated():
 
 def test_the_cheap_part_is_computed_again_first():
     found = relieved(140)
-    assert set(found.treatments.values()) == {Treatment(recompute="cheap")}
+    assert set(found.treatments.values()) == {ActivationPolicy(recompute="cheap")}
     assert len(found.treatments) == 1
 
 
 def test_if_nothing_fits_as_little_is_kept_as_can_be():
     found = relieved(1)
-    assert found.treatments == {event.name: Treatment(recompute="all") for event, _ in UNITS}
+    assert found.treatments == {event.name: ActivationPolicy(recompute="all") for event, _ in UNITS}
 
 
 def test_only_units_that_are_free_change():
-    fixed = {"u0": Treatment(recompute="all"), "u1": KEEP}
+    fixed = {"u0": ActivationPolicy(recompute="all"), "u1": KEEP}
     found = relieved(1, free=frozenset({"u2"}), fixed=fixed)
-    assert found.treatments == {"u0": fixed["u0"], "u2": Treatment(recompute="all")}
+    assert found.treatments == {"u0": fixed["u0"], "u2": ActivationPolicy(recompute="all")}
 
 
 def test_a_unit_that_is_called_twice_counts_twice():
@@ -130,6 +130,6 @@ def test_a_unit_that_is_called_twice_counts_twice():
         (UNITS[0][0]._replace(inputs=UNITS[3][0].outputs, outputs=(Value(4, 8, requires_grad=True),)), UNITS[0][1]),
     ]
     free = frozenset(event.name for event, _ in UNITS)
-    found = relieve(Relief(machine=MACHINE, free=free), microbatch(twice, None), [150], simulating("1f1b"))
+    found = relieve(ActivationPlan(machine=MACHINE, free=free), microbatch(twice, None), [150], simulating("1f1b"))
     assert found.peaks[0] <= 150
     assert found.treatments

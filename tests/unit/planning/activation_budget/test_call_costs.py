@@ -2,18 +2,23 @@
 
 import pytest
 
-from smp_strategy.activations.policy import KEEP, Treatment
+from smp_strategy.activations.policy import KEEP, ActivationPolicy
 from smp_strategy.model.trace.device_model import HostLink, Machine
 from smp_strategy.model.trace.events import Event, Trace, Value
-from smp_strategy.model.trace.work import Effort, Efforts, Kept, Link, Memory, Work
+from smp_strategy.model.trace.work import Effort, Efforts, Link, SavedBytes, StorageBytes, Work
 from smp_strategy.planning.activation_budget.call_costs import REPEAT_SECONDS, call_costs, treated
 
 # A FLOP takes a second, and so does a byte.
 MACHINE = Machine(1.0, 1.0, 0.0, Link.instant(), HostLink(10.0, is_beside=False))
-MEMORIES = (Memory(100, "input"), Memory(30, "product"), Memory(8, "product", is_saved=False), Memory(400, "other"))
-KEPT = Kept(MEMORIES, again=Effort(flops=6, other_bytes=2), cheap=Effort(other_bytes=2))
+MEMORIES = (
+    StorageBytes(100, "input"),
+    StorageBytes(30, "product"),
+    StorageBytes(8, "product", is_saved=False),
+    StorageBytes(400, "other"),
+)
+KEPT = SavedBytes(MEMORIES, again=Effort(flops=6, other_bytes=2), cheap=Effort(other_bytes=2))
 WORK = Work(20.0, 20.0, 20.0)
-ALL, CHEAP = Treatment(recompute="all"), Treatment(recompute="cheap")
+ALL, CHEAP = ActivationPolicy(recompute="all"), ActivationPolicy(recompute="cheap")
 
 
 def event(number: int = 1, name: str = "list.0", **changes) -> Event:
@@ -23,7 +28,7 @@ def event(number: int = 1, name: str = "list.0", **changes) -> Event:
     return Event("unit", name, (before,), (after,), effort, 530, kept=KEPT)._replace(**changes)
 
 
-def costs(treatment: Treatment, **changes) -> tuple[float, ...]:
+def costs(treatment: ActivationPolicy, **changes) -> tuple[float, ...]:
     min_bytes = changes.pop("min_bytes", 0)
     return tuple(call_costs(event(**changes), treatment, WORK, MACHINE, min_bytes))
 
@@ -35,9 +40,9 @@ def costs(treatment: Treatment, **changes) -> tuple[float, ...]:
         # Measured, a forward takes twice as long as modelled.
         (ALL, (100, 430, 0, 16.0, 0.0)),
         (CHEAP, (138, 400, 0, 4.0, 0.0)),
-        (Treatment(offload=True), (0, 0, 530, 0.0, 53.0)),
-        (Treatment(recompute="all", offload=True), (0, 430, 100, 16.0, 10.0)),
-        (Treatment(recompute="cheap", offload=True), (38, 400, 100, 4.0, 10.0)),
+        (ActivationPolicy(offload=True), (0, 0, 530, 0.0, 53.0)),
+        (ActivationPolicy(recompute="all", offload=True), (0, 430, 100, 16.0, 10.0)),
+        (ActivationPolicy(recompute="cheap", offload=True), (38, 400, 100, 4.0, 10.0)),
     ],
 )
 def test_a_treatment_costs_time_and_spares_bytes(treatment, expected):
@@ -45,20 +50,20 @@ def test_a_treatment_costs_time_and_spares_bytes(treatment, expected):
 
 
 def test_small_memories_stay_on_the_device():
-    assert costs(Treatment(offload=True), min_bytes=50)[:3] == (30, 0, 500)
+    assert costs(ActivationPolicy(offload=True), min_bytes=50)[:3] == (30, 0, 500)
 
 
 def test_what_was_measured_counts():
     assert costs(ALL, saved_bytes=600)[:2] == (100, 500)
-    assert costs(Treatment(offload=True), saved_bytes=600)[:3] == (70, 0, 530)
+    assert costs(ActivationPolicy(offload=True), saved_bytes=600)[:3] == (70, 0, 530)
 
 
 def test_a_call_without_backward_has_nothing_to_spare():
-    assert costs(ALL, saved_bytes=0, kept=Kept()) == (0, 0, 0, 0.0, 0.0)
+    assert costs(ALL, saved_bytes=0, kept=SavedBytes()) == (0, 0, 0, 0.0, 0.0)
 
 
 def test_a_call_that_nobody_has_looked_into_keeps_its_inputs_and_is_done_again_as_a_whole():
-    assert costs(ALL, kept=Kept()) == (100, 530, 0, 20.0, 0.0)
+    assert costs(ALL, kept=SavedBytes()) == (100, 530, 0, 20.0, 0.0)
 
 
 @pytest.mark.parametrize(("is_beside", "expected"), [(False, 3.0), (True, 0.0)])
@@ -72,14 +77,14 @@ def test_python_per_kernel_is_hidden_where_a_device_computes_beside_it(is_beside
 
 def test_copies_beside_the_computation_take_no_time_of_their_own():
     beside = MACHINE._replace(host=HostLink(10.0, is_beside=True))
-    assert call_costs(event(), Treatment(offload=True), WORK, beside).copy_seconds == 0.0
+    assert call_costs(event(), ActivationPolicy(offload=True), WORK, beside).copy_seconds == 0.0
 
 
 def chain(*names: str) -> Trace:
     return Trace([event(number, name) for number, name in enumerate(names, start=1)], len(names))
 
 
-def under(treatment: Treatment, trace: Trace, stage_of: dict[str, int] | None = None) -> list[tuple[int, int]]:
+def under(treatment: ActivationPolicy, trace: Trace, stage_of: dict[str, int] | None = None) -> list[tuple[int, int]]:
     names = [each.name for each in trace.events]
     work = dict.fromkeys(range(len(names)), WORK)
     found, _ = treated(trace, work, dict.fromkeys(names, treatment), stage_of or {}, machine=MACHINE)
@@ -93,7 +98,7 @@ def test_what_is_computed_again_is_waited_for_like_input_gradients_and_not_split
 
 def test_copies_back_are_waited_for_like_input_gradients_if_there_are_any():
     work = {0: Work(20.0, 0.0, 20.0), 1: WORK}
-    away = Treatment(offload=True)
+    away = ActivationPolicy(offload=True)
     _, times = treated(chain("a", "b"), work, {"a": away, "b": away}, {}, machine=MACHINE)
     assert times == {0: Work(73.0, 0.0, 73.0), 1: Work(73.0, 73.0, 20.0)}
 
@@ -105,13 +110,13 @@ def test_without_treatments_nothing_changes():
 
 def test_of_a_group_the_first_inputs_are_kept_and_all_comes_back_at_once():
     trace = chain("list.0", "list.1", "list.2")
-    together = Treatment(recompute="all", group=None)
+    together = ActivationPolicy(recompute="all", group=None)
     assert under(together, trace) == [(100, 430), (0, 960), (0, 1490)]
-    assert under(Treatment(recompute="all", group=2), trace) == [(100, 430), (0, 960), (100, 430)]
+    assert under(ActivationPolicy(recompute="all", group=2), trace) == [(100, 430), (0, 960), (100, 430)]
 
 
 def test_a_group_ends_where_the_stage_or_the_list_does():
-    together = Treatment(recompute="all", group=None)
+    together = ActivationPolicy(recompute="all", group=None)
     alone = [(100, 430)] * 2
     assert under(together, chain("list.0", "list.1"), {"list.0": 0, "list.1": 1}) == alone
     assert under(together, chain("list.0", "other.0")) == alone

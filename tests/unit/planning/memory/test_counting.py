@@ -6,18 +6,20 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from smp_strategy.data_parallel.gather_schedule import Timing
-from smp_strategy.data_parallel.sharded_module import ShardedUnits
-from smp_strategy.model.guarded_tensors import Home, Sight, StageTensor
+from smp_strategy.data_parallel.gather_schedule import GatherPolicy
+from smp_strategy.data_parallel.sharded_module import ShardedModule
+from smp_strategy.model.guarded_tensors import HomeStages, HookAccess, StageTensor
 from smp_strategy.planning.memory.counting import count
 from tests.unit.data_parallel.world import World
 
 MESH: Any = SimpleNamespace(rank=3, stage=1)
 
 
-def home(tensor: torch.Tensor, *holders: int) -> Home:
+def home(tensor: torch.Tensor, *holders: int) -> HomeStages:
     stride = tuple(tensor.stride())
-    return Home(name="w", holders=frozenset(holders), stage=1, kind=type(tensor), stride=stride, sight=Sight())
+    return HomeStages(
+        name="w", holders=frozenset(holders), stage=1, kind=type(tensor), stride=stride, sight=HookAccess()
+    )
 
 
 def trained(model: nn.Module, optimizer: optim.Optimizer) -> None:
@@ -73,8 +75,8 @@ def test_what_is_here_is_counted_also_while_a_hook_looks_at_it():
 def test_parameters_that_are_spread_are_counted_by_who_spreads_them():
     model = nn.ModuleDict({"unit": nn.Linear(64, 64), "glue": nn.Linear(8, 8, bias=False)})
     optimizer = optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    members, timing = model["unit"].named_parameters(), Timing(gathers_once=False, reduces_early=True)
-    spread = ShardedUnits({("unit",): members}, World(2).members[0], None, torch.device("cpu"), timing=timing)
+    members, timing = model["unit"].named_parameters(), GatherPolicy(gathers_once=False, reduces_early=True)
+    spread = ShardedModule({("unit",): members}, World(2).members[0], None, torch.device("cpu"), timing=timing)
     layout, glue = spread.units["unit"].layout, 4 * 8 * 8
     assert list(count(model, [optimizer], MESH, spread).amounts.values()) == [layout.shard_bytes + glue, 0, 0, 0, 0]
     spread.show_pieces(model.parameters())

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smp_strategy.data_parallel.flat_layout import BLOCK_BYTES, Entry, UnitLayout
+from smp_strategy.data_parallel.flat_layout import BLOCK_BYTES, FlatParameter, UnitLayout
 from smp_strategy.planning.memory.sharded import flat_groups, most_gathered, most_unreduced, share_of
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.planning.partition.problem import HeldBytes
 
 SIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 # Two moments and a counter.
@@ -16,10 +16,10 @@ ADAM = 4
 
 
 @st.composite
-def entries(draw: st.DrawFn) -> Entry:
+def entries(draw: st.DrawFn) -> FlatParameter:
     dtype = draw(st.sampled_from(list(SIZES)))
     numel = draw(st.integers(0, 400))
-    return Entry(
+    return FlatParameter(
         names=("w",),
         shape=(numel,),
         stride=(1,),
@@ -29,7 +29,7 @@ def entries(draw: st.DrawFn) -> Entry:
     )
 
 
-def state_bytes(entry: Entry, numel: int) -> int:
+def state_bytes(entry: FlatParameter, numel: int) -> int:
     return 2 * numel * entry.itemsize + ADAM
 
 
@@ -37,7 +37,7 @@ def layout(*numels: int, degree: int = 2, trained: bool = True) -> UnitLayout:
     """Of float32, without padding where the numbers are multiples of 32 times the degree."""
     return UnitLayout.of(
         [
-            Entry(names=("w",), shape=(n,), stride=(1,), dtype="float32", itemsize=4, requires_grad=trained)
+            FlatParameter(names=("w",), shape=(n,), stride=(1,), dtype="float32", itemsize=4, requires_grad=trained)
             for n in numels
         ],
         degree,
@@ -61,7 +61,7 @@ def test_shares_add_up_to_the_whole_and_some_padding(parameters, degree, thresho
     num_trained = sum(entry.requires_grad for entry in parameters)
     assert 2 * trained / degree + ADAM * num_trained <= share.optimizer <= 2 * share.gradient + ADAM * num_trained
     at_rest = share_of(found, state_bytes, gathers_once=False, reduces_early=True)
-    assert at_rest == Held(share.parameter, share.gradient, share.optimizer)
+    assert at_rest == HeldBytes(share.parameter, share.gradient, share.optimizer)
 
 
 @given(st.dictionaries(st.sampled_from("abcde"), st.lists(st.integers(0, 9), max_size=5)))

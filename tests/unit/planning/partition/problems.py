@@ -9,7 +9,7 @@ from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
 from smp_strategy.pipeline.routing import route
 from smp_strategy.planning.partition.from_trace import problem_of
-from smp_strategy.planning.partition.problem import Held, InFlight, Problem, Promise, Score, Setting
+from smp_strategy.planning.partition.problem import HeldBytes, InFlight, PartitionProblem, Promise, Score, Setting
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
@@ -22,7 +22,7 @@ class Case:
         self, trace: Trace, work: Mapping[int, Work], parameters, setting: Setting, active: int, everywhere=None
     ) -> None:
         self.trace, self.work, self.setting, self.active = trace, work, setting, active
-        self.problem: Problem = problem_of(trace, work, parameters, setting, everywhere=everywhere)
+        self.problem: PartitionProblem = problem_of(trace, work, parameters, setting, everywhere=everywhere)
 
     def evaluate(self, stage_of: Mapping[str, int]) -> Score:
         setting = self.setting
@@ -95,7 +95,7 @@ def cases(draw: st.DrawFn, *, max_units: int = 10) -> Case:
     trace, work = draw(programs(num_units))
     sizes = draw(st.lists(st.integers(0, 50), min_size=12, max_size=12))
     trained = draw(st.lists(st.booleans(), min_size=12, max_size=12))
-    held = [Held(size, size * trained[key], 2 * size * trained[key], size // 2) for key, size in enumerate(sizes)]
+    held = [HeldBytes(size, size * trained[key], 2 * size * trained[key], size // 2) for key, size in enumerate(sizes)]
     parameters = {
         f"u{index}": {key: held[key] for key in draw(st.sets(st.integers(0, 11), max_size=3))}
         for index in range(num_units)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.errors import ConfigError
 from smp_strategy.planning.output_file import write_atomically
 from smp_strategy.planning.partition.file import read_partition
@@ -154,7 +154,7 @@ def test_what_units_keep_is_read_where_the_file_says_it():
     relief = {"treatment": {"recompute": "all", "offload": True}}
     text = changed(lambda data: data["units"][0].update(relief=relief))
     name = json.loads(text)["units"][0]["name"]
-    assert read_partition(text, "p.json").treatments == {name: Treatment(recompute="all", offload=True)}
+    assert read_partition(text, "p.json").treatments == {name: ActivationPolicy(recompute="all", offload=True)}
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,15 @@ import pytest
 from smp_strategy.model.trace.events import Event, Trace, Value
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.partition.from_trace import chain_of, problem_of
-from smp_strategy.planning.partition.problem import Held, Setting
+from smp_strategy.planning.partition.problem import HeldBytes, Setting
 from tests.unit.planning.partition.problems import chain
 
-PARAMETERS = {"embed": {0: Held(100)}, "a": {1: Held(10)}, "b": {2: Held(20)}, "head": {0: Held(100), 3: Held(5)}}
+PARAMETERS = {
+    "embed": {0: HeldBytes(100)},
+    "a": {1: HeldBytes(10)},
+    "b": {2: HeldBytes(20)},
+    "head": {0: HeldBytes(100), 3: HeldBytes(5)},
+}
 
 WORK = {position: Work(time, time, time) for position, time in enumerate([864, 1000, 1000, 8000, 32, 5])}
 
@@ -74,7 +79,7 @@ def test_a_cut_is_crossed_by_what_is_made_before_and_used_after():
 
 def test_a_unit_that_the_trace_does_not_call_follows_the_one_registered_before_it():
     names = ("first", "embed", "unused", "a", "b", "head", "last")
-    found = problem({name: {number: Held(1)} for number, name in enumerate(names)})
+    found = problem({name: {number: HeldBytes(1)} for number, name in enumerate(names)})
     assert [unit.name for unit in found.units] == ["first", "embed", "unused", "a", "b", "head", "last"]
     assert {unit.work for unit in found.units if unit.name in ("first", "unused", "last")} == {Work()}
     # Before `unused` passes what passes before `a`.

@@ -8,11 +8,11 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.partition.from_trace import problem_of
 from smp_strategy.planning.partition.partition import Partition
-from smp_strategy.planning.partition.problem import Held, Score, Setting
+from smp_strategy.planning.partition.problem import HeldBytes, Score, Setting
 from tests.unit.planning.partition.problems import chain
 
-TIED = Held(100, 100, 200)
-PARAMETERS = {"u0": {0: TIED}, "u1": {1: Held(10)}, "u2": {2: Held(20, 20, 40)}, "u3": {0: TIED}}
+TIED = HeldBytes(100, 100, 200)
+PARAMETERS = {"u0": {0: TIED}, "u1": {1: HeldBytes(10)}, "u2": {2: HeldBytes(20, 20, 40)}, "u3": {0: TIED}}
 SCORE = Score(step_seconds=20.0, activation_bytes=(30, 5))
 
 
@@ -30,12 +30,15 @@ def test_units_of_a_partition_carry_stage_chunk_and_costs():
     assert found.stage_of == {"u0": 0, "u1": 1, "u2": 1, "u3": 0}
     assert (found.num_stages, found.num_chunks) == (2, 3)
     assert found.cut_bytes == (8, 8)
-    assert found.units[2].held == Held(20, 20, 40)
+    assert found.units[2].held == HeldBytes(20, 20, 40)
 
 
 def test_a_parameter_that_units_of_a_stage_share_counts_once_and_on_two_stages_twice():
-    assert [stage.held for stage in partition(0, 1, 1, 0).stages] == [TIED, Held(30, 20, 40)]
-    assert [stage.held for stage in partition(0, 0, 1, 1).stages] == [Held(110, 100, 200), Held(120, 120, 240)]
+    assert [stage.held for stage in partition(0, 1, 1, 0).stages] == [TIED, HeldBytes(30, 20, 40)]
+    assert [stage.held for stage in partition(0, 0, 1, 1).stages] == [
+        HeldBytes(110, 100, 200),
+        HeldBytes(120, 120, 240),
+    ]
 
 
 def test_memory_of_a_stage_is_what_it_holds_and_the_peak_of_activations():

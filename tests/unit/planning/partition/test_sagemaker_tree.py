@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smp_strategy.model.trace.work import Work
-from smp_strategy.planning.partition.problem import Held, UnitCost
+from smp_strategy.planning.partition.problem import HeldBytes, UnitCost
 from smp_strategy.planning.partition.sagemaker_tree import (
-    Node,
+    PartitionNode,
     d_hondt,
     in_execution_order,
     module_tree,
@@ -17,7 +17,7 @@ from smp_strategy.planning.partition.sagemaker_tree import (
 
 
 def unit(name: str, cost: float, **parameters: int) -> UnitCost:
-    return UnitCost(name, {ord(key): Held(size) for key, size in parameters.items()}, work=Work(cost))
+    return UnitCost(name, {ord(key): HeldBytes(size) for key, size in parameters.items()}, work=Work(cost))
 
 
 def test_devices_go_where_the_cost_per_device_is_largest():
@@ -68,7 +68,7 @@ def test_a_segment_without_a_device_goes_to_the_first_one_of_its_parent():
 def test_units_that_share_parameters_stay_together():
     units = [unit("embed", 1, t=9), unit("blocks.0", 5), unit("blocks.1", 5), unit("head", 1, t=9)]
     tree = module_tree(units)
-    assert tree.children[0] == Node("embed", ("embed", "head"), 9, 2)
+    assert tree.children[0] == PartitionNode("embed", ("embed", "head"), 9, 2)
     found = tree_partition(tree, 3, 0.5)
     assert found["embed"] == found["head"]
 

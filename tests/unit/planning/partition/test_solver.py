@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Work
-from smp_strategy.planning.partition.problem import Held, Setting
+from smp_strategy.planning.partition.problem import HeldBytes, Setting
 from smp_strategy.planning.partition.solver import equal_counts, solve
 from tests.unit.planning.partition.problems import Case, cases, chain
 
@@ -47,7 +47,7 @@ def test_a_search_that_is_cut_short_says_what_could_be_better(case: Case):
 
 def case_of(works, *, parameters=None, outputs=1, saved=1, **changes) -> Case:
     trace, work = chain(works, saved=saved, outputs=outputs)
-    parameters = parameters or {f"u{i}": {i: Held(1)} for i in range(len(works))}
+    parameters = parameters or {f"u{i}": {i: HeldBytes(1)} for i in range(len(works))}
     setting = Setting.plain(**{"num_stages": 2, "num_microbatches": 4, **changes})
     return Case(trace, work, parameters, setting, active=4)
 
@@ -86,7 +86,7 @@ def test_of_two_partitions_that_take_as_long_the_one_with_the_cheaper_cut_wins()
 
 
 def test_memory_that_must_fit_beats_time():
-    heavy = {f"u{i}": {i: Held(100 if i < 2 else 1)} for i in range(6)}
+    heavy = {f"u{i}": {i: HeldBytes(100 if i < 2 else 1)} for i in range(6)}
     free = case_of([Work(1, 1, 1)] * 6, parameters=heavy)
     tight = case_of([Work(1, 1, 1)] * 6, parameters=heavy, memory_limits=(120, None))
     assert sizes(free) == [3, 3]
@@ -94,7 +94,7 @@ def test_memory_that_must_fit_beats_time():
 
 
 def test_tied_parameters_are_held_once_on_a_stage():
-    tied = {"u0": {0: Held(100)}, "u1": {1: Held(60)}, "u2": {0: Held(100)}, "u3": {2: Held(60)}}
+    tied = {"u0": {0: HeldBytes(100)}, "u1": {1: HeldBytes(60)}, "u2": {0: HeldBytes(100)}, "u3": {2: HeldBytes(60)}}
     problem = case_of([Work(1, 1, 1)] * 4, parameters=tied).problem
     stages = [problem.held(problem.stage_of(starts)) for starts in ([0, 1], [0, 3])]
     assert [[held.total for held in each] for each in stages] == [[100, 220], [160, 60]]
@@ -102,7 +102,7 @@ def test_tied_parameters_are_held_once_on_a_stage():
 
 def test_a_partition_from_outside_wins_if_it_is_better_than_all_contiguous_ones():
     case = case_of([Work(1, 1, 1)] * 4, memory_weight=1.0, parameters={
-        "u0": {0: Held(100)}, "u1": {1: Held(50)}, "u2": {2: Held(50)}, "u3": {0: Held(100)}
+        "u0": {0: HeldBytes(100)}, "u1": {1: HeldBytes(50)}, "u2": {2: HeldBytes(50)}, "u3": {0: HeldBytes(100)}
     })  # fmt: skip
     guess = {"u0": 0, "u1": 1, "u2": 1, "u3": 0}
     assert solve(case.problem, case.evaluate, guesses=[guess]).stage_of == guess

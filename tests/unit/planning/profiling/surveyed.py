@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from smp_strategy.engine.dry_run import DryRun, Surroundings, dry_run
+from smp_strategy.engine.dry_run import DryRun, DryRunInput, dry_run
 from smp_strategy.engine.unit_calls import UnitCalls
-from smp_strategy.model.trace.shape_inference import Oracle
+from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import choose_units
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def survey(model: nn.Module, step: Callable[[Any], Any], microbatch: Any, num_st
     """The dry run of ``step``; calls of units reach them directly again afterwards."""
     units, calls = choose_units(model, num_stages), UnitCalls()
     calls.intercept(units)
-    surroundings = Surroundings(module=model, units=units, calls=calls, oracle=Oracle(CPU), device=CPU)
+    surroundings = DryRunInput(module=model, units=units, calls=calls, oracle=ShapeInference(CPU), device=CPU)
     try:
         return dry_run(step, microbatch, lambda loss: loss, surroundings)
     finally:

@@ -14,7 +14,7 @@ from smp_strategy.model.trace.device_model import Machine, modelled_work
 from smp_strategy.model.trace.measured_costs import with_measured_bytes, work_of
 from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.profiling import profiler as sharing
-from smp_strategy.planning.profiling.profiler import MeasuringOptions, Ranks, assign, measure, ranks_of
+from smp_strategy.planning.profiling.profiler import MeasuringOptions, ProfilingRanks, assign, measure, ranks_of
 from smp_strategy.planning.profiling.unit_benchmark import Sample
 from tests.parity.models import Text, batch_for
 from tests.unit.planning.profiling.surveyed import CPU, survey
@@ -204,15 +204,15 @@ def test_how_much_times_differ_is_a_share_of_all_times(monkeypatch):
 @pytest.mark.parametrize(
     ("alone", "together", "found"),
     [
-        (1.0, [0.5, 0.5, 0.5, 0.5], Ranks(crowding=2.0)),
+        (1.0, [0.5, 0.5, 0.5, 0.5], ProfilingRanks(crowding=2.0)),
         # Chance gives rank 0 less than its share, or more, and others the rest of it.
-        (1.0, [0.3, 0.7, 0.6, 0.4], Ranks(crowding=2.0)),
-        (1.0, [0.8, 0.2, 0.5, 0.5], Ranks(crowding=2.0)),
-        (1.0, [1.0, 1.0, 1.0, 1.0], Ranks()),
+        (1.0, [0.3, 0.7, 0.6, 0.4], ProfilingRanks(crowding=2.0)),
+        (1.0, [0.8, 0.2, 0.5, 0.5], ProfilingRanks(crowding=2.0)),
+        (1.0, [1.0, 1.0, 1.0, 1.0], ProfilingRanks()),
         # Another machine is slower: it takes no cores away from this one.
-        (4.0, [4.0, 1.0], Ranks((1.0, 0.25))),
-        (0.0, [0.0, 0.0], Ranks()),
-        (1.0, [0.0, 0.5, 0.5], Ranks()),
+        (4.0, [4.0, 1.0], ProfilingRanks((1.0, 0.25))),
+        (0.0, [0.0, 0.0], ProfilingRanks()),
+        (1.0, [0.0, 0.5, 0.5], ProfilingRanks()),
     ],
 )
 def test_ranks_share_cores_where_all_of_them_together_are_slower_than_one_alone(alone, together, found):

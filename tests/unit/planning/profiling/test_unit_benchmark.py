@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
 
 from smp_strategy.model.trace.prediction import Callee
-from smp_strategy.planning.profiling.recorded_calls import CallLog, UnitCall
+from smp_strategy.planning.profiling.recorded_calls import CallLog, RecordedCall
 from smp_strategy.planning.profiling.unit_benchmark import measure_alone
 from tests.unit.planning.profiling.surveyed import CPU, survey
 
 MILLISECOND = 1e-3
 
 
-def call(module: nn.Module, *args: Any, **kwargs: Any) -> UnitCall:
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> RecordedCall:
     log = CallLog("cpu")
     log.note(Callee("unit", module.forward, module), args, kwargs)
     return log.calls[0]

@@ -13,9 +13,9 @@ from smp_strategy.planning.schedule.annealing import anneal
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.peak_memory import DEFAULT_HORIZON
 from smp_strategy.planning.schedule.policies import Policy
-from smp_strategy.planning.schedule.scoring import Judge, Limits
+from smp_strategy.planning.schedule.scoring import Limits, PlanScorer
 from smp_strategy.planning.schedule.simulate import simulate
-from smp_strategy.planning.schedule.step_graph import Entry, StepGraph
+from smp_strategy.planning.schedule.step_graph import ScheduledPass, StepGraph
 from tests.unit.planning.schedule.flows import chain_of, execute, flow_of, programs
 
 
@@ -27,7 +27,7 @@ def short_search(monkeypatch):
 def judge_of(flow, num_microbatches, *, limits=(), active=None, split_overhead=0.05, **options):
     graph = StepGraph(flow, num_microbatches, Link.instant(), split_overhead)
     most_bytes = limits or (None,) * flow.num_stages
-    return Judge(graph, flow, Limits(most_bytes, active, DEFAULT_HORIZON), **options)
+    return PlanScorer(graph, flow, Limits(most_bytes, active, DEFAULT_HORIZON), **options)
 
 
 def ends(judge, *plans):
@@ -107,15 +107,21 @@ def test_gradients_of_a_weight_are_added_in_the_order_of_the_microbatches():
 
 def test_backwards_of_one_segment_are_split():
     graph = StepGraph(flow_of(0, 1, 0, 1), 2, Link.instant(), 0.0)
-    order = [Entry("B", segment, microbatch) for microbatch, segment in itertools.product((0, 1), (3, 1))]
+    order = [ScheduledPass("B", segment, microbatch) for microbatch, segment in itertools.product((0, 1), (3, 1))]
     parted = graph.parted(order, num_whole=1, segment=1)
-    assert parted == [*order[:3], Entry("I", 1, 1), Entry("W", 1, 1)]
+    assert parted == [*order[:3], ScheduledPass("I", 1, 1), ScheduledPass("W", 1, 1)]
     assert graph.whole(parted, 1, 2) == order
 
 
 def test_a_pass_overtakes_nothing_that_it_needs():
     graph = StepGraph(flow_of(0, 1), 2, Link.instant(), 0.0)
-    order = [Entry("F", 1, 0), Entry("F", 1, 1), Entry("I", 1, 0), Entry("W", 1, 0), Entry("I", 1, 1)]
+    order = [
+        ScheduledPass("F", 1, 0),
+        ScheduledPass("F", 1, 1),
+        ScheduledPass("I", 1, 0),
+        ScheduledPass("W", 1, 0),
+        ScheduledPass("I", 1, 1),
+    ]
     assert graph.reachable(order, 1, 4) == 3
     assert graph.reachable(order, 3, 0) == 3
     assert graph.reachable(order, 4, 0) == 3

@@ -15,7 +15,7 @@ from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.check_plan import check
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.policies import Policy
-from smp_strategy.planning.schedule.published import Pass, one_forward_one_backward, zero_bubble_v
+from smp_strategy.planning.schedule.published import ChunkPass, one_forward_one_backward, zero_bubble_v
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
 from smp_strategy.planning.schedule.steps_in_a_row import with_real_times
@@ -156,12 +156,14 @@ class Stub:
         self.stage_index_to_group_rank: dict[int, int] = {}
 
 
-def torch_table(schedule: type, numbers: list[list[int]], num_microbatches: int, rank: int) -> list[Pass]:
+def torch_table(schedule: type, numbers: list[list[int]], num_microbatches: int, rank: int) -> list[ChunkPass]:
     stages = [Stub(rank, len(numbers), number, sum(map(len, numbers))) for number in numbers[rank]]
     table = schedule(stages, num_microbatches).pipeline_order[rank]
     names = {"F": "F", "B": "B", "I": "I", "W": "W"}
     return [
-        Pass(names[action.computation_type.value], numbers[rank].index(action.stage_index), action.microbatch_index)
+        ChunkPass(
+            names[action.computation_type.value], numbers[rank].index(action.stage_index), action.microbatch_index
+        )
         for action in table
         if action is not None
     ]

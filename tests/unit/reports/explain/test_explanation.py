@@ -6,12 +6,12 @@ from textwrap import dedent
 
 import pytest
 
-from smp_strategy.activations.policy import Treatment
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.cli import main
 from smp_strategy.errors import ConfigError
 from smp_strategy.model.trace.work import Link, Work
-from smp_strategy.planning.partition.partition import Partition, PlacedUnit, StageLoad, UnitRelief
-from smp_strategy.planning.partition.problem import Held
+from smp_strategy.planning.partition.partition import Partition, PlacedUnit, StageLoad, UnitActivations
+from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.simulate import simulate
 from smp_strategy.planning.schedule.step_graph import StepGraph
@@ -27,7 +27,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def unit(name: str, stage: int, chunk: int | None = None, size: int = MIB) -> PlacedUnit:
-    held = Held(size, size, 2 * size)
+    held = HeldBytes(size, size, 2 * size)
     return PlacedUnit(name, stage, stage if chunk is None else chunk, held, 3 * KIB, KIB, Work(0.001, 0.002, 0.003))
 
 
@@ -40,8 +40,8 @@ UNITS = (
 
 def partition(**changes) -> Partition:
     loads = [
-        StageLoad(0.096, Held(5 * MIB, 5 * MIB, 10 * MIB), 24 * KIB, 64 * MIB),
-        StageLoad(0.096, Held(4 * MIB, 4 * MIB, 8 * MIB), 12 * KIB),
+        StageLoad(0.096, HeldBytes(5 * MIB, 5 * MIB, 10 * MIB), 24 * KIB, 64 * MIB),
+        StageLoad(0.096, HeldBytes(4 * MIB, 4 * MIB, 8 * MIB), 12 * KIB),
     ]
     known = {
         "units": UNITS,
@@ -86,7 +86,7 @@ def test_siblings_that_differ_in_a_cost_have_a_line_each():
 def test_modules_with_a_single_part_are_one_line_and_inner_lines_are_sums():
     (top,) = tree_of([unit("model.body.a", 0), unit("model.body.b", 1)])
     assert top.label == "model.body"
-    assert top.held == Held(2 * MIB, 2 * MIB, 4 * MIB)
+    assert top.held == HeldBytes(2 * MIB, 2 * MIB, 4 * MIB)
     assert top.seconds == pytest.approx(0.012)
     assert top.activation_bytes == 6 * KIB
 
@@ -197,8 +197,8 @@ def test_a_partition_file_is_explained_on_the_command_line(tmp_path, capsys):
 
 def relieved() -> Partition:
     """The first block is computed again, and what the second one keeps is in host memory."""
-    first = UnitRelief(treatment=Treatment(recompute="all"), spared_bytes=2 * KIB, seconds=0.003)
-    second = UnitRelief(treatment=Treatment(offload=True), spared_bytes=3 * KIB, offloaded_bytes=3 * KIB)
+    first = UnitActivations(treatment=ActivationPolicy(recompute="all"), spared_bytes=2 * KIB, seconds=0.003)
+    second = UnitActivations(treatment=ActivationPolicy(offload=True), spared_bytes=3 * KIB, offloaded_bytes=3 * KIB)
     units = (UNITS[0], replace(UNITS[1], relief=first), replace(UNITS[2], relief=second), *UNITS[3:])
     stages = partition().stages
     return partition(units=units, stages=(replace(stages[0], all_kept_bytes=48 * KIB), stages[1]))
@@ -236,4 +236,4 @@ def test_the_page_and_the_data_say_what_units_keep():
 
 def test_what_is_kept_of_a_unit_that_is_computed_again_may_be_on_the_host():
     expected = "inputs in host memory, products kept, the rest computed again"
-    assert name_of(Treatment(recompute="cheap", offload=True)) == expected
+    assert name_of(ActivationPolicy(recompute="cheap", offload=True)) == expected

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from smp_strategy.activations.offload_stats import Traffic
+from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.errors import ConfigError
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.pipeline.schedule import Action, Plan
@@ -56,7 +56,7 @@ def off_plan() -> Timeline:
 def test_what_was_offloaded_is_told_where_something_was():
     assert "Offloaded" not in str(small())
     first, second = small().stages
-    traffic = Traffic(bytes_out=3 << 20, bytes_in=2 << 20, most_on_host=1 << 20, num_late=7)
+    traffic = OffloadStats(bytes_out=3 << 20, bytes_in=2 << 20, most_on_host=1 << 20, num_late=7)
     timeline = small(stages=(replace(first, traffic=traffic), second))
     row = next(line for line in str(timeline).split("Offloaded activations")[1].splitlines() if "3.0 MiB" in line)
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]

@@ -4,7 +4,7 @@ from torch import nn
 
 from smp_strategy.errors import ConfigError
 from smp_strategy.tensor_parallel.plan.patterns import heads_explained, pattern_blocks
-from smp_strategy.tensor_parallel.plan.plan import How
+from smp_strategy.tensor_parallel.plan.plan import SplitKind
 
 
 class Mlp(nn.Module):
@@ -36,17 +36,17 @@ def test_columns_that_are_known_to_go_into_rows_are_one_block():
     patterns = {"*.up": "column", "*.gate": "column", "*.down": "row"}
     first, second = blocks_of(net(), patterns, lambda column, row: True)
     assert first.layers == {
-        "layers.0.up": How("column", looks_whole=True),
-        "layers.0.gate": How("column", looks_whole=True),
-        "layers.0.down": How("row", looks_whole=True),
+        "layers.0.up": SplitKind("column", looks_whole=True),
+        "layers.0.gate": SplitKind("column", looks_whole=True),
+        "layers.0.down": SplitKind("row", looks_whole=True),
     }
     assert all(name.startswith("layers.1.") for name in second.layers)
 
 
 def test_what_is_not_known_to_go_into_rows_is_gathered():
     (up, down, *_) = blocks_of(net(), {"layers.0.up": "column", "layers.0.down": "row"})
-    assert up.layers == {"layers.0.up": How("column", is_whole_outside=True)}
-    assert down.layers == {"layers.0.down": How("row", is_whole_outside=True)}
+    assert up.layers == {"layers.0.up": SplitKind("column", is_whole_outside=True)}
+    assert down.layers == {"layers.0.down": SplitKind("row", is_whole_outside=True)}
 
 
 def test_the_last_pattern_that_fits_counts():
@@ -63,8 +63,10 @@ def test_a_module_that_is_replicated_stays_whole_with_all_that_it_holds():
 
 
 def test_embeddings_are_split_by_vocabulary_or_by_columns():
-    assert blocks_of(net(), {"table": "vocab"})[0].layers == {"table": How("vocab")}
-    assert blocks_of(net(), {"table": "embedding"})[0].layers == {"table": How("embedding", is_whole_outside=True)}
+    assert blocks_of(net(), {"table": "vocab"})[0].layers == {"table": SplitKind("vocab")}
+    assert blocks_of(net(), {"table": "embedding"})[0].layers == {
+        "table": SplitKind("embedding", is_whole_outside=True)
+    }
 
 
 def test_named_heads_stay_together_and_their_number_is_divided():
@@ -72,10 +74,10 @@ def test_named_heads_stay_together_and_their_number_is_divided():
     (block,) = blocks_of(nn.ModuleDict({"a": Attention()}), patterns)
     assert block.problem is None
     assert block.layers == {
-        "a.q": How("column", granule=2),
-        "a.k": How("column", granule=2),
-        "a.v": How("column", granule=2),
-        "a.o": How("row", granule=2),
+        "a.q": SplitKind("column", granule=2),
+        "a.k": SplitKind("column", granule=2),
+        "a.v": SplitKind("column", granule=2),
+        "a.o": SplitKind("row", granule=2),
     }
     assert block.divided == (("a", "heads"), ("a", "key_heads"))
     assert block.heads == {"heads": 4, "key_heads": 2}
@@ -84,7 +86,7 @@ def test_named_heads_stay_together_and_their_number_is_divided():
 def test_fused_queries_keys_and_values_are_three_blocks():
     patterns = {"a.qkv": "column", "a.o": "row", "a.heads": "heads"}
     (block,) = blocks_of(nn.ModuleDict({"a": Attention(fused=True)}), patterns)
-    assert block.layers == {"a.qkv": How("column", num_blocks=3, granule=2), "a.o": How("row", granule=2)}
+    assert block.layers == {"a.qkv": SplitKind("column", num_blocks=3, granule=2), "a.o": SplitKind("row", granule=2)}
 
 
 def test_layers_that_are_no_heads_are_a_reason():

@@ -1,10 +1,10 @@
 import pytest
 from torch import nn
 
-from smp_strategy.tensor_parallel.plan.plan import Block, How
+from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
 from smp_strategy.tensor_parallel.plan.resolve import choose
 
-UP_DOWN = {"up": How("column"), "down": How("row")}
+UP_DOWN = {"up": SplitKind("column"), "down": SplitKind("row")}
 
 
 def net(width=8):
@@ -20,12 +20,12 @@ def split(choice):
 
 
 def test_the_first_source_that_names_a_layer_decides():
-    first = Block("", "first", {"up": How("whole"), "down": How("whole")})
-    assert split(decide(net(), first, Block("", "second", UP_DOWN))) == {"up": "whole", "down": "whole"}
+    first = LayerBlock("", "first", {"up": SplitKind("whole"), "down": SplitKind("whole")})
+    assert split(decide(net(), first, LayerBlock("", "second", UP_DOWN))) == {"up": "whole", "down": "whole"}
 
 
 def test_a_block_that_has_lost_a_layer_to_an_earlier_source_is_left_out():
-    choice = decide(net(), Block("up", "first", {"up": How("whole")}), Block("", "second", UP_DOWN))
+    choice = decide(net(), LayerBlock("up", "first", {"up": SplitKind("whole")}), LayerBlock("", "second", UP_DOWN))
     assert split(choice) == {"up": "whole"}
     source, reason = choice.reasons["down"]
     assert source == "second"
@@ -33,43 +33,49 @@ def test_a_block_that_has_lost_a_layer_to_an_earlier_source_is_left_out():
 
 
 def test_a_block_with_a_disabled_layer_is_left_out():
-    choice = decide(net(), Block("", "a source", UP_DOWN), disabled={"down": "it is disabled"})
+    choice = decide(net(), LayerBlock("", "a source", UP_DOWN), disabled={"down": "it is disabled"})
     assert not choice.blocks
     assert choice.reasons["up"] == ("a source", "`down`: it is disabled")
 
 
 def test_heads_that_cannot_be_divided_are_a_reason_with_numbers():
-    choice = decide(net(), Block("", "a source", UP_DOWN, {"key/value heads": 3}))
+    choice = decide(net(), LayerBlock("", "a source", UP_DOWN, {"key/value heads": 3}))
     assert choice.reasons["up"] == ("a source", "3 key/value heads cannot be divided over 2 ranks")
 
 
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        (How("column", granule=3), "8 features in heads of 3 of `up` cannot be cut for 2 ranks"),
-        (How("column", num_blocks=3), "8 features in 3 fused blocks of `up` cannot be cut for 2 ranks"),
-        (How("column", granule=8), "8 features in heads of 8 of `up` cannot be cut for 2 ranks"),
-        (How("vocab"), "`up` is a Linear, which has no vocabulary to split"),
+        (SplitKind("column", granule=3), "8 features in heads of 3 of `up` cannot be cut for 2 ranks"),
+        (SplitKind("column", num_blocks=3), "8 features in 3 fused blocks of `up` cannot be cut for 2 ranks"),
+        (SplitKind("column", granule=8), "8 features in heads of 8 of `up` cannot be cut for 2 ranks"),
+        (SplitKind("vocab"), "`up` is a Linear, which has no vocabulary to split"),
     ],
 )
 def test_sizes_that_cannot_be_cut_are_a_reason(how, reason):
-    assert decide(net(), Block("", "a source", {"up": how})).reasons["up"] == ("a source", reason)
+    assert decide(net(), LayerBlock("", "a source", {"up": how})).reasons["up"] == ("a source", reason)
 
 
 def test_layers_that_are_none_of_the_known_kinds_are_a_reason():
-    block = Block("", "a source", {"up": How("row")})
+    block = LayerBlock("", "a source", {"up": SplitKind("row")})
     (_, reason) = decide(nn.ModuleDict({"up": nn.LSTM(4, 4)}), block).reasons["up"]
     assert reason == "`up` is a LSTM, which cannot be split by rows: it is no linear or convolutional layer"
 
 
 def test_features_need_not_be_divided_evenly():
-    assert split(decide(net(7), Block("", "a source", UP_DOWN))) == {"up": "column", "down": "row"}
+    assert split(decide(net(7), LayerBlock("", "a source", UP_DOWN))) == {"up": "column", "down": "row"}
 
 
 def test_blocks_of_one_bond_are_split_together_or_not_at_all():
     module = nn.ModuleDict({"a": net(), "b": net()})
     blocks = [
-        Block(name, "a source", {f"{name}.up": How("column"), f"{name}.down": How("row")}, bond="both", heads=heads)
+        LayerBlock(
+            name,
+            "a source",
+            {f"{name}.up": SplitKind("column"), f"{name}.down": SplitKind("row")},
+            bond="both",
+            heads=heads,
+        )
         for name, heads in (("a", {"heads": 4}), ("b", {"heads": 3}))
     ]
     choice = decide(module, *blocks)
@@ -85,12 +91,14 @@ def tied():
 
 
 def test_tied_layers_that_are_cut_alike_are_split():
-    block = Block("", "a source", {"table": How("vocab"), "head": How("column", is_whole_outside=True)})
+    block = LayerBlock(
+        "", "a source", {"table": SplitKind("vocab"), "head": SplitKind("column", is_whole_outside=True)}
+    )
     assert split(decide(tied(), block)) == {"table": "vocab", "head": "column"}
 
 
 def test_a_layer_tied_to_one_that_stays_whole_stays_whole():
-    choice = decide(tied(), Block("", "a source", {"table": How("vocab")}))
+    choice = decide(tied(), LayerBlock("", "a source", {"table": SplitKind("vocab")}))
     assert choice.reasons["table"] == ("a source", "its weight is tied to `head`, which is whole")
 
 
@@ -99,9 +107,9 @@ def test_tied_layers_that_are_cut_otherwise_stay_whole_and_so_do_those_that_foll
     module["twin"] = nn.Linear(4, 10, bias=False)
     module["twin"].weight = module["head"].weight
     blocks = [
-        Block("t", "a", {"table": How("vocab")}),
-        Block("h", "b", {"head": How("row")}),
-        Block("w", "c", {"twin": How("column")}),
+        LayerBlock("t", "a", {"table": SplitKind("vocab")}),
+        LayerBlock("h", "b", {"head": SplitKind("row")}),
+        LayerBlock("w", "c", {"twin": SplitKind("column")}),
     ]
     choice = decide(module, *blocks)
     assert not choice.blocks
@@ -111,18 +119,18 @@ def test_tied_layers_that_are_cut_otherwise_stay_whole_and_so_do_those_that_foll
 def test_a_module_with_two_names_is_one_layer():
     module = net()
     module["again"] = module["up"]
-    block = Block("", "a source", {"again": How("column"), "down": How("row")})
+    block = LayerBlock("", "a source", {"again": SplitKind("column"), "down": SplitKind("row")})
     assert split(decide(module, block)) == {"up": "column", "down": "row"}
 
 
 def test_a_block_that_refused_in_the_end_is_left_out():
-    choice = decide(net(), Block("it", "a source", UP_DOWN), refused={"it": "it has a forward of its own"})
+    choice = decide(net(), LayerBlock("it", "a source", UP_DOWN), refused={"it": "it has a forward of its own"})
     assert choice.reasons["up"] == ("a source", "it has a forward of its own")
 
 
 def test_a_layer_whose_weight_other_code_reads_stays_whole():
     module = net()
-    blocks = (Block("", "a source", UP_DOWN),)
+    blocks = (LayerBlock("", "a source", UP_DOWN),)
     modules = dict(module.named_modules(remove_duplicate=False))
     weight, bias = id(module["up"].weight), id(module["down"].bias)
     allowed = {weight: frozenset({"up"}), bias: frozenset({"head"})}
@@ -165,7 +173,7 @@ def test_hooks_that_would_see_parts_are_a_reason(register, reason):
     module = net()
     module["act"] = nn.ReLU()
     register(module)
-    assert decide(module, Block("", "a source", UP_DOWN)).reasons["up"] == ("a source", reason)
+    assert decide(module, LayerBlock("", "a source", UP_DOWN)).reasons["up"] == ("a source", reason)
 
 
 @pytest.mark.parametrize("register", [hook_on_layer, hook_before_layer, hook_between])
@@ -173,11 +181,11 @@ def test_hooks_see_whole_activations_where_parts_look_whole(register):
     module = net()
     module["act"] = nn.ReLU()
     register(module)
-    layers = {"up": How("column", looks_whole=True), "down": How("row", looks_whole=True)}
-    assert split(decide(module, Block("", "a source", layers))) == {"up": "column", "down": "row"}
+    layers = {"up": SplitKind("column", looks_whole=True), "down": SplitKind("row", looks_whole=True)}
+    assert split(decide(module, LayerBlock("", "a source", layers))) == {"up": "column", "down": "row"}
 
 
 def test_hooks_on_gradients_of_what_stays_whole_see_all_of_them():
     module = net()
     module["down"].bias.register_hook(lambda gradient: None)
-    assert split(decide(module, Block("", "a source", UP_DOWN))) == {"up": "column", "down": "row"}
+    assert split(decide(module, LayerBlock("", "a source", UP_DOWN))) == {"up": "column", "down": "row"}
