@@ -9,13 +9,13 @@ from smp_strategy.model.trace.events import Trace
 from smp_strategy.pipeline.microbatch_order import TurnRule
 from smp_strategy.pipeline.microbatch_runner import Job, StepRun
 from smp_strategy.pipeline.recording import Recorded
-from smp_strategy.pipeline.routing import Flow
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.costs import Costs
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.planner import policies_of
 from smp_strategy.planning.schedule.check_plan import check
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.policies import Policy, PolicyName
 from smp_strategy.planning.schedule.search import Losses, search
 from smp_strategy.planning.schedule.simulate import simulate
