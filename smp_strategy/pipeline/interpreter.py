@@ -120,7 +120,7 @@ class MicrobatchInterpreter:
         self._rehearsal = context.rehearsal
         self._stage = context.stage
         self._oracle = context.oracle
-        self._active = context.active
+        self._current = context.current
         self._share = context.share
         self._streams = context.streams
         self._with_weights = context.with_weights
@@ -200,7 +200,7 @@ class MicrobatchInterpreter:
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
         if self.closed:
-            program = self._active()
+            program = self._current.interpreter
             if program is not None:
                 return program.operation(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
@@ -213,7 +213,7 @@ class MicrobatchInterpreter:
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Let Python code see values: every stage gets them and computes ``function`` from them."""
         if self.closed:
-            program = self._active()
+            program = self._current.interpreter
             if program is not None:
                 return program.read(name, function, args, kwargs)
             return call_with_known(function, args, kwargs, self._share)
