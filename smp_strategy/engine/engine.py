@@ -34,7 +34,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
-from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
