@@ -31,8 +31,8 @@ from smp_strategy.model.trace.undo_objects import objects_restored
 from smp_strategy.model.trace.undo_variables import variables_restored
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.glue_parameters import GlueUses
+from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.kept_tensors import refuse_kept
-from smp_strategy.pipeline.microbatch_runner import Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage

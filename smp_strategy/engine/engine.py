@@ -47,7 +47,7 @@ from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.microbatch_runner import Job, Step, StepRun
+from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.costs import Costs, measuring_device
 from smp_strategy.planning.partition.partition import Partition

@@ -18,19 +18,21 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.pytree import flatten
+from smp_strategy.pipeline.action_order import backward_positions, begun_early, is_in_order, tail_of
 from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.barriers import BarrierSteps
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS, ThreadPool
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
-from smp_strategy.pipeline.microbatch_runner import Job, MicrobatchRunner, StepRun
+from smp_strategy.pipeline.job import Job, StepRun
+from smp_strategy.pipeline.microbatch_runner import MicrobatchRunner
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.off_plan import finish_off_plan
 from smp_strategy.pipeline.placed_tensor import PlacedTensor
 from smp_strategy.pipeline.recorder import Recorder
 from smp_strategy.pipeline.recording import Recording
-from smp_strategy.pipeline.schedule import Action, Plan, backward_positions, begun_early, is_in_order, tail_of
+from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
 from smp_strategy.pipeline.writes import WatchedWrites

@@ -9,7 +9,7 @@ from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.trace.events import Event, Trace
 from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
-from smp_strategy.pipeline.microbatch_runner import Job, Step, trace_of
+from smp_strategy.pipeline.job import Job, Step, trace_of
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 
