@@ -31,6 +31,7 @@ from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.data_parallel.zero1 import ZeroOptimizer
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.model.guarded_tensors import in_plain_sight
+from smp_strategy.model.shard_layout import Rectangle
 from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
 __all__ = [
@@ -56,8 +57,7 @@ class _Offer(NamedTuple):
     dtype: torch.dtype | None
     """``None``: it is no tensor."""
     aliases: tuple[str, ...]
-    rectangles: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-    """Offsets and sizes."""
+    rectangles: tuple[Rectangle, ...]
     value: Any = None
     """What is no tensor."""
 
@@ -80,13 +80,13 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for source, entries in enumerate(offers):
         for name, offer in entries.items():
-            for number, (offsets, sizes) in enumerate(offer.rectangles):
-                if (name, offsets) in seen:
+            for number, rectangle in enumerate(offer.rectangles):
+                if (name, rectangle.offsets) in seen:
                     continue
-                seen.add((name, offsets))
+                seen.add((name, rectangle.offsets))
                 block = state[name].blocks[number].tensor if source == rank else None
                 if result is not None:
-                    result.take(name, offsets, sizes, block, source)
+                    result.take(name, rectangle, block, source)
                 elif block is not None:
                     collectives.send(_on_host(block), 0, _PART)
     return {} if result is None else result.entries()
@@ -121,19 +121,15 @@ class _Result:
             if offer.dtype is not None
         }
 
-    def take(
-        self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], block: Tensor | None, source: int
-    ) -> None:
+    def take(self, name: str, rectangle: Rectangle, block: Tensor | None, source: int) -> None:
         """Put a rectangle in its place: this rank's ``block``, or what ``source`` sends."""
-        place = self._tensors[name]
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            place = place.narrow(dim, offset, size)
+        place = rectangle.view_of(self._tensors[name])
         if block is not None:
             place.copy_(block)
         elif place.is_contiguous():
             collectives.receive(place, source, _PART)
         else:
-            received = torch.empty(sizes, dtype=place.dtype, device="cpu")
+            received = torch.empty(rectangle.sizes, dtype=place.dtype, device="cpu")
             collectives.receive(received, source, _PART)
             place.copy_(received)
 
@@ -149,8 +145,7 @@ class _Result:
 def _offer(value: Any) -> _Offer:
     if not isinstance(value, HeldTensor):
         return _Offer((), None, (), (), value.value if isinstance(value, WholeObject) else value)
-    rectangles = tuple((block.offsets, tuple(block.tensor.shape)) for block in value.blocks)
-    return _Offer(value.shape, value.dtype, value.aliases, rectangles)
+    return _Offer(value.shape, value.dtype, value.aliases, tuple(block.place for block in value.blocks))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

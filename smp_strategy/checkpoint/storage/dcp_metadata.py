@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from smp_strategy.checkpoint.storage.dcp_format import Path
 from smp_strategy.checkpoint.storage.manifest import is_plain_name
-from smp_strategy.checkpoint.storage.rectangles import Rectangle
 from smp_strategy.checkpoint.storage.write_plan import LocalTensorInfo
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle
 
 __all__ = ["FILE_NAME", "Chunk", "DirectoryContents", "ItemLocation", "from_bytes", "to_bytes"]
 

@@ -16,6 +16,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from smp_strategy.model.shard_layout import Rectangle
+
 __all__ = ["HeldRectangle", "HeldTensor", "WholeObject"]
 
 
@@ -28,6 +30,11 @@ class HeldRectangle:
     """Where it begins in the whole tensor."""
     tensor: Tensor
     """Its values: a view of this rank's memory, with the rectangle's shape. Reading a file writes them."""
+
+    @property
+    def place(self) -> Rectangle:
+        """The elements of the whole tensor that these are."""
+        return Rectangle(self.offsets, tuple(self.tensor.shape))
 
 
 @final

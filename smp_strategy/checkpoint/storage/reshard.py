@@ -15,12 +15,12 @@ from torch import Tensor
 
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk
 from smp_strategy.checkpoint.storage.held_tensor import HeldRectangle, HeldTensor
-from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out, disjoint, shared
 from smp_strategy.checkpoint.storage.staging import raw
 from smp_strategy.checkpoint.storage.torch_load import load_failure
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files, FileSlice
 from smp_strategy.distributed.device import is_host
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle, disjoint, intersection
 
 __all__ = ["Copy", "Values", "check_cover", "copies_of", "scatter", "tensor_in"]
 
@@ -39,8 +39,7 @@ class Copy:
     """What a stored part and a wanted rectangle share."""
 
     def __init__(self, chunk: Chunk, block: HeldRectangle, common: Rectangle) -> None:
-        place = Rectangle(block.offsets, tuple(block.tensor.shape))
-        self.target = cut_out(block.tensor.detach(), place, common)
+        self.target = common.view_of(block.tensor.detach(), block.place)
         offsets = tuple(offset - start for offset, start in zip(common.offsets, chunk.part.offsets, strict=True))
         self.inside = Rectangle(offsets, common.sizes)
         """Where it is in the stored part."""
@@ -52,7 +51,7 @@ def copies_of(held: HeldTensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, li
     for chunk in chunks:
         copies = []
         for block in held.blocks:
-            common = shared(chunk.part, Rectangle(block.offsets, tuple(block.tensor.shape)))
+            common = intersection(chunk.part, block.place)
             if common is not None and common.numel:
                 copies.append(Copy(chunk, block, common))
         if copies or not chunk.part.numel:  # an empty tensor can be damaged, too
@@ -67,8 +66,8 @@ def check_cover(name: str, held: HeldTensor, chunks: Sequence[Chunk]) -> None:
         CheckpointError: they do not.
     """
     for block in held.blocks:
-        place = Rectangle(block.offsets, tuple(block.tensor.shape))
-        parts = [common for chunk in chunks if (common := shared(chunk.part, place)) is not None]
+        place = block.place
+        parts = [common for chunk in chunks if (common := intersection(chunk.part, place)) is not None]
         there = sum(part.numel for part in parts)
         if there > place.numel:
             there = sum(part.numel for part in disjoint(parts))
@@ -93,7 +92,7 @@ def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Se
     for copy in copies:
         run, target = copy.inside.run_in(sizes), copy.target
         if run is not None and target.dtype == dtype and is_host(target.device) and target.is_contiguous():
-            values.read_into(run[0] * dtype.itemsize, raw(target))
+            values.read_into(run.start * dtype.itemsize, raw(target))
             continue
         if not sizes:
             values.read_into(0, raw(scratch[: dtype.itemsize]))

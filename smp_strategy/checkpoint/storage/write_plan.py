@@ -12,9 +12,9 @@ from typing import NamedTuple, final
 import torch
 
 from smp_strategy.checkpoint.storage.dcp_format import FlatState, Path
-from smp_strategy.checkpoint.storage.rectangles import Rectangle, disjoint
 from smp_strategy.distributed.balance import balanced_among
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle, disjoint
 
 __all__ = ["Assigned", "LocalTensorInfo", "Offer", "WritePlan", "assign"]
 
@@ -42,7 +42,7 @@ class Offer:
         tensors = {
             name: (
                 LocalTensorInfo(held.shape, held.dtype),
-                tuple([Rectangle(block.offsets, block.tensor.shape) for block in held.blocks]),
+                tuple([block.place for block in held.blocks]),
             )
             for name, held in state.tensors.items()
         }

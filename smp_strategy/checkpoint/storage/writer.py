@@ -24,11 +24,11 @@ from smp_strategy.checkpoint.storage.disk import to_disk
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.path_kind import check_replaceable
 from smp_strategy.checkpoint.storage.ranks import StorageRanks
-from smp_strategy.checkpoint.storage.rectangles import Rectangle, cut_out
 from smp_strategy.checkpoint.storage.staging import StagingBuffers, in_host_memory, raw
 from smp_strategy.checkpoint.storage.write_errors import BEFORE
 from smp_strategy.checkpoint.storage.write_plan import Assigned, Offer, WritePlan, assign
 from smp_strategy.errors import CheckpointError
+from smp_strategy.model.shard_layout import Rectangle
 
 __all__ = ["REST", "Prepared", "ShardedWriter"]
 
@@ -124,10 +124,10 @@ def _view(flat: FlatState, item: Assigned) -> Tensor:
     held = flat.tensors[item.name]
     block, blocks = held.blocks[0], held.blocks
     if len(blocks) > 1:
-        block = next(each for each in blocks if (each.offsets, tuple(each.tensor.shape)) == item.block)
+        block = next(each for each in blocks if each.place == item.block)
     assert block.tensor.dtype == held.dtype
     tensor = block.tensor.detach()
-    return tensor if item.part == item.block else cut_out(tensor, item.block, item.part)
+    return item.part.view_of(tensor, item.block)
 
 
 @final
