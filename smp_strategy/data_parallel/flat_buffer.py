@@ -331,18 +331,14 @@ class FlatBuffer:
         return self.own[piece.offset : piece.offset + piece.numel]
 
     def runs_to_fill(self, number: int) -> list[tuple[int, Tensor]]:
-        """All memory of this rank for values of the parameter ``number``, which rests: to be filled by the caller.
-
-        Each run as the number of its first element in the parameter, and the view of it, one-dimensional.
-        """
+        """Runs of the parameter ``number``, which rests, in this rank's memory: first element, and view to fill."""
         self._retire()
         self._wait_refreshed()
+        own = (self.own_pieces[number].start, self.own_values(number))
         piece = self.layout.piece(self.layout.slots[number], self._collectives.rank)
-        shard = self._shard[piece.offset : piece.offset + piece.numel] if self._shard.numel() else None
-        found = [] if shard is None else [(piece.start, shard)]
-        if shard is None or self.layout.is_cast:  # else the own values are a part of that memory
-            found.append((self.own_pieces[number].start, self.own_values(number)))
-        return found
+        shard = [(piece.start, self._shard[piece.offset : piece.offset + piece.numel])] if self._shard.numel() else []
+        # Otherwise the own values are a part of the shard's memory.
+        return [*shard, own] if not shard or self.layout.is_cast else shard
 
     def take_gradient(self, number: int, piece: Tensor) -> None:
         """Let the parameter ``number``, which rests, go on with this ``piece`` of a gradient."""

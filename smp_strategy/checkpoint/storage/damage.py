@@ -1,4 +1,4 @@
-"""What has changed in a directory since it was written, as its digests tell: which bytes, and whose they are."""
+"""Damage report of a folder with a manifest: the bytes that have changed, and the tensors that they belong to."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +14,11 @@ __all__ = ["Damage", "problems_of_files"]
 
 
 class Damage(NamedTuple):
-    """Something that is wrong."""
+    """One damaged stretch of a file."""
 
     file: str
     tensor: str
-    """Or what else the damaged bytes are of; empty, if that is not known."""
+    """Name of the tensor, object or file that the bytes belong to; empty if not known."""
     what: str
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class Damage(NamedTuple):
 
 
 def problems_of_files(directory: Path) -> list[Damage] | None:
-    """Compare all bytes of a directory that ranks have written together with its manifest; ``None`` if it has none."""
+    """Compare all bytes of a sharded folder with its manifest; ``None`` if it has no manifest."""
     try:
         found = Manifest.from_bytes((directory / manifest.FILE_NAME).read_bytes())
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The file ``.metadata`` of PyTorch's distributed checkpoints: what is in the directory, and where.
+"""Codec of ``.metadata``, the table of contents of PyTorch's distributed checkpoints.
 
-It is a pickle, which can run anything when it is read. Here it is read with nothing but the classes that PyTorch writes
-there, which are plain data, and then looked over: types, sizes, and that no path leads out of the directory.
+The file is a pickle, which can run anything when it is read. It is unpickled with nothing but the classes that PyTorch
+writes there, which are plain data, and then validated: types, sizes, and that no path leads out of the folder.
 """
 
 import io
@@ -65,7 +65,7 @@ _ALLOWED: Final = {
 
 
 class ItemLocation(NamedTuple):
-    """Where an item is."""
+    """File, offset and length of an item."""
 
     file: str
     offset: int
@@ -75,7 +75,7 @@ class ItemLocation(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A stored part of a tensor."""
+    """Stored rectangle of a tensor."""
 
     part: Rectangle
     place: ItemLocation
@@ -83,18 +83,18 @@ class Chunk(NamedTuple):
 
 @final
 class DirectoryContents(NamedTuple):
-    """What is in a directory."""
+    """Table of contents of a sharded folder."""
 
     tensors: Mapping[str, tuple[LocalTensorInfo, tuple[Chunk, ...]]]
     objects: Mapping[str, ItemLocation]
     paths: Mapping[str, Path]
-    """The way to each in the nested state, as far as it is known."""
+    """Path to each in the nested state, as far as it is known."""
     has_manifest: bool
-    """Whether a manifest was written with it."""
+    """Whether the folder was written with a manifest."""
 
 
 def to_bytes(contents: DirectoryContents) -> bytes:
-    """As PyTorch reads it."""
+    """Content of the file, as PyTorch reads it."""
     kinds: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, (described, chunks) in contents.tensors.items():
@@ -113,7 +113,7 @@ def to_bytes(contents: DirectoryContents) -> bytes:
 
 
 def from_bytes(data: bytes) -> DirectoryContents:
-    """Read it.
+    """Parse the content of the file.
 
     Raises:
         CheckpointError: it is damaged, of an unknown kind, or hostile.

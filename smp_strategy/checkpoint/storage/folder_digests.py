@@ -1,8 +1,7 @@
-"""Digests of the files of a folder that others define, and read too: ``manifest.json`` beside them.
+"""Digests for folders whose files are defined by other programs: a ``manifest.json`` beside them.
 
-The same as in a directory that ranks write together (:mod:`smp_strategy.checkpoint.storage.manifest`), for files of any
-kind that are there already. Of safetensors the manifest has a region for each tensor, so that damage is reported with
-its name.
+The manifest is that of a sharded folder (:mod:`smp_strategy.checkpoint.storage.manifest`), made afterwards for existing
+files of any kind. For safetensors it has a region for each tensor, so that damage is reported with the tensor's name.
 """
 
 import json
@@ -20,18 +19,18 @@ _LENGTH: Final = 8  # bytes, of the length of the header of safetensors
 
 
 def describe(folder: Path, note: dict[str, Any]) -> None:
-    """Write the manifest of all files in ``folder``, those in folders in it left out. The last thing to do there."""
+    """Write the manifest of all files in ``folder``, not of subfolders. Must be the last write to the folder."""
     paths = sorted(each for each in folder.iterdir() if each.is_file() and each.name != FILE_NAME)
     files = {path.name: tuple(_regions(path)) for path in paths}
     (folder / FILE_NAME).write_bytes(Manifest(note=note, files=files).to_bytes())
 
 
 def verify(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Compare files with the manifest, if there is one. Files that are not there are not missed here.
+    """Compare files with the manifest, if there is one. Missing files are not reported here.
 
     Args:
-        folder: has them.
-        names: of the files; ``None``: all.
+        folder: Folder with the files.
+        names: Names of the files; ``None``: all.
 
     Raises:
         CheckpointError: one is damaged; the message names the file, and the tensor where that is known.
@@ -79,7 +78,7 @@ def _regions(path: Path) -> Iterator[Region]:
 
 
 def _stretches(path: Path) -> list[tuple[str, int]]:
-    """What stands in a file, and how many bytes it has, one behind the other."""
+    """Names and numbers of bytes of the consecutive parts of a file."""
     size = path.stat().st_size
     whole = [(path.name, size)]
     if path.suffix != ".safetensors" or size < _LENGTH:

@@ -1,9 +1,9 @@
-"""A tensor of a checkpoint that is read when somebody uses it.
+"""Lazy tensor of a checkpoint: shape and dtype are known, values are read at the first use.
 
-What is loaded passes through hooks of the user, which look at names and shapes, drop entries or rename them, and now
-and then use values. So a directory is offered as what an ordinary file gives, a dict of tensors, but these have a shape
-and a type only. The first use reads the values; that one which most tensors meet, to be copied into a parameter, does
-not keep them, so that a model that is loaded tensor by tensor never needs the memory of two.
+A loaded state passes through the user's hooks, which look at names and shapes, drop or rename entries, and sometimes
+use values. So a folder is offered like an ordinary file, as a dict of tensors. The first use reads the values and keeps
+them. The most frequent use, ``copy_`` into a parameter, reads them without keeping them, so that loading a model tensor
+by tensor never needs memory for two.
 """
 
 from typing import Any, Protocol, final
@@ -41,39 +41,39 @@ _ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
 
 
 class Readable(Source, Protocol):
-    """A source that makes whole tensors."""
+    """Source that can read whole tensors."""
 
     def read(self, name: str) -> Tensor:
-        """A tensor of its own, in host memory."""
+        """A tensor in its own host memory."""
 
 
 @final
 class LazyStoredTensor(Tensor):
-    """See the module docstring. Results of operations are ordinary tensors."""
+    """Tensor subclass whose values are in a checkpoint. Results of operations are ordinary tensors."""
 
     source: Readable
-    """Where it is."""
+    """Checkpoint that has the values."""
     stored_as: str
-    """Its name there."""
+    """Name of the tensor in ``source``."""
     _value: Tensor | None
 
     @staticmethod
     def of(source: Readable, name: str) -> "LazyStoredTensor":
-        """The tensor that ``source`` has under ``name``."""
+        """The tensor named ``name`` in ``source``."""
         described = source.tensors[name]
         tensor = torch.empty(described.shape, dtype=described.dtype, device="meta").as_subclass(LazyStoredTensor)
         tensor.source, tensor.stored_as, tensor._value = source, name, None
         return tensor
 
     def value(self) -> Tensor:
-        """The ordinary tensor, which is kept: what is done to it is seen in later uses."""
+        """The ordinary tensor, which is kept: later uses see changes of it."""
         if self._value is None:
             self._value = self._fresh_value()
         return self._value
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody has had its values, and may have changed them."""
+        """Whether the values were handed out, and may have been changed."""
         return self._value is not None
 
     def _fresh_value(self) -> Tensor:

@@ -1,7 +1,7 @@
-"""Reading a directory that several ranks have written: ours, or any that PyTorch's distributed checkpointing writes.
+"""Reader of sharded checkpoints: ours, or any that PyTorch's distributed checkpointing (DCP) writes.
 
-Each rank reads what it needs. A directory of ours has a manifest: then all bytes that are read are verified, and values
-are found without taking files apart. Another one is read by ``torch.load(..., weights_only=True)``, item by item.
+Each rank reads the rectangles that it needs. A folder of ours has a manifest: all bytes that are read are verified, and
+values are found without parsing files. Other folders are read by ``torch.load(..., weights_only=True)``, item by item.
 """
 
 import io
@@ -34,16 +34,16 @@ __all__ = ["CheckpointReader", "is_sharded"]
 
 @final
 class CheckpointReader:
-    """A directory, opened to be read; see :meth:`open`."""
+    """Sharded folder, opened for reading by :meth:`open`."""
 
     note: Mapping[str, Any]
-    """What the writer has told of it; empty, if another program was that."""
+    """The writer's description; empty if another program has written the folder."""
     tensors: Mapping[str, LocalTensorInfo]
     """All tensors, by their flat names."""
     objects: Collection[str]
-    """The flat names of everything else. A list of dicts is one object, though it is stored in pieces."""
+    """Flat names of everything else. A list of dicts is one object, though it is stored in pieces."""
     paths: Mapping[str, Way]
-    """The way to each in the nested state. Where the writer has told none, it is the flat name."""
+    """Path to each in the nested state; the flat name where the writer has stored no path."""
 
     def __init__(self, directory: Path, found: Opened) -> None:
         self._directory, self._contents, self._manifest, self._regions = directory, *found
@@ -57,7 +57,7 @@ class CheckpointReader:
 
     @classmethod
     def open(cls, path: Path | str) -> "CheckpointReader":
-        """Read what is in a directory, but no values.
+        """Open a folder; no values are read.
 
         Raises:
             CheckpointError: it is none, damaged, or hostile.
@@ -67,10 +67,11 @@ class CheckpointReader:
             return cls(path, opened(path))
 
     def fill(self, wanted: Mapping[str, HeldTensor]) -> None:
-        """Write values of tensors to the blocks of this rank. Only what these need is read, and it is verified.
+        """Copy the values of tensors to this rank's rectangles. Reads and verifies the needed bytes only.
 
         Args:
-            wanted: by flat names. Blocks may be on any device, and of another floating-point dtype than in the file.
+            wanted: Tensors by flat names. Rectangles may be on any device, and of another floating-point dtype than in
+                the file.
 
         Raises:
             CheckpointError: a tensor is missing, of another shape, not complete, or damaged. Blocks may be written to
@@ -96,7 +97,7 @@ class CheckpointReader:
                     scatter(values, chunk.part.sizes, described.dtype, copies, scratch)
 
     def read(self, name: str) -> Tensor:
-        """A tensor as a whole, in host memory.
+        """A whole tensor, in host memory.
 
         Raises:
             CheckpointError: see :meth:`fill`.
@@ -128,10 +129,10 @@ class CheckpointReader:
         return found
 
     def rest(self, *, weights_only: bool = True) -> dict[str, Any]:
-        """What else belongs to the checkpoint; empty, if there is nothing.
+        """Content of ``meta.pt``: everything but tensors and objects; empty if there is no such file.
 
         Args:
-            weights_only: see ``torch.load``. Without it a file can run code: only for files that one trusts.
+            weights_only: See ``torch.load``. Without it a file can run code: only for files that one trusts.
 
         Raises:
             CheckpointError: it is damaged, or cannot be loaded.
@@ -157,7 +158,7 @@ class CheckpointReader:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Further names of tensors that are stored once, and the first name of each."""
+        """Further names of tied tensors, which are stored once, with the first name of each."""
         first: dict[tuple[Chunk, ...], str] = {}
         found = {}
         for name in self.tensors:
@@ -168,11 +169,11 @@ class CheckpointReader:
 
     @property
     def has_digests(self) -> bool:
-        """Whether what is read is verified."""
+        """Whether reads are verified."""
         return self._manifest is not None
 
     def place(self, name: str) -> str:
-        """The files that have a tensor or an object, for people."""
+        """Names of the files that have a tensor or an object, for people."""
         if name in self._lists:
             return ", ".join(dict.fromkeys(self.place(part) for part in self._lists[name]))
         if name in self._contents.objects:
@@ -227,13 +228,13 @@ class CheckpointReader:
 
 @final
 class _Loaded:
-    """The values of a tensor in memory."""
+    """Values of a tensor in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._bytes = raw(in_host_memory(tensor))
 
     def read_into(self, start: int, memory: memoryview) -> None:
-        """See :class:`~smp_strategy.checkpoint.storage.reshard.Values`."""
+        """Implements :class:`~smp_strategy.checkpoint.storage.reshard.Values`."""
         memory[:] = self._bytes[start : start + len(memory)]
 
 
@@ -247,7 +248,8 @@ def _offering_another(directory: Path) -> Iterator[None]:
 
 
 def _lists(contents: DirectoryContents) -> dict[str, dict[str, Way]]:
-    """Lists with other things than tensors in them: by their names, the parts, and where these are inside."""
+    """Lists with other things than tensors in them: by their names, the stored parts and the place of each in the
+    list."""
     found: dict[str, dict[str, Way]] = defaultdict(dict)
     for name in (*contents.objects, *contents.tensors):
         path = contents.paths.get(name, ())
@@ -262,7 +264,7 @@ def _lists(contents: DirectoryContents) -> dict[str, dict[str, Way]]:
 
 
 def _assembled(leaves: Mapping[Way, Any]) -> Any:
-    """The list, dict or leaf of which these are the parts."""
+    """The list, dict or leaf that the parts make up."""
     if list(leaves) == [()]:
         return leaves[()]
     inside: dict[str | int, dict[Way, Any]] = defaultdict(dict)

@@ -1,7 +1,7 @@
-"""From stored parts of a tensor to the rectangles that a rank wants, which were cut in another way.
+"""Resharding on load: copies stored rectangles of a tensor to the rectangles that this rank holds.
 
-Where what they share is in a row both in the file and in memory, bytes go from the one to the other. Otherwise some
-rows of the stored part are read at a time, and what is wanted of them is copied.
+If their intersection is contiguous both in the file and in memory, the bytes are read in place. Otherwise rows of the
+stored rectangle are read into a window, and the wanted elements are copied from there.
 """
 
 import io
@@ -28,25 +28,25 @@ WINDOW: Final = 32 * 2**20  # bytes
 
 
 class Values(Protocol):
-    """The bytes of a row-major array."""
+    """Bytes of a row-major array."""
 
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill ``memory`` with those from ``start`` on."""
+        """Fill ``memory`` with the bytes from ``start`` on."""
 
 
 @final
 class Copy:
-    """What a stored part and a wanted rectangle share."""
+    """Copy of the intersection of a stored and a wanted rectangle."""
 
     def __init__(self, chunk: Chunk, block: HeldRectangle, common: Rectangle) -> None:
         self.target = common.view_of(block.tensor.detach(), block.place)
         offsets = tuple(offset - start for offset, start in zip(common.offsets, chunk.part.offsets, strict=True))
         self.inside = Rectangle(offsets, common.sizes)
-        """Where it is in the stored part."""
+        """The intersection as a rectangle of the stored part."""
 
 
 def copies_of(held: HeldTensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, list[Copy]]]:
-    """What is to be copied from each stored part that has anything of what is wanted."""
+    """The copies from each stored part that intersects the wanted rectangles."""
     found = []
     for chunk in chunks:
         copies = []
@@ -60,7 +60,7 @@ def copies_of(held: HeldTensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, li
 
 
 def check_cover(name: str, held: HeldTensor, chunks: Sequence[Chunk]) -> None:
-    """Make sure that the stored parts have all elements that are wanted.
+    """Make sure that the stored parts cover all wanted elements.
 
     Raises:
         CheckpointError: they do not.
@@ -79,14 +79,14 @@ def check_cover(name: str, held: HeldTensor, chunks: Sequence[Chunk]) -> None:
 
 
 def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Sequence[Copy], scratch: Tensor) -> None:
-    """Copy from a stored part.
+    """Copy from one stored part.
 
     Args:
-        values: of the part, as they are stored.
-        sizes: of the part.
-        dtype: of its elements.
-        copies: what is wanted of it.
-        scratch: bytes for ``WINDOW`` of it.
+        values: Bytes of the part, as stored.
+        sizes: Sizes of the part.
+        dtype: Dtype of its elements.
+        copies: Copies to make.
+        scratch: Memory for ``WINDOW`` bytes.
     """
     row = math.prod(sizes[1:]) * dtype.itemsize
     for copy in copies:
@@ -112,7 +112,7 @@ def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Se
 
 
 def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
-    """The stored part of a directory that has no manifest, as a tensor.
+    """A stored part of a folder without a manifest, as a tensor.
 
     Raises:
         DamageError: it is damaged, or none.
