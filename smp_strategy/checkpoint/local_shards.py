@@ -1,11 +1,10 @@
-"""What of each parameter this rank holds, as rectangles of the whole: the one description that files need of a layout.
+"""Local shards: the rectangles of each parameter, moment and gradient that this rank holds.
 
-Three things spread a parameter. Stages hold it or do not. Ranks that split a layer hold a part of it, and a shard group
-a run of the elements of what is left. Whatever has one value per element is spread alike: values, gradients, moments of
-an optimizer. ``local`` is what this rank has of it, ``whole`` what one process has::
+Three things shard a parameter. A pipeline stage holds it or does not. A tensor-parallel rank holds a part of it, and a
+rank of a shard group a run of the elements of that part. Values, gradients and optimizer state with one value per
+element are sharded alike. ``local`` tensors are this rank's, ``whole`` shapes those of the unpartitioned module::
 
-    whole 6 x 4  ->  part 3 x 4 (tensor parallelism)  ->  piece, 5 elements (sharding)
-
+    whole 6 x 4  ->  part 3 x 4 (tensor parallelism)  ->  run of 5 elements (sharding)
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,19 +26,19 @@ __all__ = ["LocalShards"]
 
 @final
 class LocalShards:
-    """See the module docstring.
+    """Shards of a module that this rank holds, updates and saves.
 
     Args:
-        module: spread over the ranks.
-        ownership: which stages hold which parameter.
-        mesh: where the ranks stand.
-        sharding: which replica updates which parameter.
-        sharded: the parameters that a shard group holds together, if there are any.
-        parts: the parameters of layers that are split, if there are any.
+        module: Partitioned module.
+        ownership: Stages of each parameter.
+        mesh: Coordinates of the ranks.
+        sharding: Replica that updates each parameter.
+        sharded: Parameters that a shard group holds together, if there are any.
+        parts: Parameters of layers that are split, if there are any.
 
     Attributes:
-        module, ownership, mesh: as given.
-        names: the first name of each parameter.
+        module, ownership, mesh: As given.
+        names: First name of each parameter.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class LocalShards:
 
     @property
     def speaks_for_replicas(self) -> bool:
-        """Whether what replicas have each of its own, buffers and extra state, is saved as this rank has it."""
+        """Whether this rank saves the state that replicas have each of its own: buffers and extra state."""
         return self.mesh.dp_rank == 0 and self.mesh.tp_rank == 0
 
     def is_here(self, parameter: Tensor) -> bool:
@@ -69,30 +68,30 @@ class LocalShards:
         return self.mesh.stage in self.ownership.holders(parameter)
 
     def is_updated_here(self, parameter: Tensor) -> bool:
-        """Whether this rank updates ``parameter``, or a piece of it, and keeps state for that."""
+        """Whether this rank updates ``parameter``, or a run of it, and keeps optimizer state for that."""
         return self._sharding.is_mine(parameter)
 
     def is_sharded(self, parameter: Tensor) -> bool:
-        """Whether this rank has a run of its elements."""
+        """Whether this rank has a run of the elements of ``parameter``."""
         return self._sharded is not None and self._sharded.has(parameter)
 
     def whole_shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """The shape of ``parameter`` in one process."""
+        """Shape of ``parameter`` in the unpartitioned module."""
         return tuple(self._part_shape(parameter) if self._parts is None else self._parts.whole_shape(parameter))
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The shape of what this rank updates of ``parameter``, which it holds."""
+        """Shape of the elements of ``parameter`` that this rank updates; it must hold the parameter."""
         if self._sharded is not None and self._sharded.has(parameter):
             return (self._sharded.own_piece(parameter).numel,)
         return tuple(self._part_shape(parameter))
 
     def held(self, parameter: nn.Parameter, local: Tensor, *, aliases: tuple[str, ...] = ()) -> HeldTensor:
-        """What this rank has of something with one value per element of ``parameter``.
+        """The sharded tensor of which this rank has ``local``, with one value per element of ``parameter``.
 
         Args:
-            parameter: this rank holds it.
-            local: what it has, of :meth:`local_shape`.
-            aliases: further names of what is held.
+            parameter: Parameter that this rank holds.
+            local: This rank's values, of :meth:`local_shape`.
+            aliases: Further names of the tensor.
         """
         start = None
         if self._sharded is not None and self._sharded.has(parameter):
@@ -100,7 +99,7 @@ class LocalShards:
         return self._held(parameter, self._blocks(parameter, local, start), local.dtype, aliases)
 
     def values(self, parameter: nn.Parameter, *, aliases: tuple[str, ...] = ()) -> HeldTensor:
-        """The values of ``parameter`` that this rank updates, which holds it."""
+        """Values of ``parameter`` that this rank, which holds it, updates."""
         if self._sharded is not None and self._sharded.has(parameter):
             return self.held(parameter, self._sharded.own_values(parameter), aliases=aliases)
         return self.held(parameter, parameter.detach(), aliases=aliases)
@@ -114,7 +113,7 @@ class LocalShards:
         return self._held(parameter, blocks, parameter.dtype, ())
 
     def give_gradient(self, parameter: nn.Parameter, local: Tensor) -> None:
-        """Let ``parameter`` have a gradient, which is summed up over ranks already."""
+        """Set the gradient of ``parameter``, which is summed over ranks already."""
         if self._sharded is not None and self._sharded.has(parameter):
             self._sharded.take_gradient(parameter, local)
         elif self.is_updated_here(parameter) or not self._sharding.drops_gradients:
@@ -126,7 +125,7 @@ class LocalShards:
         return HeldTensor(shape=self.whole_shape(parameter), dtype=dtype, blocks=tuple(blocks), aliases=aliases)
 
     def _blocks(self, parameter: nn.Parameter, local: Tensor, start: int | None) -> Iterator[HeldRectangle]:
-        """This rank's part of ``parameter``, or the run of its elements from ``start`` on, as blocks of the whole."""
+        """Rectangles of the whole that ``local`` is: this rank's part, or the run of its elements from ``start`` on."""
         shape, cut, rank = self._part_shape(parameter), None, 0
         if self._parts is not None and self._parts.has(parameter):
             cut, rank = self._parts.cuts[parameter], self._parts.group.rank
