@@ -81,6 +81,7 @@ def collect(state: Mapping[str, Any]) -> dict[str, Any]:
             for number, rectangle in enumerate(offer.rectangles):
                 if (name, rectangle.offsets) in seen:
                     continue
+                # All ranks walk the offers in the same order, so sends and receives match without further talk.
                 seen.add((name, rectangle.offsets))
                 block = state[name].blocks[number].tensor if source == rank else None
                 if result is not None:
@@ -193,7 +194,7 @@ def optimizer_state_on_all_ranks(holdings: LocalShards, optimizer: Optimizer) ->
     found = _by_parameter(collected, numbers)
     for parameter in [each for each in numbers if each in found]:
         device = parameter.device
-        # Numbers of steps stay on the host.
+        # Scalars (numbers of steps) stay on the host.
         state[parameter] = pytree.tree_map(
             lambda leaf, to=device: leaf.to(to) if isinstance(leaf, Tensor) and leaf.ndim else leaf, found[parameter]
         )

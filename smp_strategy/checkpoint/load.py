@@ -33,9 +33,9 @@ __all__ = [
     "read_optimizer",
 ]
 
-# Where things are in a state.
+# Keys of a state.
 MODULE, GRADIENTS = "state_dict", "gradients"
-# What torch calls the key of `get_extra_state`.
+# PyTorch's key of `get_extra_state`.
 _EXTRA_STATE = "_extra_state"
 
 
@@ -88,7 +88,7 @@ def load_module(
         source.fill(wanted)
         if extra:
             states = OrderedDict((name, _extra_state(source, pieces)) for name, pieces in extra.items())
-            states._metadata = own._metadata  # type: ignore[attr-defined]  # else modules mend what others lack
+            states._metadata = own._metadata  # type: ignore[attr-defined]  # else modules with a version take the state for an old one
             module.load_state_dict(states, strict=False)
 
 
@@ -270,7 +270,7 @@ def by_parameter(
     for name in names:
         if not name.startswith(prefix):
             continue
-        # One name can be the beginning of another one: the longest counts.
+        # One parameter's name can be a prefix of another's: the longest match counts.
         parameter, key = name.removeprefix(prefix), ""
         while parameter and parameter not in parameters:
             parameter, _, last = parameter.rpartition(".")
@@ -281,7 +281,7 @@ def by_parameter(
 
 
 def decoded(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest dotted names as dicts, and as lists where they are numbered; the inverse of :func:`~smp_strategy.checkpoint.state_dict.encoded`."""
+    """Nest dotted names as dicts, and as lists where they are numbered; the inverse of ``state_dict.encoded``."""
     nested: dict[str, Any] = {}
     for name, value in kept.items():
         *path, last = name.split(".")

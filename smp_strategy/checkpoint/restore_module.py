@@ -38,7 +38,7 @@ def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: b
     mine = [unit for unit in ownership.units if ownership.stage_of[unit.name] == mesh.stage]
     guests = {number: (tensor, home) for number, tensor, home in ownership.guests()}
     numbers = [number for number, (_, home) in guests.items() if min(home.holders) == mesh.stage]
-    # The group lists its ranks in ascending order, not in that of the stages.
+    # The group orders its ranks by number, not by stage.
     told = (mesh.stage, _buffers(mine), _extra_states(mine), [(n, _spec_of(guests[n][0])) for n in numbers])
     described = collectives.gather_objects(told, _END, mesh.pp_group)
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
@@ -57,12 +57,12 @@ def restore(root: nn.Module, ownership: Ownership, mesh: ProcessMesh, *, keep: b
                 _set_buffer(root, name, next(received))
             for number, _ in kept:
                 value = next(received)
-                if number in guests:  # not collected here
+                if number in guests:  # else garbage-collected on this rank
                     _give(guests[number][0], value)
             for name, state in states.items():
                 root.get_submodule(name).set_extra_state(state)
         for parameter in root.parameters():
-            # Each rank has gradients of its own units only: a part would pass for the whole.
+            # Each rank has gradients of its own units only, which would be taken for those of the whole module.
             parameter.grad = None
 
 

@@ -80,7 +80,7 @@ def optimizer_state(
     state: dict[str, Any] = {}
     with in_plain_sight():
         for parameter, kept in kept_by(optimizer).items():
-            # An optimizer need not keep anything, or anything right, of an empty piece.
+            # An optimizer may keep no state, or wrong state, of an empty run.
             if holdings.is_updated_here(parameter) and (
                 holdings.local_shape(parameter) != (0,) or not parameter.numel()
             ):

@@ -18,9 +18,9 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["PARAMETER_NAMES", "contents_of", "parameter_shapes", "read_optimizer"]
 
-# Where a Lightning checkpoint has what the strategy adds.
+# Key of the strategy's state in a Lightning checkpoint.
 OWN_STATE: Final = "smp_strategy"
-# In a full file, for each optimizer and each of its groups the names of the parameters, which PyTorch numbers.
+# Key in a full file: for each optimizer, and each of its groups, the names of the parameters that PyTorch numbers.
 PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 MODEL_KEYS: Final = ("state_dict", "model", "module", "model_state_dict", "weights")
 OPTIMIZER_KEYS: Final = ("optimizer", "optim", "optimizer_state_dict", "optimizers")
@@ -65,7 +65,7 @@ def _add_optimizers(found: CheckpointContents, states: Sequence[tuple[str, Mappi
         known = names[number] if isinstance(names, list) and len(names) == len(states) else None
         optimizer = read_optimizer(_with_names(state, known), shapes, where, found.remarks)
         if optimizer is None:
-            # Later ones would get its number.
+            # Later optimizers would get its number.
             found.remarks += [f"`{later}` was left out, too." for later, _ in states[number + 1 :]]
             break
         found.optimizers.append(optimizer)

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
-# Of a group: names that are known from elsewhere.
+# Key of a group: names that are known from elsewhere.
 NAMES: Final = "smp_strategy/names"
 
 
@@ -55,7 +55,7 @@ def find_parameters(shapes: Sequence[Shape | None], weights: Mapping[str, Shape]
     items = list(weights.items())
     first = _leftmost(shapes, items)
     last = _leftmost(list(reversed(shapes)), list(reversed(items)))
-    # The first possible place of each and the last possible one: equal for all exactly if there is one way.
+    # Greedy matches from the left and from the right are equal exactly if there is only one match.
     if first is None or last is None or first != list(reversed(last)):
         return None
     return first

@@ -12,7 +12,7 @@ from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
 
 __all__ = ["open_sharded"]
 
-# In the place of a tensor deep inside of the rest stands this with a number; the tensor is stored as `spread.<number>`.
+# Placeholder `{_MARK: number}` of a tensor nested in the rest, which is stored as `spread.<number>`.
 _MARK, _SPREAD = "smp_strategy/spread", "spread"
 _NUMBERED: Final = (list, tuple)
 

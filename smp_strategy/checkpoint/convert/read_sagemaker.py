@@ -223,7 +223,7 @@ def _join_columns(
     tensors = [{key: value for key, value in part.items() if isinstance(value, LazyTensor)} for part in flat]
     shapes: dict[str, Shape] | None = None
     if like is not None:
-        # Numbers (Adam's `step`) are not cut, everything else as the parameter is.
+        # Scalars (Adam's `step`) are not split; all other state is split like the parameter.
         shapes = {
             key: like.get(key.partition("\0")[0], value.shape) if value.shape else ()
             for key, value in tensors[0].items()

@@ -146,7 +146,7 @@ def write_safetensors(
         file = "model.safetensors" if len(parts) <= 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
         values: dict[str, Tensor] = {}
         for name in names:
-            # The library refuses tensors that share memory, and those with gaps.
+            # safetensors refuses tensors that share memory, and non-contiguous ones.
             values[name] = tensors[name].read().clone(memory_format=torch.contiguous_format)
             progress(name)
         save_file(values, directory / file, metadata={"format": "pt"})

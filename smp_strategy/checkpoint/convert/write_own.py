@@ -67,7 +67,7 @@ class Scratch:
             return values
         start = -(-self._size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._size = start + values.nbytes
-        # With room for all of it: writing to memory that has none on the disk ends the process.
+        # Allocated first: writing to mapped memory on a full disk kills the process by SIGBUS.
         os.posix_fallocate(self._file.fileno(), start, values.nbytes)
         memory = mmap.mmap(self._file.fileno(), values.nbytes, offset=start)
         kept = torch.frombuffer(memory, dtype=values.dtype).view(values.shape)

@@ -120,6 +120,7 @@ class _BackgroundWork:
                 self._errors.append(error)
 
     def _next(self) -> Callable[[], None] | None:
+        # One lock for the last action and `is_over`: an action added in between would never run.
         with self._lock:
             if self._waiting and not self._errors:
                 return self._waiting.pop(0)

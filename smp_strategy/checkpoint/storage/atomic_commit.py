@@ -49,12 +49,12 @@ __all__ = [
     "sync",
 ]
 
-# What another machine has begun and not written to for so many seconds has been given up.
+# An entry of another machine without writes for so long belongs to a dead process.
 GIVEN_UP_SECONDS: Final = 3600.0
 
 _HIDDEN: Final = re.compile(r"\..+\.(?:saving|deleted)-([0-9a-f]{8})-(\d+)-(\d+)-\d+")
 _REPLACED: Final = re.compile(r"\.(.+)\.replaced")
-_LONGEST_NAME: Final = 180  # bytes, of 255: the rest is for what is put around it
+_LONGEST_NAME: Final = 180  # bytes, of 255 of a file name: prefix and suffix need the rest
 _NO_SYNC: Final = (errno.EINVAL, errno.EBADF, errno.ENOTSUP)
 _ATTEMPTS: Final = 5
 
@@ -106,7 +106,7 @@ def commit(staging: Path, target: Path, *, check: Check = check_replaceable) -> 
             _put(staging, target)
             break
         except OSError as error:
-            # A reader has recovered the old one just now, since it was missing for a moment.
+            # Between [3] and [2] a reader has recovered the old one, as it was missing: move it aside again.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR) or attempt == _ATTEMPTS:
                 raise
     _sync_one(target.parent)
@@ -161,7 +161,7 @@ def recover(target: Path) -> None:
     if (old := _replaced(target)) is None:
         return
     if not os.path.lexists(target):
-        with contextlib.suppress(OSError):  # another process does it as well, or the new one arrives
+        with contextlib.suppress(OSError):  # another process recovers it too, or the new one arrives
             os.rename(old, target)
             _sync_one(target.parent)
 
@@ -205,7 +205,7 @@ def sync(path: Path) -> None:
             if not each.is_symlink():
                 _sync_one(each)
         _sync_one(Path(folder))
-        os.utime(path)  # it is not given up, though it has many files
+        os.utime(path)  # a sign of life for other machines, as syncing many files takes long
     if not path.is_dir():
         _sync_one(path)
 
@@ -214,9 +214,10 @@ def _put(staging: Path, target: Path) -> None:
     if staging.is_dir() or (target.is_dir() and not target.is_symlink()):
         _forget_replaced(target)
         if os.path.lexists(target):
-            os.rename(target, _aside(target))
+            os.rename(target, _aside(target))  # [3]
+            # Synced between the renames, so that they reach the disk in this order.
             _sync_one(target.parent)
-        os.rename(staging, target)
+        os.rename(staging, target)  # [2]
     else:
         os.replace(staging, target)
 
@@ -240,7 +241,7 @@ def _forget_replaced(target: Path) -> None:
 
 
 def _hide_and_delete(path: Path, target: Path) -> None:
-    hidden = _mine(target, "deleted")
+    hidden = _mine(target, "deleted")  # [4]: deleting takes long, and half of a folder must not be found
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, hidden)
     _sync_one(target.parent)
@@ -268,7 +269,7 @@ def _sync_one(path: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in _NO_SYNC:  # some file systems do not know it of folders
+        if error.errno not in _NO_SYNC:  # some file systems cannot sync folders
             raise
     finally:
         os.close(number)
@@ -285,7 +286,7 @@ def _replaced(target: Path) -> Path | None:
 
 def _mine(target: Path, what: str) -> Path:
     pid = os.getpid()
-    # Lightning takes whatever has `hpc_ckpt_` in its name for a checkpoint of that name, and digits for its number.
+    # Lightning takes any name with `hpc_ckpt_` for a checkpoint, and the digits in it for its number.
     shown = _short(target.name).replace("_", "-")
     for number in itertools.count():
         path = target.with_name(f".{shown}.{what}-{_machine()}-{pid}-{_started(pid)}-{number}")
@@ -306,7 +307,7 @@ def _is_alive(path: Path, match: re.Match[str], now: float) -> bool:
         return _started(int(match[2])) == match[3]
     try:
         times = [path.lstat().st_mtime, *(each.lstat().st_mtime for each in path.rglob("*"))]
-    except OSError:  # it is being renamed or deleted
+    except OSError:  # being renamed or deleted just now
         return True
     return now - max(times) < GIVEN_UP_SECONDS
 
@@ -323,7 +324,7 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     """Start time of a process, in clock ticks; empty if there is no such process, or it has ended."""
     try:
-        # The second field, the name of the program, is in parentheses and may have anything in it.
+        # The second field, the program's name in parentheses, can have spaces and parentheses in it.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         if Path("/proc/self/stat").exists():

@@ -14,8 +14,8 @@ from smp_strategy.checkpoint.storage.disk import EarlyWriting
 
 __all__ = ["DIGITS", "PIECE", "DigestingFile", "digest", "pieces_of"]
 
-DIGITS: Final = 32  # of a digest
-PIECE: Final = 2**20  # bytes; in a file that has others, readers take them from there
+DIGITS: Final = 32  # hexadecimal digits of a digest
+PIECE: Final = 2**20  # bytes; the manifest has the size that its writer used
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

@@ -27,7 +27,7 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["Envelope", "Envelopes", "FlatState", "Path", "check_object", "object_item", "write_item"]
 
-config: Any = _config  # without types
+config: Any = _config  # it has no types
 
 
 class Envelope(NamedTuple):
@@ -75,7 +75,7 @@ class _Splitter:
 
 def _envelope(tensor: Tensor) -> Envelope:
     values = raw(tensor)
-    # A storage that ends with the tensor, and no copy of it: torch.save writes whole storages.
+    # A storage of exactly these bytes, without a copy: torch.save writes whole storages.
     alone = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, dtype=torch.uint8)
     alone = alone.view(tensor.dtype).view(tensor.shape)
     splitter = _Splitter(alone.data_ptr() if len(values) else 0, len(values))

@@ -32,7 +32,7 @@ __all__ = ["FILE_NAME", "Chunk", "DirectoryContents", "ItemLocation", "from_byte
 
 FILE_NAME: Final = ".metadata"
 
-_WITH_MANIFEST: Final = "with manifest.json of smp_strategy"  # in place of what PyTorch numbers a save with
+_WITH_MANIFEST: Final = "with manifest.json of smp_strategy"  # in the field for PyTorch's id of a save
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _ALLOWED: Final = {
     **dict.fromkeys(
@@ -58,7 +58,7 @@ _ALLOWED: Final = {
     "pathlib PurePosixPath": "pathlib PurePosixPath",
     "pathlib WindowsPath": "pathlib PureWindowsPath",
     "pathlib PureWindowsPath": "pathlib PureWindowsPath",
-    # As Python 3.13 calls them.
+    # Names in Python 3.13.
     "pathlib._local PosixPath": "pathlib PurePosixPath",
     "pathlib._local WindowsPath": "pathlib PureWindowsPath",
 }
@@ -125,7 +125,7 @@ def from_bytes(data: bytes) -> DirectoryContents:
         return _contents(metadata)
     except CheckpointError:
         raise
-    except Exception as error:  # a pickle can fail in any way
+    except Exception as error:  # a pickle can raise anything
         raise CheckpointError(f"{FILE_NAME} cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -8,7 +8,7 @@ from typing import BinaryIO, Final, final
 __all__ = ["EarlyWriting", "to_disk"]
 
 _STEP: Final = 16 * 2**20  # bytes
-_WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
+_WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: begin writing, do not wait
 
 
 def to_disk(file: BinaryIO) -> None:

@@ -60,7 +60,7 @@ def _looks_whole(path: Path) -> bool:
             if is_sharded(path):
                 opened(path)
             return True
-        return zipfile.is_zipfile(path)  # its directory is at the end
+        return zipfile.is_zipfile(path)  # the table of an archive is at its end, so a truncated file has none
     except (CheckpointError, OSError):
         return False
 
@@ -72,7 +72,7 @@ def _others(damaged: Path) -> Iterator[Path]:
     commit.recover_all(damaged.parent)
     found = []
     for each in damaged.parent.iterdir():
-        # A link leads to one that is in the list itself, or to the damaged one.
+        # The target of a link is listed itself, or is the damaged one.
         if each.name.startswith(".") or each.is_symlink() or _is_same(each, damaged) or not _is_checkpoint(each):
             continue
         newest = max((part.stat().st_mtime_ns for part in each.iterdir()), default=0) if each.is_dir() else 0

@@ -15,7 +15,7 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["describe", "verify"]
 
-_LENGTH: Final = 8  # bytes, of the length of the header of safetensors
+_LENGTH: Final = 8  # bytes of the header's length in a safetensors file
 
 
 def describe(folder: Path, note: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def _stretches(path: Path) -> list[tuple[str, int]]:
             length = int.from_bytes(file.read(_LENGTH), "little")
             header = json.loads(file.read(length)) if length < size else {}
         spans = sorted((*entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
-    except (ValueError, KeyError, TypeError, AttributeError):  # it only has the name of one
+    except (ValueError, KeyError, TypeError, AttributeError):  # no safetensors file, in spite of its name
         return whole
     stretches, end = [(path.name, _LENGTH + length)], 0
     for start, stop, name in spans:

@@ -38,7 +38,7 @@ def write_full(path: Path | str, content: Mapping[str, Any], *, check: Check = c
     with commit.replacing(Path(path), is_folder=False, check=check) as staging:
         with open(staging, "wb", buffering=_BUFFER) as file:
             listening = ListeningFile(file)
-            torch.save(content, listening)  # type: ignore[arg-type] # writing is all that it asks for
+            torch.save(content, listening)  # type: ignore[arg-type] # only `write` and `flush` are used
         append_digests(staging, listening.heard)
 
 

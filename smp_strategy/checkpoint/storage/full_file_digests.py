@@ -34,7 +34,7 @@ from smp_strategy.errors import CheckpointError
 
 __all__ = ["ListeningFile", "append_digests", "has_digests", "names_by_record", "problems_of_bytes"]
 
-# Of one tensor, as what it was made by; no names of theirs.
+# Bound on the search for names in a hostile pickle.
 _MOST_NAMES = 1_000_000
 
 
@@ -46,7 +46,7 @@ def names_by_record(data: bytes) -> dict[str, list[str]]:
     """
     try:
         content = _Reader(io.BytesIO(data)).load()
-    except Exception:  # whatever comes of hostile bytes
+    except Exception:  # hostile bytes can raise anything
         return {}
     found: dict[str, list[str]] = defaultdict(list)
     seen: set[tuple[int, str]] = set()
@@ -113,7 +113,7 @@ def _parts(each: Any, name: str) -> list[tuple[Any, str]]:
     if isinstance(each, _Anything):
         parts += [(value, name) for value in each.made_of]
     if type(each) in (list, tuple):
-        # A tuple that a function was called with stands for what came of it.
+        # A tuple can be the arguments of a function, whose result has their names.
         parts += [(value, f"{name}{dot}{number}") for number, value in enumerate(each)]
     return parts
 
@@ -126,8 +126,8 @@ _COMMENT_LENGTH: Final = len(_COMMENT.format(start=0, digest=""))
 _DIGEST_LENGTH: Final = 32
 _LOCAL_HEADER: Final = struct.Struct("<4s5H3I2H")
 _DATE: Final = (1980, 1, 1, 0, 0, 0)
-_WINDOW: Final = 2**20  # bytes that are read, or written, and digested while the processor has them at hand
-_LARGE: Final = 2**14  # bytes; it is less work to read smaller values again than to keep their digests
+_WINDOW: Final = 2**20  # bytes digested at a time, while they are in the processor's cache
+_LARGE: Final = 2**14  # bytes; digests of smaller values are taken by reading them again
 _NEAR_THE_END: Final = 2**10  # bytes
 
 
@@ -184,7 +184,7 @@ def append_digests(path: Path, heard: dict[tuple[int, int], str]) -> None:
         heard: Digests that are known already, see :class:`ListeningFile`.
     """
     with zipfile.ZipFile(path, "a") as archive, open(path, "rb") as file:
-        start = archive.start_dir  # where this record is put
+        start = archive.start_dir  # offset of the next record
         root = archive.infolist()[0].filename.partition("/")[0]
         stretches = []
         for entry in archive.infolist():
@@ -232,7 +232,7 @@ def has_digests(path: Path) -> bool:
     with open(path, "rb") as file:
         try:
             return _records(file) is not None
-        except CheckpointError:  # which is one
+        except CheckpointError:  # a damaged file is noticed
             return True
 
 
@@ -261,7 +261,7 @@ def _records(file: BinaryIO) -> tuple[int, str, list[_Stretch]] | None:
     end = file.read()
     comment = _COMMENT_PATTERN.fullmatch(end[-_COMMENT_LENGTH:])
     if comment is None:
-        # One of two traces of ours may be what has changed.
+        # The other one of our two traces is there, so the comment has changed.
         if _RECORD.encode() in end or b"smp_strategy:xxh3_128:" in end:
             raise CheckpointError("the file's structure has changed since it was written, at its end.")
         return None

@@ -17,7 +17,7 @@ from smp_strategy.checkpoint.storage.source import Source
 __all__ = ["Readable", "LazyStoredTensor"]
 
 _PROPERTIES: Any = Tensor
-# What is known without values.
+# Functions that need no values.
 _KNOWN = frozenset(
     {
         *(_PROPERTIES.shape.__get__, _PROPERTIES.dtype.__get__, _PROPERTIES.layout.__get__, _PROPERTIES.ndim.__get__),
@@ -29,14 +29,14 @@ _KNOWN = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__hash__),
     }
 )
-# Of what there is in host memory.
+# Properties as those of a tensor in host memory; the subclass itself is on the meta device.
 _PLACE = {
     _PROPERTIES.device.__get__: torch.device("cpu"),
     _PROPERTIES.is_meta.__get__: False,
     _PROPERTIES.is_cpu.__get__: True,
     Tensor.get_device: -1,
 }
-# They give the tensor itself.
+# Functions that return the tensor itself, unread.
 _ALIKE = (Tensor.detach, Tensor.cpu, torch.detach)
 
 

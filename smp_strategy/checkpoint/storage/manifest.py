@@ -20,7 +20,7 @@ __all__ = ["FILE_NAME", "Manifest", "Region", "is_plain_name"]
 FILE_NAME: Final = "manifest.json"
 FORMAT: Final = "smp_strategy sharded checkpoint"
 VERSION: Final = 1
-LARGEST_PIECE: Final = 2**30  # bytes: readers take memory for one
+LARGEST_PIECE: Final = 2**30  # bytes: readers allocate memory for one piece
 
 _END: Final = b',\n"digest": "'
 _LAST: Final = b'"}\n'

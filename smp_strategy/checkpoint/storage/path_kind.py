@@ -29,7 +29,7 @@ __all__ = [
     "unreadable",
 ]
 
-# In a folder of Accelerate's, what ranks have written together.
+# Sharded folder in a folder of Accelerate's.
 SHARDED_STATE: Final = "sharded_state"
 
 
@@ -63,20 +63,20 @@ _REMEDIES: Final = {
     CheckpointKind.EMPTY: "It may be left of a save that was interrupted: give another one",
 }
 
-# What can be read.
+# Kinds that can be read.
 CHECKPOINTS: Final = tuple(
     kind for kind in CheckpointKind if kind not in _REMEDIES and kind is not CheckpointKind.OTHER
 )
 _NUMBERED: Final = r"(-\d{5}-of-\d{5}|_\d+)?"
 _WEIGHTS: Final = rf"(model|pytorch_model){_NUMBERED}\.(safetensors|bin)(\.index\.json)?"
-# What comes with weights of Hugging Face; not what people write themselves (README.md, train.py).
+# Files that Hugging Face puts beside weights; none that people write themselves (README.md, train.py).
 _BESIDE_WEIGHTS: Final = (
     r"config\.json|generation_config\.json|.*tokenizer.*\.(json|model)|vocab\.(json|txt)|merges\.txt|"
     r"special_tokens_map\.json|added_tokens\.json|(pre|video_pre)?processor_config\.json|chat_template\.(json|jinja)|"
     r"spiece\.model|sentencepiece.*\.model|.*\.tiktoken|.*\.bpe\.codes|"
     r"(modeling|configuration|tokenization|image_processing|processing|feature_extraction)_\w+\.py"
 )
-# By kind, what such a folder has; a folder of another kind is never replaced.
+# Files of a folder by its kind; a folder of another kind is never replaced.
 _PARTS: Final = {
     CheckpointKind.SHARDED: r"\.metadata|.*__\d+_\d+\.distcp|meta\.pt",
     CheckpointKind.WEIGHTS: rf"{_WEIGHTS}|{_BESIDE_WEIGHTS}",
@@ -86,7 +86,7 @@ _PARTS: Final = {
     ),
     CheckpointKind.SAGEMAKER: r"(model|optimizer)(_\d+){1,3}\.pt|user_content\.pt|fp32_states(_\d+){1,3}\.pt",
 }
-# Files that systems put anywhere: of NFS for what is deleted and still open, and of a file manager.
+# Files of nobody: NFS's for deleted files that are still open, and a file manager's.
 _NOBODYS: Final = r"\.nfs[0-9a-f]+|\.DS_Store"
 _DEEPSPEED: Final = (
     r"zero_to_fp32\.py|mp_rank_\d+_model_states\.pt|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt"

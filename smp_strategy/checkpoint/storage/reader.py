@@ -105,7 +105,7 @@ class CheckpointReader:
         if name not in self._contents.tensors:
             raise CheckpointError(f"{self._directory} has no tensor `{name}`.")
         described, chunks = self._contents.tensors[name]
-        # Before memory is taken: a shape can be anything, but what is in files has been compared to their sizes.
+        # Before allocating: a hostile shape can be anything, but stored parts were compared with the sizes of files.
         check_cover(name, HeldTensor.whole(torch.empty(described.shape, dtype=described.dtype, device="meta")), chunks)
         tensor = torch.empty(described.shape, dtype=described.dtype)
         self.fill({name: HeldTensor.whole(tensor)})
@@ -148,7 +148,7 @@ class CheckpointReader:
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         except DamageError as error:
             raise CheckpointError(f"{path.parent} is damaged: {error} {advice(path.parent, quickly=True)}") from error
-        except Exception as error:  # what torch.load raises depends on where it stumbles
+        except Exception as error:  # torch.load raises any exception on damaged bytes
             raise CheckpointError(
                 f"{path} {load_failure(error)} Load it with `weights_only=False` if you trust whoever wrote it."
             ) from error
@@ -222,7 +222,7 @@ class CheckpointReader:
                     )
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # what torch.load raises depends on where it stumbles
+        except Exception as error:  # torch.load raises any exception on damaged bytes
             raise CheckpointError(f"`{name}` in {self._directory / place.file} {load_failure(error)}") from error
 
 
@@ -243,7 +243,7 @@ def _offering_another(directory: Path) -> Iterator[None]:
     try:
         yield
     except DamageError as error:
-        # All ranks may be here: nobody reads the other one as a whole.
+        # All ranks may be here, so none reads a whole other checkpoint to verify it.
         raise CheckpointError(f"{error} {advice(directory, quickly=True)}") from error
 
 

@@ -54,7 +54,7 @@ def copies_of(held: HeldTensor, chunks: Sequence[Chunk]) -> list[tuple[Chunk, li
             common = intersection(chunk.part, block.place)
             if common is not None and common.numel:
                 copies.append(Copy(chunk, block, common))
-        if copies or not chunk.part.numel:  # an empty tensor can be damaged, too
+        if copies or not chunk.part.numel:  # read it anyway: its item can be damaged
             found.append((chunk, copies))
     return found
 
@@ -101,7 +101,7 @@ def scatter(values: Values, sizes: Sequence[int], dtype: torch.dtype, copies: Se
         step, start = max(1, WINDOW // row), copy.inside.offsets[0]
         for first in range(0, copy.inside.sizes[0], step):
             count = min(step, copy.inside.sizes[0] - first)
-            if count * row > scratch.nbytes:  # a row that is longer than the window
+            if count * row > scratch.nbytes:  # a row longer than the window
                 scratch = torch.from_numpy(np.empty(count * row, dtype=np.uint8))
             window = scratch[: count * row]
             values.read_into((start + first) * row, raw(window))
@@ -124,7 +124,7 @@ def tensor_in(files: Files, name: str, chunk: Chunk) -> Tensor:
         )
     except DamageError:
         raise
-    except Exception as error:  # what torch.load raises depends on where it stumbles
+    except Exception as error:  # torch.load raises any exception on damaged bytes
         raise DamageError(
             f"{files.directory / file} is damaged, or no file of PyTorch: `{name}` in it {load_failure(error)}"
         ) from error

@@ -16,7 +16,7 @@ __all__ = ["TaggedFolder"]
 _NEWEST: Final = "newest"
 _PARTIAL: Final = "_partial"
 _CONTENT: Final = "user_content_"
-_LONGEST: Final = 150  # characters; names of files have 255 bytes, some of which are needed for what is around a tag
+_LONGEST: Final = 150  # bytes, of 255 of a file name: prefix and suffix need the rest
 
 
 @final

@@ -49,7 +49,7 @@ class StagingBuffers:
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy the values of ``tensors``, which may be changed afterwards."""
         devices = set()
-        # torch's own copy reads what it overwrites, the C library's does not; but torch's may use several threads.
+        # torch's copy reads the memory that it overwrites, memmove does not; but torch's may use several threads.
         alone = torch.get_num_threads() == 1
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if alone and _is_plain(tensor):
@@ -72,9 +72,9 @@ def raw(tensor: Tensor) -> memoryview:
     """The bytes of a tensor that is contiguous in host memory, to be read or written."""
     if not tensor.nbytes:
         return memoryview(b"")
-    # By its address: a tensor whose memory numpy has seen cannot let go of it any more, which shards do.
+    # By address: a storage that numpy has seen cannot be resized to 0 any more, which shards need.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array.tensor = tensor  # lives as long as its memory is looked at
+    array.tensor = tensor  # keeps the memory alive as long as the view
     return memoryview(array).cast("B")
 
 
@@ -86,6 +86,6 @@ def _memory(size: int, *, is_pinned: bool) -> "np.ndarray[tuple[int], np.dtype[n
     if is_pinned:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        except RuntimeError:  # there is not so much of it; the copy takes longer then
+        except RuntimeError:  # not enough pinned memory; the copy is slower then
             pass
     return np.empty(size, dtype=np.uint8)

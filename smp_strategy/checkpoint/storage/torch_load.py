@@ -31,7 +31,7 @@ from smp_strategy.errors import CheckpointError, ConfigError, DamagedError
 
 __all__ = ["allowing_plain_values", "check_content", "load_failure", "load_file"]
 
-# How PyTorch says which class or function it was.
+# PyTorch's messages that name the class or function.
 _NAMED = (
     re.compile(r"GLOBAL (\S+)"),
     re.compile(r"but got <(?:class|function) '?([\w.]+)"),
@@ -56,7 +56,7 @@ def load_failure(error: Exception) -> str:
         if found := pattern.search(told):
             named = found[1].rstrip(".,:")
             return f"cannot be loaded without running code: it names `{named}`, which is no type of plain values."
-    # Behind the explanation of `weights_only`, which is none of this.
+    # Skip the explanation of `weights_only`; the reason comes behind it.
     reasons = [line.strip() for line in told.splitlines() if line.strip() and "weights_only" not in line]
     reason = (reasons or [told])[0].rstrip(".")
     return f"cannot be loaded without running code, or is damaged: {reason}."
@@ -66,16 +66,16 @@ def load_failure(error: Exception) -> str:
 def _types() -> list[Any]:
     plain: list[Any] = [dict, list, tuple, set, frozenset, int, float, str, bool, collections.defaultdict]
     plain += [datetime.timedelta, datetime.datetime, datetime.date, datetime.timezone]
-    # Newer Pythons have them in a module of their own, and files come from others.
+    # Python 3.13 has them in `pathlib._local`, and files come from any version.
     plain += [pathlib.PosixPath, pathlib.PurePosixPath]
     plain += [(pathlib.PosixPath, "pathlib.PosixPath"), (pathlib.PosixPath, "pathlib._local.PosixPath")]
-    # How OmegaConf notes types of elements.
+    # OmegaConf stores element types under these names.
     aliases = [(getattr(typing, name), f"typing.{name}") for name in ("Any", "Dict", "List", "Tuple", "Union")]
     return [*plain, *aliases, *_of_omegaconf()]
 
 
 def _of_omegaconf() -> list[Any]:
-    # By name: what a file holds must not decide about what the package imports.
+    # Imported by name, as omegaconf is optional here and is a framework that only integrations import.
     try:
         omegaconf, base, nodes = map(import_module, ("omegaconf", "omegaconf.base", "omegaconf.nodes"))
     except ImportError:
@@ -160,7 +160,7 @@ def load_file(path: Path, *, weights_only: bool) -> Any:
                 "allow its classes, if you know them, by `torch.serialization.add_safe_globals`."
             ) from error
         if not weights_only and not isinstance(error, RuntimeError | EOFError | pickle.UnpicklingError):
-            raise  # of a class of the user
+            raise  # by a class of the user
         raise DamagedError(f"{path} is damaged, or no checkpoint: {type(error).__name__}: {reason}") from error
 
 

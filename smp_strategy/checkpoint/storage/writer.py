@@ -83,7 +83,7 @@ class ShardedWriter:
         offer, plan = Offer.of(flat), self._plan
         is_new = plan is None or bool(failure) or offer != self._offer
         is_new_anywhere = self._ranks.any_later(is_new)
-        # Most likely nobody has other things than last time: copies are made while the ranks agree on that.
+        # Usually no rank's offer has changed: copies are made while the ranks agree on that.
         prepared = None if is_new or plan is None else self._take(flat, plan, copy)
         if is_new_anywhere():
             if prepared is not None:
@@ -106,7 +106,7 @@ class ShardedWriter:
         prepared = Prepared(self, self._ranks, plan)
         try:
             tensors = [_view(flat, item) for item in plan.shares[self._ranks.rank]]
-            # Now, since they may change when training goes on.
+            # Serialised now, since training may change them.
             names = plan.objects[self._ranks.rank]
             prepared.objects = {name: object_item(flat.objects[name]) for name in names}
             if copy:
@@ -115,7 +115,7 @@ class ShardedWriter:
                     copies = StagingBuffers(tensors)
                 prepared.copies, tensors = copies, copies.take(tensors)
             prepared.tensors = tensors
-        except Exception as error:  # the other ranks go on to write, and hear of it there
+        except Exception as error:  # raised in `write`: raised here, it would leave the other ranks waiting
             prepared.failure = error
         return prepared
 
@@ -217,6 +217,7 @@ class Prepared:
                 size = (staging / _file_of(rank)).stat().st_size
                 if size != sum(region.length for region in regions):
                     raise CheckpointError(f"{_file_of(rank)} has {size} bytes only, as rank 0 sees it.")
+        # The manifest comes last, with the digests of all other files.
         files[dcp_metadata.FILE_NAME] = _write_whole(
             staging / dcp_metadata.FILE_NAME, lambda file: file.write(dcp_metadata.to_bytes(self._contents(written)))
         )

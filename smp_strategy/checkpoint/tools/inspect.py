@@ -17,7 +17,7 @@ from smp_strategy.errors import printable
 
 __all__ = ["run"]
 
-_WIDTH = 1000  # names are not cut; tables are as wide as they must be
+_WIDTH = 1000  # names are not truncated
 
 
 def run(given: Namespace) -> int:
