@@ -88,7 +88,8 @@ def load_module(
         source.fill(wanted)
         if extra:
             states = OrderedDict((name, _extra_state(source, pieces)) for name, pieces in extra.items())
-            states._metadata = own._metadata  # type: ignore[attr-defined]  # else modules with a version take the state for an old one
+            # Versions of modules: without them, modules take the state for an old one and convert it.
+            states._metadata = own._metadata  # type: ignore[attr-defined]
             module.load_state_dict(states, strict=False)
 
 
