@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from smp_strategy.checkpoint.storage import manifest
-from smp_strategy.checkpoint.storage.checksums import digest
 from smp_strategy.checkpoint.storage.manifest import Manifest
 from smp_strategy.checkpoint.storage.verified_reads import Files
 from smp_strategy.errors import CheckpointError
@@ -45,17 +44,17 @@ def problems_of_files(directory: Path) -> list[Damage] | None:
 
 def _problems_of_file(files: Files, file: str, found: Manifest) -> Iterator[Damage]:
     regions, memory = found.files[file], memoryview(bytearray(found.piece))
+
+    def read(start: int, stop: int) -> memoryview:
+        files.read_into(file, start, memory[: stop - start])
+        return memory[: stop - start]
+
     size, expected = files.size(file), sum(region.length for region in regions)
     if size > expected:
         yield Damage(file, "", f"has {size - expected} bytes too many.")
     for region in regions:
-        damaged = []
         if region.offset + region.length > size:
             yield Damage(file, region.name, f"is cut off: the file ends after {size} bytes, of {expected}.")
             continue
-        for (start, stop), each in zip(region.pieces(found.piece), region.digests, strict=True):
-            files.read_into(file, start, memory[: stop - start])
-            if digest(memory[: stop - start]) != each:
-                damaged.append(f"{start} to {stop}")
-        if damaged:
+        if damaged := [f"{start} to {stop}" for start, stop in region.changed(read, found.piece)]:
             yield Damage(file, region.name, f"bytes {', '.join(damaged[:3])} have changed since they were written.")

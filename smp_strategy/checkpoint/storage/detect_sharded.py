@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import dcp_metadata, manifest
-from smp_strategy.checkpoint.storage.checksums import digest
 from smp_strategy.checkpoint.storage.dcp_metadata import DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.manifest import Manifest, Region
 from smp_strategy.checkpoint.storage.verified_reads import DamageError, Files
@@ -70,10 +69,12 @@ def verify_whole(found: Manifest, file: str, data: bytes) -> None:
         DamageError: the content has changed.
     """
     regions = found.files.get(file, ())
-    pieces = [piece for region in regions for piece in region.pieces(found.piece)]
-    digests = [each for region in regions for each in region.digests]
+
+    def read(start: int, stop: int) -> bytes:
+        return data[start:stop]
+
     is_whole = len(data) == sum(region.length for region in regions)
-    if not is_whole or any(digest(data[slice(*piece)]) != each for piece, each in zip(pieces, digests, strict=True)):
+    if not is_whole or any(any(region.changed(read, found.piece)) for region in regions):
         raise DamageError(f"{file} has changed since it was written.")
 
 

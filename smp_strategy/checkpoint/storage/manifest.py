@@ -7,7 +7,7 @@ rest, and its values are found without parsing the region. The manifest ends wit
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final, final
@@ -56,6 +56,12 @@ class Region:
             found += [(start + begin, start + end) for begin, end in pieces_of(length, piece)]
             start += length
         return found
+
+    def changed(self, read: Callable[[int, int], bytes | memoryview], piece: int = PIECE) -> Iterator[tuple[int, int]]:
+        """Begin and end of each piece that differs from its digest; ``read`` gives the bytes between two offsets."""
+        for (start, stop), expected in zip(self.pieces(piece), self.digests, strict=True):
+            if digest(read(start, stop)) != expected:
+                yield start, stop
 
 
 @final

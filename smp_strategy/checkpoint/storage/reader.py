@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.checkpoint.storage.checksums import digest
 from smp_strategy.checkpoint.storage.dcp_format import Path as Way
 from smp_strategy.checkpoint.storage.dcp_metadata import Chunk, DirectoryContents, ItemLocation
 from smp_strategy.checkpoint.storage.detect_sharded import Opened, is_sharded, opened, verify_whole
@@ -212,14 +211,16 @@ class CheckpointReader:
             files.read_into(place.file, place.offset, memoryview(data))
         else:
             assert self._manifest is not None
-            piece = self._manifest.piece
-            for (start, stop), expected in zip(region.pieces(piece), region.digests, strict=True):
+
+            def read(start: int, stop: int) -> memoryview:
                 memory = memoryview(data)[start - place.offset : stop - place.offset]
                 files.read_into(place.file, start, memory)
-                if digest(memory) != expected:
-                    raise DamageError(
-                        f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
-                    )
+                return memory
+
+            if any(region.changed(read, self._manifest.piece)):
+                raise DamageError(
+                    f"{self._directory / place.file} is damaged: `{name}` has changed since it was written."
+                )
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # torch.load raises any exception on damaged bytes
