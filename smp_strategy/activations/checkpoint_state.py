@@ -21,13 +21,10 @@ midst of the unit's stream, whose state is noted here.
 """
 
 import copy
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +33,7 @@ from smp_strategy.model.trace.context_containers import additions
 from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
 from smp_strategy.model.trace.undo_attributes import attributes_restored, containers_in, refill
 
-__all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now", "random_of_now"]
+__all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now"]
 
 Bystanders = Callable[[nn.Module], tuple[Sequence[nn.Module], Sequence[Any]]]
 """Modules and containers outside of a unit that hooks in it may change."""
@@ -256,39 +253,3 @@ def autocast_of_now(device: torch.device) -> Again:
         return stack
 
     return again
-
-
-def random_of_now(device: torch.device, *, only_torch: bool = False) -> Again:
-    """The random streams as they are now; afterwards they go on as if nothing had been drawn.
-
-    Args:
-        device: whose stream belongs to them, beside those of PyTorch, Python and numpy.
-        only_torch: leave out the last two, which take much longer.
-    """
-    return partial(_drawn_from, device, _states(device, only_torch), only_torch)
-
-
-@contextmanager
-def _drawn_from(device: torch.device, states: tuple[Any, ...], only_torch: bool) -> Iterator[None]:
-    now = _states(device, only_torch)
-    _set_states(device, states)
-    try:
-        yield
-    finally:
-        _set_states(device, now)
-
-
-def _states(device: torch.device, only_torch: bool) -> tuple[Any, ...]:
-    of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    others = (None, None) if only_torch else (random.getstate(), np.random.get_state())
-    return torch.default_generator.get_state(), of_device, *others
-
-
-def _set_states(device: torch.device, states: tuple[Any, ...]) -> None:
-    of_torch, of_device, of_python, of_numpy = states
-    torch.default_generator.set_state(of_torch)
-    if of_device is not None:
-        torch.get_device_module(device).set_rng_state(of_device, device)
-    if of_python is not None:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)

@@ -17,12 +17,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from smp_strategy.distributed.device import generator_of, is_host
+from smp_strategy.distributed.rng_state import RngState, capture, drawing_from, generators_of, restore
 
 __all__ = ["Stream", "Streams", "begin_at", "derive_seed", "seeded"]
-
-_States = tuple[list[torch.Tensor], Any]
-"""Of torch's generators, and Python's."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -53,9 +50,8 @@ class Streams:
 
     @cached_property
     def generators(self) -> list[torch.Generator]:
-        """torch's, of the host and of the device. Their states are on the host: none of this waits for the device."""
-        of_host = torch.default_generator
-        return [of_host] if is_host(self.device) else [of_host, generator_of(self.device)]
+        """torch's generators of the host and of the device."""
+        return generators_of(self.device)
 
     def stream(self, seed: int) -> "Stream":
         """A stream that begins at ``seed``."""
@@ -74,27 +70,24 @@ class Streams:
             generator.manual_seed(seed)
         random.seed(seed)
 
-    def states(self) -> _States:
-        """Of the generators but numpy's."""
-        return [generator.get_state() for generator in self.generators], random.getstate()
+    def state(self) -> RngState:
+        """State of the generators but numpy's."""
+        return capture(self.generators, numpy=False)
 
-    def set_states(self, states: _States) -> None:
-        """Go on from there."""
-        of_torch, of_python = states
-        for generator, state in zip(self.generators, of_torch, strict=True):
-            generator.set_state(state)
-        random.setstate(of_python)
+    def restore(self, state: RngState) -> None:
+        """Continue from ``state``."""
+        restore(state, self.generators)
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         """Draw from a stream that begins at ``seed``; the global ones go on afterwards as if nothing was drawn."""
-        stream, states = self.stream(seed), self.states()
-        stream.enter()
-        try:
-            yield
-        finally:
-            stream.leave(for_good=True)
-            self.set_states(states)
+        stream = self.stream(seed)
+        with drawing_from(self.state(), self.generators):
+            stream.enter()
+            try:
+                yield
+            finally:
+                stream.leave(for_good=True)
 
 
 @final
@@ -104,7 +97,7 @@ class Stream:
     def __init__(self, seed: int, streams: Streams) -> None:
         self._seed = seed
         self._streams = streams
-        self._states: _States | None = None
+        self._state: RngState | None = None
         self._own: Any = None
         self._others: Any = None
 
@@ -114,10 +107,10 @@ class Stream:
             self._own = self._streams.spare.pop() if self._streams.spare else np.random.MT19937()
         self._others = np.random.get_bit_generator()  # type: ignore[attr-defined]
         np.random.set_bit_generator(self._own)  # type: ignore[attr-defined]
-        if self._states is None:
+        if self._state is None:
             self._streams.begin_at(self._seed)
         else:
-            self._streams.set_states(self._states)
+            self._streams.restore(self._state)
 
     def leave(self, *, for_good: bool = False) -> None:
         """Something else follows, which begins a stream of its own.
@@ -128,9 +121,9 @@ class Stream:
         np.random.set_bit_generator(self._others)  # type: ignore[attr-defined]
         if for_good:
             self._streams.spare.append(self._own)
-            self._own = self._states = None
+            self._own = self._state = None
         else:
-            self._states = self._streams.states()
+            self._state = self._streams.state()
 
 
 def seeded(seed: int, device: torch.device) -> AbstractContextManager[None]:

@@ -5,17 +5,16 @@ objects that hold tensors are copied with fake tensors in them, and random strea
 """
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from smp_strategy.distributed.rng_state import capture, drawing_from, global_state
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.side_effects import is_object, watched
 from smp_strategy.model.trace.tensor_spec import TensorSpec
@@ -111,19 +110,11 @@ def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:
 
 @contextmanager
 def frozen_rng() -> Iterator[Callable[[], bool]]:
-    """Put all random streams back afterwards; yields whether Python's or numpy's have moved."""
+    """Restore the generators of the host afterwards; yields whether Python's or numpy's have moved."""
 
-    def python_streams() -> tuple[Any, ...]:
-        state = np.random.get_state(legacy=False)
-        return random.getstate(), str(state["state"]["key"].tobytes()), state["state"]["pos"], state["has_gauss"]
-
-    python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_streams()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield lambda: python_streams() != before
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    state = global_state()
+    with drawing_from(state):
+        yield lambda: capture([])[1:] != state[1:]
 
 
 @contextmanager
