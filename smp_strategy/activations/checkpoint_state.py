@@ -20,8 +20,7 @@ caller brings them back (:class:`~smp_strategy.activations.unit_wrapper.UnitCall
 midst of the unit's stream, whose state is noted here.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, final
 
@@ -30,8 +29,8 @@ from torch import Tensor, nn
 
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.context_containers import additions
-from smp_strategy.model.trace.side_effects import contents_of_objects, put_back
-from smp_strategy.model.trace.undo_attributes import attributes_restored, containers_in, refill
+from smp_strategy.model.trace.side_effects import contents_of_objects
+from smp_strategy.model.trace.snapshot import Snapshot, containers_in, contents_of, replaced
 
 __all__ = ["Bystanders", "ModuleSnapshot", "autocast_of_now"]
 
@@ -60,32 +59,31 @@ class ModuleSnapshot:
         self._name = name
         self._module = module
         self._bystanders = bystanders
-        self._objects = contents_of_objects(leaves)
         self._tensors: dict[int, _Copied] = {}
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._containers: dict[int, tuple[Any, Any]] = {}
-        self._buffers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._parameters: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._state = Snapshot()
         self._weights: list[tuple[Tensor, int, bool]] = []
+        for container, contents in contents_of_objects(leaves):
+            self._state.add(container, contents)
         for part in module.modules():
-            held = vars(part)
-            own = _own(held)
-            self._attributes.append((held, {key: self._noted(value) for key, value in own.items()}))
-            for container in containers_in(own.values()):
-                self._containers[id(container)] = (container, _replaced(container, self._noted))
-            for kind in ("_buffers", "_parameters"):
-                if held[kind]:
-                    self._note_tensors(held[kind], are_copied=kind == "_buffers")
+            self._add_part(vars(part))
 
-    def _note_tensors(self, held: Any, *, are_copied: bool) -> None:
-        if not isinstance(held, dict):  # of TorchScript, whose tensors nobody can put into the place of others
-            self._weights += [(each, each._version, each.requires_grad) for each in held.values()]
-        elif are_copied:
-            self._buffers.append((held, {key: self._noted(each) for key, each in held.items()}))
-        else:
-            self._parameters.append((held, dict(held)))
-            present = [each for each in held.values() if each is not None]
-            self._weights += [(each, each._version, each.requires_grad) for each in present]
+    def _add_part(self, held: dict[str, Any]) -> None:
+        """Capture attributes, buffers and parameters of a module of the unit."""
+        own = {key: value for key, value in held.items() if key not in _OF_EVERY_MODULE}
+        self._state.add(held, replaced(own, self._noted), ignored=_OF_EVERY_MODULE)
+        for container in containers_in(own.values()):
+            self._state.add(container, replaced(contents_of(container), self._noted))
+        for kind in ("_buffers", "_parameters"):
+            tensors = held[kind]
+            is_parameter = kind == "_parameters"
+            if not isinstance(tensors, dict):  # of TorchScript, whose tensors nobody can put into the place of others
+                self._weights += [(each, each._version, each.requires_grad) for each in tensors.values()]
+            elif is_parameter:
+                self._state.add(tensors)
+                present = [each for each in tensors.values() if each is not None]
+                self._weights += [(each, each._version, each.requires_grad) for each in present]
+            else:
+                self._state.add(tensors, replaced(tensors, self._noted))
 
     def _noted(self, value: Any) -> Any:
         """What stands for something in an attribute."""
@@ -135,40 +133,22 @@ class ModuleSnapshot:
         def found(value: Any) -> Any:
             return made[value] if isinstance(value, _Copied) else value
 
-        containers = list(self._containers.values())
         with ExitStack() as stack:
             stack.enter_context(self._bystanders_restored())
-            stack.callback(_refill_all, [(container, _contents(container)) for container, _ in self._objects])
-            stack.callback(_refill_all, [(container, _contents(container)) for container, _ in containers])
-            stack.callback(_put, [(held, _own(held)) for held, _ in self._attributes])
-            for held, copies in self._buffers:
-                stack.callback(refill, held, dict(held))
-                held.update({key: found(each) for key, each in copies.items()})
-            for held, parameters in self._parameters:
-                stack.callback(refill, held, dict(held))
-                refill(held, parameters)
+            stack.enter_context(self._state.of_now())
             for tensor, _, is_trained in self._weights:
                 if tensor.requires_grad != is_trained and tensor.is_leaf:  # frozen or unfrozen since
                     stack.callback(tensor.requires_grad_, tensor.requires_grad)
                     tensor.requires_grad_(is_trained)
-            _put([(held, {key: found(each) for key, each in own.items()}) for held, own in self._attributes])
-            _refill_all([(container, _replaced(noted, found)) for container, noted in containers])
-            put_back(self._objects)
+            self._state.restore(found)
             stack.enter_context(additions())
             yield
 
-    @contextmanager
-    def _bystanders_restored(self) -> Iterator[None]:
+    def _bystanders_restored(self) -> Snapshot:
         if not any(part._forward_hooks or part._forward_pre_hooks for part in self._module.modules()):
-            yield
-            return
+            return Snapshot()
         modules, containers = self._bystanders(self._module)
-        before = [(container, _contents(container)) for container in containers]
-        with attributes_restored(modules):
-            try:
-                yield
-            finally:
-                _refill_all(before)
+        return Snapshot(modules=modules, containers=containers)
 
     def _changed(self) -> Tensor | None:
         return next((tensor for tensor, version, _ in self._weights if tensor._version != version), None)
@@ -203,34 +183,6 @@ class _Copied:
                 "`activation_checkpointing`."
             )
         return self._tensor
-
-
-def _own(held: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that not every module has."""
-    return {key: value for key, value in held.items() if key not in _OF_EVERY_MODULE}
-
-
-def _replaced(container: Any, by: Callable[[Any], Any]) -> Any:
-    """A copy of a list, dict or set, with other things in it."""
-    if isinstance(container, Mapping):
-        return {key: by(value) for key, value in container.items()}
-    return [by(item) for item in container]
-
-
-def _contents(container: Any) -> Any:
-    return dict(container) if isinstance(container, Mapping) else copy.copy(container)
-
-
-def _put(attributes: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    for held, own in attributes:
-        for key in _own(held).keys() - own.keys():
-            del held[key]
-        held.update(own)
-
-
-def _refill_all(contents: Sequence[tuple[Any, Any]]) -> None:
-    for container, before in contents:
-        refill(container, before)
 
 
 Again = Callable[[], AbstractContextManager[Any]]

@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.meta_tensors import has_unset, unset
 from smp_strategy.model.rng import begin_at, derive_seed, seeded
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import storage_of
-from smp_strategy.model.trace.undo_attributes import attributes_restored
 
 __all__ = ["Initialisers", "TensorSlot", "InitializerTrace", "places_of"]
 
@@ -114,7 +114,7 @@ class Initialisers:
         """
         own, by_models = _Changes(), _Changes()
         filled: dict[Tensor, int] = {}
-        with self._shapes_only(), attributes_restored(self._modules):
+        with self._shapes_only(), Snapshot(modules=self._modules):
             # One for each place, which shows where a tied tensor is filled.
             stand_ins = {place: _on_meta(tensor) for tensor, places in self._places.items() for place in places}
             for place, stand_in in stand_ins.items():

@@ -22,7 +22,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.patching import Patches
 from smp_strategy.model.trace.pytree import flatten
-from smp_strategy.model.trace.undo_attributes import attributes_restored
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_variables import variables_restored
 
 __all__ = ["Methods"]
@@ -88,7 +88,7 @@ class Methods:
         states = [each.get_state() for each in generators]
         self._is_probing = True
         with ExitStack() as stack:
-            stack.enter_context(attributes_restored(self._model.modules()))
+            stack.enter_context(Snapshot(modules=self._model.modules()))
             stack.enter_context(variables_restored(self._model.modules(), method))
             try:
                 yield

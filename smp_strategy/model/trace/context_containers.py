@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from smp_strategy.errors import UnsupportedError
-from smp_strategy.model.trace.undo_attributes import refill
+from smp_strategy.model.trace.snapshot import fill
 
 __all__ = ["additions", "collector_key", "collectors", "put_into_collectors"]
 
@@ -78,7 +78,7 @@ def additions() -> Iterator[dict[Path, Any]]:
                 added[path] = new
     finally:
         for _, container, contents in before:
-            refill(container, contents)
+            fill(container, contents)
 
 
 def put_into_collectors(added: Mapping[Path, Any]) -> None:

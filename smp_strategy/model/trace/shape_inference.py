@@ -33,8 +33,8 @@ from smp_strategy.model.trace.prediction import IMMUTABLE, Callee, Prediction, U
 from smp_strategy.model.trace.pytree import flatten, unflatten_call
 from smp_strategy.model.trace.saved_tensors import watching_kept
 from smp_strategy.model.trace.side_effects import contents_of_objects, is_object, put_back
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.tensor_spec import TensorSpec, storage_of
-from smp_strategy.model.trace.undo_attributes import attributes_restored, tensors_restored
 
 __all__ = ["ShapeInference"]
 
@@ -155,8 +155,13 @@ class ShapeInference:
         noting: AbstractContextManager[None] = nullcontext()
         if survey is not None and callee.module is not None:
             noting = survey.noting(str(callee.key), callee.module)
-        restored = (attributes_restored(modules), tensors_restored(modules))
-        with tracked(), uncached(), frozen_rng() as python_drew, restored[0], restored[1], self._mode:
+        with (
+            tracked(),
+            uncached(),
+            frozen_rng() as python_drew,
+            Snapshot(modules=modules, tensors_of=modules),
+            self._mode,
+        ):
             leaves = [self._there(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in leaves]
             fakes = [leaf if lends and is_object(leaf) else stand_in(leaf) for leaf in leaves]
             dtypes = callee.dtype_of_weights()

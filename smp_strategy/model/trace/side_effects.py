@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from smp_strategy.model.trace.context_containers import additions, collectors, put_into_collectors
 from smp_strategy.model.trace.prediction import IMMUTABLE
+from smp_strategy.model.trace.snapshot import contents_of, fill, is_dataclass, is_same, replaced
 from smp_strategy.model.trace.tensor_spec import TensorSpec
-from smp_strategy.model.trace.undo_attributes import refill
 
 __all__ = ["Changed", "apply_changes", "contents_of_objects", "is_object", "put_back", "watched"]
 
@@ -54,15 +54,15 @@ def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         given = _containers_of((args, kwargs))
         if not given and not collectors():
             return function(*args, **kwargs)
-        before = [_contents(container) for container in given]
+        before = [contents_of(container) for container in given]
         with additions() as added:
             result = function(*args, **kwargs)
-        after = [_contents(container) for container in given]
-        changed = {number: now for number, now in enumerate(after) if not _is_same(now, before[number])}
+        after = [contents_of(container) for container in given]
+        changed = {number: now for number, now in enumerate(after) if not is_same(now, before[number])}
         if not changed and not added:
             return result
         numbers = {id(container): _Given(number) for number, container in enumerate(given)}
-        by_number = {n: _replaced(now, lambda item: numbers.get(id(item), item)) for n, now in changed.items()}
+        by_number = {n: replaced(now, lambda item: numbers.get(id(item), item)) for n, now in changed.items()}
         return Changed(result, by_number, added)
 
     return call
@@ -73,7 +73,7 @@ def apply_changes(changed: Changed, arguments: tuple[Any, Any]) -> Any:
     result."""
     given = _containers_of(arguments)
     for number, contents in changed.contents.items():
-        _fill(given[number], _replaced(contents, lambda item: given[item.number] if isinstance(item, _Given) else item))
+        fill(given[number], replaced(contents, lambda item: given[item.number] if isinstance(item, _Given) else item))
     put_into_collectors(changed.added)
     return changed.result
 
@@ -97,7 +97,7 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
         if hasattr(item, "__dict__") and not callable(item):
             inner = vars(item)
         if isinstance(inner, list | dict):
-            found[id(item)] = (inner, _contents(inner))
+            found[id(item)] = (inner, contents_of(inner))
         if isinstance(inner, list | dict | tuple):
             for child in inner.values() if isinstance(inner, dict) else inner:
                 visit(child)
@@ -111,8 +111,7 @@ def contents_of_objects(leaves: Iterable[Any]) -> list[tuple[Any, Any]]:
 def put_back(before: Sequence[tuple[Any, Any]]) -> None:
     """Give containers the contents that they had."""
     for container, contents in before:
-        if not _is_same(_contents(container), contents):
-            _fill(container, contents)
+        fill(container, contents)
 
 
 def _containers_of(arguments: tuple[Any, Any]) -> list[Any]:
@@ -125,44 +124,12 @@ def _containers(tree: Any) -> Iterator[Any]:
     """All lists, dicts and dataclasses in a nest, from the outside in."""
     if isinstance(tree, _LEAVES):
         return
-    if isinstance(tree, (list, dict)) or _is_dataclass(tree):
+    if isinstance(tree, (list, dict)) or is_dataclass(tree):
         yield tree
     items = tree if isinstance(tree, (list, tuple)) else []
     if isinstance(tree, dict):
         items = list(tree.values())
-    elif _is_dataclass(tree):
-        items = list(_contents(tree).values())
+    elif is_dataclass(tree):
+        items = list(contents_of(tree).values())
     for item in items:
         yield from _containers(item)
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _contents(container: Any) -> Any:
-    if isinstance(container, dict):
-        return dict(container)
-    if _is_dataclass(container):
-        return {field.name: getattr(container, field.name) for field in dataclasses.fields(container)}
-    return list(container)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(one[key] is other[key] for key in one)
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _replaced(contents: Any, by: Callable[[Any], Any]) -> Any:
-    if isinstance(contents, dict):
-        return {key: by(item) for key, item in contents.items()}
-    return [by(item) for item in contents]
-
-
-def _fill(container: Any, contents: Any) -> None:
-    if _is_dataclass(container):
-        for name, value in contents.items():
-            setattr(container, name, value)
-    else:
-        refill(container, contents)

@@ -6,7 +6,6 @@ the classes, and the lists, dicts and sets in all of them. Libraries are left al
 cache, a registry) is not the user's.
 """
 
-import copy
 import dis
 import functools
 import inspect
@@ -17,9 +16,8 @@ from typing import Any, final
 
 from torch import nn
 
-from smp_strategy.model.trace.undo_attributes import containers_in, refill
+from smp_strategy.model.trace.snapshot import Snapshot, containers_in
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
-from smp_strategy.model.trace.undo_objects import objects_restored
 from smp_strategy.model.trace.user_code import is_of_library, is_ours, is_own_object
 
 __all__ = ["Chosen", "ClassAttributes", "Variable", "Variables", "variables_of", "variables_restored"]
@@ -34,21 +32,10 @@ _ATTRIBUTE = ("STORE_ATTR", "DELETE_ATTR")
 def variables_restored(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> Iterator[None]:
     """Afterwards variables that code of ``modules`` and ``step`` name hold what they held before."""
     found = variables_of(modules, step)
-    contents = [(each, copy.copy(each)) for each in containers_in(found.values())]
-    written = [(each, dict(each)) for each in found.written()]
-    with iterators_rewound(found.holders()), objects_restored(found.values()):
-        try:
-            yield
-        finally:
-            found.restore()
-            for container, inside in contents:
-                refill(container, inside)
-            for names, before in written:
-                for name in names.keys() - before.keys():
-                    del names[name]
-                for name, value in before.items():
-                    if names.get(name, _MISSING) is not value:
-                        names[name] = value
+    containers = [*containers_in(found.values()), *found.holders(), *found.written()]
+    snapshot = Snapshot(objects=found.values(), containers=containers)
+    with iterators_rewound(found.holders()), snapshot:
+        yield
 
 
 def variables_of(modules: Iterable[nn.Module], step: Callable[..., Any] | None = None) -> "Variables":
@@ -119,7 +106,8 @@ class Variables:
         named: dict[int, tuple[dict[str, Any], list[str]]] = {}
         for (key, name), (variables, _) in self._of_modules.items():
             named.setdefault(key, (variables, []))[1].append(name)
-        cells = [Variable(cell) for cell, _ in self._of_functions.values()]
+        # A cell that is empty yet is left out: the enclosing function will assign it, and that must not be undone.
+        cells = [Variable(cell) for cell, held in self._of_functions.values() if held is not _MISSING]
         return [*(Chosen(*each) for each in named.values()), *cells]
 
     def values_of_now(self) -> list[Any]:
@@ -158,17 +146,6 @@ class Variables:
             if not is_of_library(value) if is_named else is_own_object(value):
                 owners[id(value)] = value
         return list(owners.values())
-
-    def restore(self) -> None:
-        """Let all of them hold that again."""
-        for (_, name), (variables, held) in self._of_modules.items():
-            if held is _MISSING:
-                variables.pop(name, None)
-            elif variables.get(name, _MISSING) is not held:
-                variables[name] = held
-        for cell, held in self._of_functions.values():
-            if held is not _MISSING and _contents(cell) is not held:
-                cell.cell_contents = held
 
 
 def _function_of(value: Any) -> FunctionType | None:

@@ -1,4 +1,4 @@
-"""What code does to objects, generators and iterators is undone."""
+"""Snapshots restore objects, containers and generators; iterators give their items again."""
 
 import collections
 import itertools
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
-from smp_strategy.model.trace.undo_objects import objects_restored
 
 
 class Meter:
@@ -26,7 +26,7 @@ class Meter:
 
 def test_objects_of_the_users_classes_are_as_before():
     meter, inside, namespace, array = Meter(), Meter(), SimpleNamespace(step=1), np.zeros(2)
-    with objects_restored([meter, {"inner": [inside]}, namespace, array]):
+    with Snapshot(objects=[meter, {"inner": [inside]}, namespace, array]):
         meter.update(1.0)
         inside.update(2.0)
         namespace.step += 1
@@ -39,7 +39,7 @@ def test_objects_of_the_users_classes_are_as_before():
 
 def test_lists_dicts_and_sets_in_them_are_as_before():
     namespace = SimpleNamespace(values=[1.0], by_name={"a": [0]}, seen={1}, latest=collections.deque([1], maxlen=2))
-    with objects_restored([{"inner": namespace}]):
+    with Snapshot(objects=[{"inner": namespace}]):
         namespace.values.append(2.0)
         namespace.by_name["a"].append(1)
         namespace.by_name["b"] = []
@@ -54,7 +54,7 @@ def test_lists_dicts_and_sets_in_them_are_as_before():
 
 def test_they_are_after_an_error_too():
     meter = Meter()
-    with pytest.raises(ZeroDivisionError), objects_restored([meter]):
+    with pytest.raises(ZeroDivisionError), Snapshot(objects=[meter]):
         meter.update(1 / 0)
     assert meter.count == 0
 
@@ -62,7 +62,7 @@ def test_they_are_after_an_error_too():
 def test_of_objects_of_libraries_numbers_are():
     logger = logging.Logger("a name")
     handler = logging.NullHandler()
-    with objects_restored([logger]):
+    with Snapshot(objects=[logger]):
         logger.setLevel(logging.ERROR)
         logger.parent = handler
     assert logger.level == logging.NOTSET
@@ -72,7 +72,7 @@ def test_of_objects_of_libraries_numbers_are():
 def test_classes_and_circles_are_no_obstacle():
     meter = Meter()
     meter.itself = [meter]
-    with objects_restored([Meter, meter, collections.Counter("aa")]):
+    with Snapshot(objects=[Meter, meter, collections.Counter("aa")]):
         meter.update(1.0)
     assert meter.count == 0
 
@@ -92,7 +92,7 @@ def test_generators_go_on_where_they_were(make, draw):
     wanted = [draw(expected) for _ in range(3)]
     generator = make()
     found = [draw(generator)]
-    with objects_restored([{"inner": generator}]):
+    with Snapshot(objects=[{"inner": generator}]):
         draw(generator)
         draw(generator)
     assert [*found, draw(generator), draw(generator)] == wanted
