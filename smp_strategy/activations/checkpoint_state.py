@@ -1,23 +1,20 @@
-"""What a unit finds and leaves elsewhere than in its arguments and its result, put back for a second run.
+"""Snapshot of a unit's mutable state, and of autocast, so that recomputation starts from the same state.
 
-A unit may count its calls, keep running statistics, fill a cache or a list. When it is run once more in backward, it
-must find what it has found the first time, or it would compute something else; and what it leaves must not be left
-twice. So the attributes and buffers of the unit's modules, and the contents of objects among its arguments, are noted
-when it is called, and a second run sees what was noted. Afterwards everything is as it was before that run.
+A unit may count its calls, keep running statistics, fill a cache or a list. When it is recomputed in backward, it must
+find the state of the first run, or it would compute something else, and its side effects must not happen twice. So the
+attributes and buffers of the unit's modules, and the contents of objects among its arguments, are captured at the call
+and restored for the second run. Afterwards everything is as it was before that run.
 
-Attributes are noted as they are; of lists, dicts and sets in them, of buffers, and of other tensors that are kept so,
-copies are made. The copies of tensors that the call has not changed are dropped when it is over, unless they are small:
-code can change a tensor through ``.data``, which leaves no trace.
+Attributes are captured by reference; lists, dicts and sets in them, buffers, and other tensors in attributes are
+copied. Copies of tensors that the call has not changed are dropped when it is over, unless they are small: code can
+change a tensor through ``.data``, which leaves no trace.
 
-Parameters are not copied; those that the unit has had are put in their places, if others have been lent to it for the
-call (``functional_call``). A unit that changes its own cannot be run again, and one whose parameters have changed since
-would compute with the wrong ones: both are errors.
+Parameters are not copied. If others were lent to the unit for the call (``functional_call``), these are put in place
+again. A unit that changes its own parameters cannot be recomputed, and one whose parameters have changed since would
+compute with the wrong ones: both are errors.
 
-What surrounds a call and is no part of the module or its arguments: autocast, and the state of random streams.
-
-A second run of the call must find both as the first has. Where a call's random numbers begin at a seed of its own, the
-caller brings them back (:class:`~smp_strategy.activations.unit_wrapper.UnitCall`); a part of a unit is called in the
-midst of the unit's stream, whose state is noted here.
+Random generators are restored by the caller (:class:`~smp_strategy.activations.unit_wrapper.UnitCall`): by the seed of
+the call, or by their state in the middle of a unit (:func:`~smp_strategy.distributed.rng_state.replay_from_now`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,13 +43,13 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 @final
 class ModuleSnapshot:
-    """What a call of a unit finds; made as it begins.
+    """Snapshot of a unit's mutable state (attributes, buffers, containers), taken before the call.
 
     Args:
-        name: of the unit.
-        module: the unit.
-        leaves: its flattened arguments.
-        bystanders: see :data:`Bystanders`.
+        name: Name of the unit.
+        module: The unit.
+        leaves: Its flattened arguments.
+        bystanders: Modules and containers that its hooks may change, see :data:`Bystanders`.
     """
 
     def __init__(self, name: str, module: nn.Module, leaves: Sequence[Any], bystanders: Bystanders) -> None:
@@ -75,10 +72,9 @@ class ModuleSnapshot:
             self._state.add(container, replaced(contents_of(container), self._noted))
         for kind in ("_buffers", "_parameters"):
             tensors = held[kind]
-            is_parameter = kind == "_parameters"
             if not isinstance(tensors, dict):  # of TorchScript, whose tensors nobody can put into the place of others
                 self._weights += [(each, each._version, each.requires_grad) for each in tensors.values()]
-            elif is_parameter:
+            elif kind == "_parameters":
                 self._state.add(tensors)
                 present = [each for each in tensors.values() if each is not None]
                 self._weights += [(each, each._version, each.requires_grad) for each in present]

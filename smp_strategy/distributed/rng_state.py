@@ -62,7 +62,7 @@ def capture(generators: Generators, *, python: bool = True, numpy: bool = True) 
     """The states of torch's ``generators``, of Python's and of numpy's.
 
     Args:
-        generators: of torch.
+        generators: torch's generators.
         python: Include Python's generator.
         numpy: Include numpy's generator, which takes ten times as long as the others together.
     """
@@ -100,8 +100,8 @@ def drawing_from(state: RngState, generators: Generators | None = None) -> Itera
     """Draw from ``state`` in here; afterwards the generators in it are where they were before.
 
     Args:
-        state: of ``generators``, with or without Python's and numpy's.
-        generators: of torch; by default that of the host.
+        state: State of ``generators``, with or without Python's and numpy's.
+        generators: torch's generators; by default the one of the host.
     """
     used = [torch.default_generator] if generators is None else generators
     before = capture(used, python=state.python is not None, numpy=state.numpy is not None)
@@ -168,7 +168,7 @@ def exceptions_to_first(states: Sequence[Any], groups: Sequence[Sequence[int]]) 
     """The states of ranks that differ from the first rank of their group.
 
     Args:
-        states: of all ranks.
+        states: States of all ranks.
         groups: Ranks that draw alike.
     """
     return {

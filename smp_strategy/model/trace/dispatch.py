@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 # no values. It then runs once per assumption, with every such count and number set to 1, to 3 and to 0. If the results
 # of all these runs agree, the result does not depend on values: a mixture of experts returns tokens of the same shape
 # however they were routed. If not, or if one run fails, the call is unpredictable, and its stage sends the real result.
-# A run under an assumption counts as random, because code behind a branch may draw.
+# A run under an assumption counts as random: another branch may draw, or return an input instead of a new tensor.
 
 
 class Meter(TorchDispatchMode):

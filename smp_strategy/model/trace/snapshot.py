@@ -123,7 +123,7 @@ class Snapshot:
 
 
 def contents_of(container: Any) -> Any:
-    """What a container holds: a dict of names and values for mappings and dataclasses, a list for others."""
+    """Shallow copy of a container's contents: a dict for mappings and dataclasses, a list for others."""
     if isinstance(container, Mapping):
         return dict(container)
     if is_dataclass(container):
@@ -166,7 +166,7 @@ def fill(container: Any, contents: Any, *, ignored: Set[str] = frozenset()) -> N
 
 
 def _fill_mapping(mapping: MutableMapping[Any, Any], contents: dict[Any, Any], ignored: Set[str]) -> None:
-    # Name by name: of a class or a module, no attribute may be missing meanwhile.
+    # Name by name, not cleared first: a class or a module must not lose its attributes meanwhile.
     for name in [name for name in mapping if name not in contents and name not in ignored]:
         del mapping[name]
     for name, value in contents.items():
