@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from smp_strategy.model.trace.snapshot import Snapshot
+from smp_strategy.model.trace.snapshot import Snapshot, contents_of, fill
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
 
 
@@ -132,3 +132,44 @@ def test_an_iterator_ends_when_it_ended():
         assert list(holder["it"]) == [1, 2]
     assert list(holder["it"]) == [1, 2]
     assert list(holder["it"]) == []
+
+
+def test_dicts_get_back_their_order_and_the_same_container_stays():
+    names = {"a": 1, "b": 2}
+    with Snapshot(containers=[names]) as snapshot:
+        names["c"] = names.pop("a")
+        with snapshot.of_now():
+            names.clear()
+        assert names == {"b": 2, "c": 1}
+    assert list(names.items()) == [("a", 1), ("b", 2)]
+
+
+def test_ignored_names_are_neither_captured_nor_restored():
+    module = torch.nn.Linear(1, 1)
+    module.calls = 0
+    snapshot = Snapshot()
+    snapshot.add(vars(module), ignored={"training"})
+    module.calls, module.late = 1, True
+    module.eval()
+    snapshot.restore()
+    assert module.calls == 0
+    assert not hasattr(module, "late")
+    assert not module.training
+
+
+def test_captured_values_may_be_replaced_as_they_are_restored():
+    values = [1, 2]
+    snapshot = Snapshot(containers=[values])
+    values.clear()
+    snapshot.restore(lambda value: 10 * value)
+    assert values == [10, 20]
+
+
+def test_nothing_is_written_to_what_is_the_same():
+    class Watched(dict):
+        def __setitem__(self, key, value):
+            raise AssertionError(key)
+
+    watched = Watched(a=[1])
+    fill(watched, contents_of(watched))
+    assert watched == {"a": [1]}
