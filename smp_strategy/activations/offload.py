@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from smp_strategy.activations.copy_stream import CopyStream, StreamEvent
 from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.activations.offload_tensors import OffloadedTensor, OffloadedTensors, Saved, storages_of
-from smp_strategy.activations.pinned_pool import PinnedPool
+from smp_strategy.distributed.host_copies import HostCopies, StreamEvent
+from smp_strategy.distributed.pinned_pool import PinnedPool
 from smp_strategy.model.trace.func_transforms import without_transforms
 from smp_strategy.model.trace.tensor_spec import storage_of
 
@@ -125,7 +125,7 @@ class Offload:
 
     def __init__(
         self,
-        copies: CopyStream,
+        copies: HostCopies,
         *,
         horizon: int = 1,
         min_bytes: int = 1,
@@ -135,7 +135,7 @@ class Offload:
         self._copies = copies
         self._horizon = horizon
         self._weights = weights
-        self._memory = PinnedPool(copies.host_memory)
+        self._memory = PinnedPool(copies.memory)
         self._parcels = OffloadedTensors(copies, min_bytes)
         self._is_in_step = self._backward_follows = False
         self._uses: Mapping[Place, int] | None = None

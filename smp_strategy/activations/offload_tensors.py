@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from smp_strategy.activations.copy_stream import CopyStream, StreamEvent
-from smp_strategy.activations.pinned_pool import PinnedBuffer, PinnedPool
+from smp_strategy.distributed.host_copies import HostCopies, StreamEvent
+from smp_strategy.distributed.pinned_pool import PinnedBuffer, PinnedPool
 from smp_strategy.errors import changed_in_place
 from smp_strategy.model.trace.tensor_spec import storage_of
 
@@ -100,7 +100,7 @@ class Saved:
 class OffloadedTensor:
     """See the module docstring."""
 
-    def __init__(self, first: Saved, view: _View, copies: CopyStream) -> None:
+    def __init__(self, first: Saved, view: _View, copies: HostCopies) -> None:
         assert first.tensor is not None
         # As long as this weak reference is there, no other storage gets the same key.
         self._storage = StorageWeakRef(first.tensor.untyped_storage())
@@ -215,7 +215,7 @@ class OffloadedTensors:
         min_bytes: smaller storages stay where they are.
     """
 
-    def __init__(self, copies: CopyStream, min_bytes: int) -> None:
+    def __init__(self, copies: HostCopies, min_bytes: int) -> None:
         self._copies = copies
         self._min_bytes = min_bytes
         self._parcels: weakref.WeakValueDictionary[tuple[int, int], OffloadedTensor] = weakref.WeakValueDictionary()

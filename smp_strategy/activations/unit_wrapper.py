@@ -16,10 +16,10 @@ from smp_strategy.activations.checkpoint import Recomputed
 from smp_strategy.activations.checkpoint_groups import CheckpointGroups
 from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
 from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now, random_of_now
-from smp_strategy.activations.copy_stream import copies_of
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
 from smp_strategy.activations.selective import Products
+from smp_strategy.distributed.host_copies import HostCopies
 from smp_strategy.model.trace.parametrize_cache import cache_of_now
 from smp_strategy.model.trace.pytree import flatten, flatten_call
 
@@ -73,7 +73,7 @@ class UnitWrapper:
         self.switched: Callable[[], _Again] = lambda: nullcontext
         self._treatments = treatments or {}
         self._device = device or torch.device("cpu")
-        self.offload = offload or Offload(copies_of(self._device))
+        self.offload = offload or Offload(HostCopies(self._device))
         self._bystanders = bystanders
         self._groups = CheckpointGroups()
 

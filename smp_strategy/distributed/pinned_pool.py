@@ -13,7 +13,7 @@ from typing import final
 
 from torch import Tensor
 
-from smp_strategy.activations.copy_stream import StreamEvent
+from smp_strategy.distributed.host_copies import StreamEvent
 
 __all__ = ["PinnedPool", "PinnedBuffer"]
 
