@@ -1,23 +1,21 @@
-"""What a unit finds and leaves elsewhere than in its arguments and its result, put back for a second run.
+"""Restoring a unit's state for recomputation: attributes, buffers and containers, autocast, random generators.
 
-A unit may count its calls, keep running statistics, fill a cache or a list. When it is run once more in backward, it
-must find what it has found the first time, or it would compute something else; and what it leaves must not be left
-twice. So the attributes and buffers of the unit's modules, and the contents of objects among its arguments, are noted
-when it is called, and a second run sees what was noted. Afterwards everything is as it was before that run.
+A unit may count its calls, keep running statistics, or fill a cache or a list. When it is recomputed, it must start
+from the same state, and its side effects must not happen twice. So the attributes and buffers of its modules, and the
+contents of objects among its arguments, are recorded at the call (:class:`ModuleSnapshot`); the second run sees the
+recorded state, and afterwards everything is as before that run.
 
-Attributes are noted as they are; of lists, dicts and sets in them, of buffers, and of other tensors that are kept so,
-copies are made. The copies of tensors that the call has not changed are dropped when it is over, unless they are small:
-code can change a tensor through ``.data``, which leaves no trace.
+Attributes are recorded by reference. Lists, dicts and sets in them, buffers, and other tensors in attributes are
+copied. Copies of tensors that the call has not changed are dropped when it is over, unless they are small: code can
+change a tensor through ``.data``, which leaves no trace.
 
-Parameters are not copied; those that the unit has had are put in their places, if others have been lent to it for the
-call (``functional_call``). A unit that changes its own cannot be run again, and one whose parameters have changed since
-would compute with the wrong ones: both are errors.
+Parameters are not copied. If others were lent to the unit for the call (``functional_call``), the second run gets
+those. A unit that changes its own parameters cannot be recomputed, and one whose parameters have changed since would
+compute with the wrong ones: both are errors.
 
-What surrounds a call and is no part of the module or its arguments: autocast, and the state of random streams.
-
-A second run of the call must find both as the first has. Where a call's random numbers begin at a seed of its own, the
-caller brings them back (:class:`~smp_strategy.activations.unit_wrapper.UnitCall`); a part of a unit is called in the
-midst of the unit's stream, whose state is noted here.
+Autocast and the generators belong to the surroundings of a call. If the random numbers of a call begin at a seed of its
+own, the caller restores them (:class:`~smp_strategy.activations.unit_wrapper.UnitCall`); a submodule is called in the
+middle of the unit's random stream, whose state is recorded here.
 """
 
 import copy
@@ -42,7 +40,7 @@ Bystanders = Callable[[nn.Module], tuple[Sequence[nn.Module], Sequence[Any]]]
 """Modules and containers outside of a unit that hooks in it may change."""
 
 SMALL_BYTES = 1 << 16
-"""Tensors up to this size are kept as they were, without asking whether they have changed."""
+"""Tensors up to this size stay copied whether or not they have changed."""
 
 # Attributes of every module that calls do not change, `training` aside.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -50,13 +48,13 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 @final
 class ModuleSnapshot:
-    """What a call of a unit finds; made as it begins.
+    """Snapshot of a unit's mutable state (attributes, buffers, containers), taken as the call begins.
 
     Args:
-        name: of the unit.
-        module: the unit.
-        leaves: its flattened arguments.
-        bystanders: see :data:`Bystanders`.
+        name: Name of the unit.
+        module: The unit.
+        leaves: Its flattened arguments.
+        bystanders: See :data:`Bystanders`.
     """
 
     def __init__(self, name: str, module: nn.Module, leaves: Sequence[Any], bystanders: Bystanders) -> None:
@@ -81,7 +79,7 @@ class ModuleSnapshot:
                     self._note_tensors(held[kind], are_copied=kind == "_buffers")
 
     def _note_tensors(self, held: Any, *, are_copied: bool) -> None:
-        if not isinstance(held, dict):  # of TorchScript, whose tensors nobody can put into the place of others
+        if not isinstance(held, dict):  # of TorchScript, whose tensors cannot be replaced
             self._weights += [(each, each._version, each.requires_grad) for each in held.values()]
         elif are_copied:
             self._buffers.append((held, {key: self._noted(each) for key, each in held.items()}))
@@ -91,10 +89,10 @@ class ModuleSnapshot:
             self._weights += [(each, each._version, each.requires_grad) for each in present]
 
     def _noted(self, value: Any) -> Any:
-        """What stands for something in an attribute."""
+        """Recorded form of an attribute value."""
         if not isinstance(value, Tensor):
             return value
-        if value.grad_fn is not None:  # a graph that an earlier call has left must not live as long as this one
+        if value.grad_fn is not None:  # the snapshot must not keep the graph of an earlier call alive
             return value.detach().requires_grad_()
         can_change = type(value) is Tensor and not value.requires_grad and not value.is_inference()
         return self._copied(value) if can_change else value
@@ -105,10 +103,10 @@ class ModuleSnapshot:
         return self._tensors[id(tensor)]
 
     def settle(self) -> None:
-        """The call is over: let go of what it has not changed.
+        """End of the call: drop copies of tensors that it has not changed.
 
         Raises:
-            UnsupportedError: it has changed a parameter.
+            UnsupportedError: The call has changed a parameter.
         """
         changed = self._changed()
         if changed is not None:
@@ -121,10 +119,10 @@ class ModuleSnapshot:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In here everything is as it was found; afterwards it is as it was before.
+        """Context with the recorded state; on exit the state before it is restored.
 
         Raises:
-            RuntimeError: parameters have changed since.
+            RuntimeError: Parameters have changed since the snapshot.
         """
         changed = self._changed()
         if changed is not None:
@@ -179,7 +177,7 @@ class ModuleSnapshot:
 
 @final
 class _Copied:
-    """A tensor as it was, which may be changed in place."""
+    """Value of a tensor that may be changed in place."""
 
     __slots__ = ("_copy", "_tensor", "_version")
 
@@ -194,7 +192,7 @@ class _Copied:
             self._copy = None
 
     def value(self, name: str) -> Tensor:
-        """It, for another call of the unit ``name``."""
+        """The recorded value, for another call of the unit ``name``."""
         if self._copy is not None:
             # A copy of the copy: the second run changes it, too, and may not be the last.
             return self._copy.clone()
@@ -209,12 +207,12 @@ class _Copied:
 
 
 def _own(held: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that not every module has."""
+    """Attributes beyond those that every module has."""
     return {key: value for key, value in held.items() if key not in _OF_EVERY_MODULE}
 
 
 def _replaced(container: Any, by: Callable[[Any], Any]) -> Any:
-    """A copy of a list, dict or set, with other things in it."""
+    """A copy of a list, dict or set with its items mapped by ``by``."""
     if isinstance(container, Mapping):
         return {key: by(value) for key, value in container.items()}
     return [by(item) for item in container]
@@ -237,11 +235,11 @@ def _refill_all(contents: Sequence[tuple[Any, Any]]) -> None:
 
 
 Again = Callable[[], AbstractContextManager[Any]]
-"""Opens a context in which something is once more as it was."""
+"""Opens a context that restores a recorded state."""
 
 
 def autocast_of_now(device: torch.device) -> Again:
-    """Autocast as it is set now, for the processor and for ``device``."""
+    """Current autocast settings of the CPU and of ``device``."""
     keeps_casts = torch.is_autocast_cache_enabled()
     settings = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -259,11 +257,11 @@ def autocast_of_now(device: torch.device) -> Again:
 
 
 def random_of_now(device: torch.device, *, only_torch: bool = False) -> Again:
-    """The random streams as they are now; afterwards they go on as if nothing had been drawn.
+    """Current states of the random generators; on exit of the context they continue as if nothing had been drawn.
 
     Args:
-        device: whose stream belongs to them, beside those of PyTorch, Python and numpy.
-        only_torch: leave out the last two, which take much longer.
+        device: Device whose generator is included, beside those of PyTorch, Python and numpy.
+        only_torch: Leave out the last two, which take much longer.
     """
     return partial(_drawn_from, device, _states(device, only_torch), only_torch)
 
