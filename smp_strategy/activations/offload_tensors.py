@@ -75,8 +75,10 @@ class Saved:
         return self._tensor is None or self._tensor._version == self._version
 
     def let_go(self) -> None:
-        """Release the device memory, since the copy is on the host. A tensor changed meanwhile stays, and reading it is
-        an error."""
+        """Release the device memory, since the copy is on the host.
+
+        A tensor changed meanwhile stays, and reading it is an error.
+        """
         if self.is_unchanged:
             self._tensor = None
 

@@ -1,5 +1,4 @@
-"""Activation policy: per unit, keep activations, recompute them (activation checkpointing), offload them to the host,
-or both.
+"""Activation policy of a unit: keep, recompute (activation checkpointing), offload to the host, or a mixture.
 
 Activations are most of what a stage holds during a step. A policy is a plain value: chosen from the user's options
 (:mod:`smp_strategy.activations.selection`), priced by the predictions of memory and time, and carried out by

@@ -109,8 +109,9 @@ class MixedPrecision:
         self._places.clear()
 
     def refresh(self) -> None:
-        """Invalidate the copies: masters may have new values that their versions do not show, or modules new
-        parameters.
+        """Invalidate the copies.
+
+        Masters may have new values that their versions do not show, or modules new parameters.
         """
         for copy in self._copies.values():
             copy.is_current = False

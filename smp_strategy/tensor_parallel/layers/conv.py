@@ -1,8 +1,7 @@
-"""Convolutions of which each rank has some output channels, or some input channels.
+"""Column- and row-parallel convolutions: each rank has some output channels, or some input channels.
 
-They are linear layers whose features are channels. A convolution in groups has channels of its own for each group, so
-ranks have groups: a rank reads the channels of its groups, and computes theirs. Where it stands inside a region, its
-input is split like that already, and nothing is sent.
+They are linear layers whose features are channels. A grouped convolution is split by groups: a rank reads the channels
+of its groups, and computes theirs. Inside a region its input is split like that already, and nothing is sent.
 """
 
 from typing import Any, Self
