@@ -55,16 +55,14 @@ class ColumnParallelLinear(ColumnParallelLayer):
 
         Args:
             layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
-            group: the ranks that get the parts.
-            num_blocks: fused layers of one size, each of which is split by itself (queries, keys and values: 3).
-            granule: outputs that stay together (the size of an attention head).
-            gather_output: see the class.
-            looks_whole: see the class; of one block.
-            shares_input: see the class.
-            randomness: see the class.
+            group: Ranks that get the parts.
+            num_blocks: Number of fused layers of one size, each of which is split by itself (queries, keys and
+                values: 3).
+            granule: Number of outputs that stay together (the size of an attention head).
+            gather_output, looks_whole, shares_input, randomness: See the class; ``looks_whole`` requires one block.
 
         Raises:
-            CannotSplit: it is another layer, or too small.
+            CannotSplit: It is another layer, or too small.
         """
         form = _form_of(layer)
         cut = cut_evenly(form.out_dim, getattr(layer, form.outputs), group, num_blocks=num_blocks, granule=granule)
@@ -75,7 +73,7 @@ class ColumnParallelLinear(ColumnParallelLayer):
             "gather_output": gather_output,
             "looks_whole": looks_whole,
             "shares_input": shares_input,
-            # A split tensor knows what is drawn for parts, and what for the whole.
+            # A split tensor itself decides which numbers are drawn per part and which for the whole.
             "randomness": None if gather_output or looks_whole else randomness,
             "_features": -1,
             "_is_transposed": form.out_dim == 1,
@@ -113,14 +111,13 @@ class RowParallelLinear(RowParallelLayer):
 
         Args:
             layer: ``nn.Linear``, or Hugging Face's ``Conv1D``.
-            group: the ranks that get the parts.
-            num_blocks: blocks of inputs of one size, each of which is split by itself.
-            granule: inputs that stay together (the size of an attention head).
-            splits_input: see the class.
-            randomness: see the class.
+            group: Ranks that get the parts.
+            num_blocks: Number of blocks of inputs of one size, each of which is split by itself.
+            granule: Number of inputs that stay together (the size of an attention head).
+            splits_input, randomness: See the class.
 
         Raises:
-            CannotSplit: it is another layer, or too small.
+            CannotSplit: It is another layer, or too small.
         """
         form = _form_of(layer)
         cut = cut_evenly(1 - form.out_dim, getattr(layer, form.inputs), group, num_blocks=num_blocks, granule=granule)
