@@ -29,6 +29,22 @@ from smp_strategy.model.trace.pytree import flatten, unflatten_call
 __all__ = ["Recomputed"]
 
 
+# [Note: recomputation slots]
+#
+# The first run hands autograd a numbered slot for each tensor it saves; the second run saves the same tensors in the
+# same order, so the n-th tensor of the second run belongs into slot n. Three things keep the runs in step:
+#
+# 1. The second run starts from the same state (`ModuleSnapshot`, autocast, generators), so it takes the same path. A
+#    tensor of another dtype, shape or device, or too few tensors, is an error.
+# 2. Slots are weakly referenced. Autograd drops those of branches that need no gradient and those that backward has
+#    used; `wanted` are the others, and the run stops (`_Enough`) at the last of them. Hence `_Enough` is raised inside
+#    the user's code, at any operation, and whatever surrounds that code must be exception-safe.
+# 3. The graph of the second run is thrown away: tensors are detached as they are saved.
+#
+# In a checkpoint group the results of one second run are arguments of the next, so only the last call of the group may
+# stop early.
+
+
 class _Enough(BaseException):
     """Stops the second run: all slots that backward may open are filled.
 
@@ -100,7 +116,7 @@ class Recomputed:
         self._inputs = inputs
         self._as_before = as_before
         self._products = products
-        self._places: list[weakref.ref[_SavedSlot]] = []
+        self._slots: list[weakref.ref[_SavedSlot]] = []
 
     def call(self, args: Any, kwargs: Any) -> Any:
         """Run the call with its original arguments."""
@@ -117,13 +133,13 @@ class Recomputed:
         return result
 
     def _note(self, tensor: Tensor) -> _SavedSlot:
-        place = _SavedSlot(tensor)
-        self._places.append(weakref.ref(place))
-        return place
+        slot = _SavedSlot(tensor)
+        self._slots.append(weakref.ref(slot))
+        return slot
 
-    def _open(self, place: _SavedSlot) -> Tensor:
-        if place.is_filled:
-            return place.take()
+    def _open(self, slot: _SavedSlot) -> Tensor:
+        if slot.is_filled:
+            return slot.take()
         group = [self]
         while group[-1].earlier is not None:
             group.append(group[-1].earlier)
@@ -131,7 +147,7 @@ class Recomputed:
         while group:
             call = group.pop()
             results = call._run_again(results, is_last=not group)
-        content = place.take()
+        content = slot.take()
         if torch._C._current_graph_task_id() == -1:
             self._clear()  # the graph is only inspected; no backward will use this
         return content
@@ -143,9 +159,10 @@ class Recomputed:
             results: Recomputed results of the previous call of the group.
             is_last: Whether no later call needs the results of this one.
         """
-        places = [each() for each in self._places]
-        wanted = [number for number, place in enumerate(places) if place is not None and not place.is_filled]
+        slots = [each() for each in self._slots]
+        wanted = [number for number, slot in enumerate(slots) if slot is not None and not slot.is_filled]
         if torch._C._current_graph_task_id() != -1:
+            # When the whole backward is over: a retained graph must not keep the recomputed activations.
             Variable._execution_engine.queue_callback(_when_alive(self))
         last = wanted[-1] if wanted else -1
         number = -1
@@ -153,12 +170,12 @@ class Recomputed:
         def keep(tensor: Tensor) -> Tensor:
             nonlocal number
             number += 1
-            place = places[number] if number <= last else None
-            if place is not None and not place.is_filled:
-                place.fill(tensor, self._name)
+            slot = slots[number] if number <= last else None
+            if slot is not None and not slot.is_filled:
+                slot.fill(tensor, self._name)
             if number >= last and is_last:
                 raise _Enough
-            return tensor if tensor.grad_fn is None else tensor.detach()
+            return tensor if tensor.grad_fn is None else tensor.detach()  # must not hold the node that holds it
 
         try:
             args, kwargs = unflatten_call(self._inputs.again(results), self._structure)
@@ -175,10 +192,10 @@ class Recomputed:
         return flatten(made)[0]
 
     def _clear(self) -> None:
-        for each in self._places:
-            place = each()
-            if place is not None:
-                place.clear()
+        for each in self._slots:
+            slot = each()
+            if slot is not None:
+                slot.clear()
 
 
 def _when_alive(call: Recomputed) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Checkpoint groups: consecutive calls that are recomputed together.
+"""Checkpoint groups: consecutive calls that are recomputed together. See [Note: recomputation slots].
 
 A call need not keep an input that the call before it has returned: in backward the earlier call is recomputed first,
 and the tensors that both would have kept are available at once. So a group of N calls keeps only the inputs of its

@@ -183,6 +183,7 @@ class Offload:
         self._position = position
         while self._uses is not None and self._ahead and self._uses[self._ahead[0]] <= position + self._horizon:
             place = self._ahead.popleft()
+            # Backward passes the calls in reverse order, so loads begin in that order, too.
             for call in reversed(self._calls.get(place[0], ())):
                 if call.place == place:
                     self._expect(call)
@@ -280,6 +281,7 @@ class Offload:
         self._let_go_of_what_is_done()
         while self._waiting and (len(self._leaving) < MOST_LEAVING or len(self._waiting) > MOST_WAITING):
             if len(self._leaving) >= MOST_LEAVING:
+                # The link is slower than the computation. Memory stays bounded because the device waits here.
                 self._let_go()
                 self.traffic = replace(self.traffic, num_held_up=self.traffic.num_held_up + 1)
             last = max(self._waiting, key=operator.attrgetter("needed"))

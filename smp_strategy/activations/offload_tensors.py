@@ -1,12 +1,12 @@
 """Offloaded tensors: parts of storages that move to the host after forward and return before backward.
 
 Autograd saves tensors, but storages occupy the memory, and several tensors may be views of one storage, saved by one or
-many nodes of one or many units. So the unit of transfer is an :class:`OffloadedTensor`: the range of a storage that
-saved tensors cover, at the version at which they were saved. It is copied out once and back once, and the saved tensors
-are rebuilt as views of it. A storage that was changed in place in between is another offloaded tensor.
+many nodes of one or many units. So the unit of transfer is an :class:`OffloadedTensor` (a *parcel* in names): the range
+of a storage that saved tensors cover, at the version at which they were saved. It is copied out once and back once, and
+the saved tensors are rebuilt as views of it. A storage that was changed in place in between is another parcel.
 
-An offloaded tensor lives as long as one of its saved tensors. With it goes its memory on the host and on the device,
-even while copies are under way: the streams wait for each other, and the host does not.
+A parcel lives as long as one of its saved tensors. With it goes its memory on the host and on the device, even while
+copies are under way: the streams wait for each other, and the host does not.
 """
 
 import weakref
@@ -23,6 +23,13 @@ from smp_strategy.errors import changed_in_place
 from smp_strategy.model.trace.tensor_spec import storage_of
 
 __all__ = ["OffloadedTensor", "OffloadedTensors", "Saved", "storages_of"]
+
+# [Note: memory of offloaded tensors]
+#
+# Streams order all accesses, so the host never waits. The device memory of a tensor that leaves is held by `_leaving`
+# until the computing stream waits for the copy (`Offload._let_go`); only then may the allocator reuse it. A lease of
+# host memory carries the event of its last use (`busy_until`), on which the next copy into it depends. Memory loaded
+# to belongs to the computing stream; before it is read or freed, that stream waits for the copy (`_await`).
 
 # Ranges begin at the alignment of the allocators: the choice of kernels, and so the last bits of numbers, may depend on
 # it.
@@ -163,6 +170,7 @@ class OffloadedTensor:
             return None
         self._lease = lease = memory.lease(self.nbytes)
         earlier = [after] if lease.busy_until is None else [after, lease.busy_until]
+        # See [Note: memory of offloaded tensors].
         self._leaving = _bytes_of(source.untyped_storage(), self._begin, self._end)
         lease.busy_until = self._copies.store(self._leaving, lease.memory[: self.nbytes], after=earlier)
         return lease.busy_until

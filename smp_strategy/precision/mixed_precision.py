@@ -59,7 +59,7 @@ class MixedPrecision:
         self.dtype = dtype
         self._device_type = device_type
         self._copies: dict[int, _HalfCopy] = {}
-        self._places: dict[int, list[_ParameterSlot]] = {}
+        self._slots: dict[int, list[_ParameterSlot]] = {}
 
     @classmethod
     def asked_for(cls, options: PrecisionOptions, device_type: str) -> "MixedPrecision | None":
@@ -106,7 +106,7 @@ class MixedPrecision:
         for copy in self._copies.values():
             copy.let_go()
         self._copies.clear()
-        self._places.clear()
+        self._slots.clear()
 
     def refresh(self) -> None:
         """Invalidate the copies.
@@ -115,7 +115,7 @@ class MixedPrecision:
         """
         for copy in self._copies.values():
             copy.is_current = False
-        self._places.clear()
+        self._slots.clear()
 
     @property
     def held_bytes(self) -> int:
@@ -124,14 +124,14 @@ class MixedPrecision:
 
     @contextmanager
     def _halves_in(self, unit: nn.Module) -> Iterator[None]:
-        places = self._places_in(unit)
+        slots = self._slots_in(unit)
         try:
-            for place in places:
-                place.put(self._half_of(place.parameter))
+            for slot in slots:
+                slot.put(self._half_of(slot.parameter))
             yield
         finally:
-            for place in places:
-                place.put(place.parameter)
+            for slot in slots:
+                slot.put(slot.parameter)
 
     def _half_of(self, parameter: Tensor) -> Tensor:
         copy = self._copies.get(id(parameter))
@@ -140,12 +140,12 @@ class MixedPrecision:
         # Only traced runs come here: sharded weights are gathered in half precision, others have a kept copy.
         return parameter.to(self.dtype)
 
-    def _places_in(self, unit: nn.Module) -> list[_ParameterSlot]:
-        known = self._places.get(id(unit))
-        if known is None or any(place.of_module.get(place.name) is not place.parameter for place in known):
+    def _slots_in(self, unit: nn.Module) -> list[_ParameterSlot]:
+        known = self._slots.get(id(unit))
+        if known is None or any(slot.of_module.get(slot.name) is not slot.parameter for slot in known):
             known = list(self._found_in(unit))
-            if known and all(id(place.parameter) in self._copies for place in known):
-                self._places[id(unit)] = known
+            if known and all(id(slot.parameter) in self._copies for slot in known):
+                self._slots[id(unit)] = known
         return known
 
     def _found_in(self, unit: nn.Module) -> Iterator[_ParameterSlot]:

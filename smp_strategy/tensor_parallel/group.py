@@ -25,6 +25,18 @@ from smp_strategy.errors import SMPError
 
 __all__ = ["TensorGroup"]
 
+# [Note: positions of a group's ranks]
+#
+# gloo and NCCL match collectives by order alone. If one rank of a group is in a training step and another in a hook, in
+# validation, or past an exception, their all-reduces would match by accident: wrong numbers, or a hang. So before the
+# first message at a position ranks compare where they are:
+#
+#   step       once per step. If the last step has sent something, the comparison is begun with the step and awaited by
+#              the first message, so that it costs no round trip; without messages the next step awaits it.
+#   hook       before each message, because some ranks may skip any part of a user's code
+#   meeting    once for all messages inside, which all ranks are known to send
+#   alone      never: nothing is sent
+
 Memory = TypeVar("Memory")
 
 _SPLIT = "parts of layers that are split"
@@ -66,6 +78,7 @@ class TensorGroup:
         Args:
             what: Name of the step, to follow "waits for" in messages.
         """
+        # See [Note: positions of a group's ranks].
         comparison, self._comparison = self._comparison, None
         if comparison is not None:  # unused, because the last step has sent nothing
             comparison.wait()

@@ -115,6 +115,7 @@ def split_layers(
                 report = replace(report, streams=tuple(streams), stream_dim=stream_dim)
             appearance.compare()
             return SplitModule(_cuts(module), report, appearance, watched, choice.blocks, undo)
+        # A refusal may leave out bonded and tied blocks as well, so everything is decided again.
         SplitModule({}, report, appearance, watched, (), undo).to_dense()
         refused |= failed
 

@@ -63,7 +63,7 @@ def choose(
         block = replace(block, layers=layers)
         claimed = {name: taken[name] for name in layers if name in taken}
         if len(claimed) == len(layers):
-            continue
+            continue  # an earlier source decides on all of it
         if claimed:
             name, other = next(iter(claimed.items()))
             block = block.refused(f"`{name}` follows {other.source}, and the rest of its block must not be split alone")

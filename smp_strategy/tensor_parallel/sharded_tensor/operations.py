@@ -55,6 +55,7 @@ def operate(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     """
     kind = name if name.startswith("__") else name.rstrip("_")
     if kwargs.get("out") is None:
+        # Each returns `NotImplemented` for calls that it cannot do.
         for way in (_special, _elementwise, _by_rule):
             if (result := way(kind, name, func, args, kwargs)) is not NotImplemented:
                 return result

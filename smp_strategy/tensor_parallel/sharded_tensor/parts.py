@@ -21,6 +21,17 @@ from smp_strategy.tensor_parallel.sharded_tensor.shapes import Split
 __all__ = ["Along", "InParts", "part_of", "put_together"]
 
 
+# [Note: border nodes]
+#
+#   part --(_Border)--> split tensor --(code that bypasses Python)--> another split tensor --(_ToPart)--> its part
+#
+# Operations in Python take `split.part`, whose graph never touches the border. Autograd Functions, module hooks and
+# backward itself get the split tensor: its `grad_fn` is the border, through which their gradients reach the part. After
+# such code `grad_fn` is a node that is not a border; then the part is stale, and `InParts.part` crosses back, once per
+# node (`_crossed`). After an in-place change of the part the split tensor gets a new border (`_BorderAgain`), and so do
+# the split tensors that it is a view of.
+
+
 class Along(NamedTuple):
     """How a tensor is split."""
 
@@ -80,7 +91,7 @@ class InParts(Tensor):
     @property
     def part(self) -> Tensor:
         """This rank's part."""
-        node = self.node
+        node = self.node  # See [Note: border nodes].
         if node is None or type(node) in _BORDERS or node is self._crossed or not torch.is_grad_enabled():
             return self._part
         self._part, self._crossed = _ToPart.apply(self), node
