@@ -80,7 +80,7 @@ def test_copies_that_are_done_as_late_as_possible_change_no_number(treatment: di
 
 
 def train_on_a_slow_link(options: dict[str, Any]) -> Any:
-    layout.copies_of = lambda device: Device()
+    layout.HostCopies = lambda device: Device()
     return train(in_order, options)
 
 
