@@ -64,7 +64,7 @@ def recorded(pp: int, options: dict[str, Any], hours_apart: float = 0.0) -> Time
     with clocks_apart(hours_apart * 3600):
         engine = engine_for(net, pp, **options)
         train(engine, net)
-        return engine.timeline()
+        return engine.inspection.timeline()
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def recorded_with_another_path(pp: int) -> tuple[Timeline, Timeline]:
     for number, branches in enumerate((False, False, True)):  # noqa: B007  (`step` reads it)
         calls = [0]
         engine.train_step(step, batch(number), loss_of=lambda loss: loss).commit(torch.ones(()), reduce=True)
-        found.append(engine.timeline())
+        found.append(engine.inspection.timeline())
     return found[1], found[2]
 
 
@@ -174,7 +174,7 @@ def asked_early(pp: int) -> list[str]:
 
     def ask() -> None:
         try:
-            engine.timeline()
+            engine.inspection.timeline()
             said.append("known")
         except SMPError as error:
             said.append(str(error))
@@ -206,7 +206,7 @@ def asked_under_manual_optimization() -> str:
     engine = engine_for(net, 2)
     engine.manual_step(net.loss, batch(0))
     with pytest.raises(SMPError) as found:
-        engine.timeline()
+        engine.inspection.timeline()
     return str(found.value)
 
 
@@ -223,7 +223,7 @@ def asked_on_one_rank() -> tuple[str, float]:
     started = time.monotonic()
     try:
         if dist.get_rank() == 0:
-            engine.timeline()
+            engine.inspection.timeline()
         train(engine, net)
     except (UnsupportedError, PeerFailedError) as error:
         return str(error), time.monotonic() - started
@@ -243,10 +243,10 @@ def after_the_run(pp: int) -> tuple[int, int]:
     train(engine, net)
     engine.eval_step(net.loss, batch(5))
     engine.detach()
-    after = engine.timeline().step
+    after = engine.inspection.timeline().step
     engine.attach(net)
     train(engine, net, 1)
-    return after, engine.timeline().step
+    return after, engine.inspection.timeline().step
 
 
 def test_it_is_known_after_evaluation_and_after_the_run_and_the_latest_step_counts():
