@@ -17,9 +17,8 @@ from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import deadlock as watch
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import PeerFailedError, SMPError, UnsupportedError
-from smp_strategy.pipeline import recording as recorder
+from smp_strategy.pipeline import recorder
 from smp_strategy.reports.timeline import clocks
-from smp_strategy.reports.timeline import clocks as gathering
 from smp_strategy.reports.timeline.timeline import Timeline
 from smp_strategy.testing import run_ranks
 
@@ -78,7 +77,7 @@ def clocks_apart(seconds: float):
 
     with (
         mock.patch.object(recorder, "perf_counter", clock),
-        mock.patch.object(gathering, "offsets", partial(clocks.offsets, clock=clock)),
+        mock.patch.object(clocks, "offsets", partial(clocks.offsets, clock=clock)),
     ):
         yield
 
