@@ -62,8 +62,8 @@ def train(step: Any, options: dict[str, Any], batches: int = 3) -> Any:
         engine.begin_update(optimizer)
         optimizer.step()
         engine.end_update(optimizer)
-        traffic.append(engine.traffic)
-    state = engine.full_state_dict()
+        traffic.append(engine.inspection.traffic)
+    state = engine.saved.full_state_dict()
     engine.close()
     return state, traffic
 
