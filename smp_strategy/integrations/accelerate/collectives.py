@@ -106,7 +106,7 @@ class CollectiveHooks(HookBase):
         """Another ``even_batches`` for the loaders that are prepared, as long as this is open.
 
         Nobody is joined: an evaluation needs nothing of the others, and training is refused as soon as the numbers of
-        batches differ, see `LoaderHooks.check_even`.
+        batches differ, see :meth:`~smp_strategy.integrations.accelerate.data.ActiveLoader.check_even`.
         """
         shards = [found for loader in self._dataloaders if (found := shard_of(loader)) is not None]
         before = [shard.even_batches for shard in shards]

@@ -37,7 +37,7 @@ from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
 
-__all__ = ["LoaderHooks", "shard_of"]
+__all__ = ["ActiveLoader", "LoaderHooks", "shard_of"]
 
 _ADVICE = (
     "A dataset or sampler that picks its samples by rank must go by `accelerator.process_index` and "
@@ -81,35 +81,49 @@ class LoaderHooks(HookBase):
             self._deal_out(rest)
         return rest
 
-    def check_even(self, training: bool) -> None:
-        """Called before each step: do replicas that wait for each other have the same number of batches?
-
-        Raises:
-            UnsupportedError: some have one more; they would wait for ever.
-        """
-        loader = self.gradient_state.active_dataloader
-        need_each_other = training or self.smp.shape.dp_shard > 1 or not self.smp.config.prescaled_batch
-        if need_each_other and loader is not None and _is_uneven(shard_of(loader)):
-            raise UnsupportedError(
-                f"With `even_batches=False` some of the {self.num_processes} replicas get one batch more than others "
-                f"({len(loader.dataset)} samples), which then do not take part in its step: the run would wait for "
-                "ever. Use `even_batches=True` (samples from the start fill up the last batches), or `drop_last=True` "
-                "in the DataLoader."
-            )
-
-    def read_last(self) -> BatchSource | None:
-        """What is known of the batch that the script has got last."""
-        loader = self.gradient_state.active_dataloader
-        found = pass_of(getattr(loader, "base_dataloader", None))
-        # Accelerate reads one batch ahead. With a dispatcher that is the batch of all.
-        return None if found is None or isinstance(loader, DataLoaderDispatcher) else found.read_before
-
     def _catch_passes(self) -> None:
         # All instances of this class are one. Each loader calls this when a pass begins.
         self.gradient_state._add_dataloader = _PassStart(self.smp)
 
     def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
         _deal_out(dispatcher, self.smp, _OneStream(self.smp))
+
+
+@final
+class ActiveLoader:
+    """The prepared loader that the script is iterating over.
+
+    Args:
+        session: of the Accelerator.
+        state: Accelerate's own, which knows the loader.
+    """
+
+    def __init__(self, session: Session, state: GradientState) -> None:
+        self._session = session
+        self._state = state
+
+    def check_even(self, training: bool) -> None:
+        """Check before a step that replicas which wait for each other have the same number of batches.
+
+        Raises:
+            UnsupportedError: some have one more; they would wait for ever.
+        """
+        loader, session = self._state.active_dataloader, self._session
+        need_each_other = training or session.shape.dp_shard > 1 or not session.config.prescaled_batch
+        if need_each_other and loader is not None and _is_uneven(shard_of(loader)):
+            raise UnsupportedError(
+                f"With `even_batches=False` some of the {session.num_data_ranks} replicas get one batch more than "
+                f"others ({len(loader.dataset)} samples), which then do not take part in its step: the run would wait "
+                "for ever. Use `even_batches=True` (samples from the start fill up the last batches), or "
+                "`drop_last=True` in the DataLoader."
+            )
+
+    def last_read(self) -> BatchSource | None:
+        """Number of samples, and origin, of the batch that the script got last; ``None`` if unknown."""
+        loader = self._state.active_dataloader
+        found = pass_of(getattr(loader, "base_dataloader", None))
+        # Accelerate reads one batch ahead. With a dispatcher that is the batch of all.
+        return None if found is None or isinstance(loader, DataLoaderDispatcher) else found.read_before
 
 
 @final

@@ -203,7 +203,7 @@ class SMPTrainer(Trainer):
         """In here all ranks have a state dict: PEFT looks at its names and shapes before it loads an adapter."""
         model: Any = self.model
         with ExitStack() as stack:
-            for calls in self.accelerator._smp_state_calls:
+            for calls in self.accelerator.smp.state_calls:
                 stack.enter_context(calls.collected(model.state_dict(keep_vars=True)))
             yield
 

@@ -36,7 +36,6 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate.collectives import CollectiveHooks
 from smp_strategy.integrations.accelerate.data import LoaderHooks
 from smp_strategy.integrations.accelerate.save_state import StateFolderHooks
-from smp_strategy.integrations.accelerate.saving import BackgroundHooks
 from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.training import TrainingHooks
 from smp_strategy.integrations.accelerate.validation import problems_of_accelerator, problems_of_base
@@ -84,7 +83,7 @@ def ensure_group(device: torch.device, timeout: timedelta | None) -> None:
     )
 
 
-class AcceleratorHooks(BackgroundHooks, TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
+class AcceleratorHooks(TrainingHooks, LoaderHooks, CollectiveHooks, StateFolderHooks):
     """All hooks together."""
 
 

@@ -25,7 +25,6 @@ from torch import nn
 
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage import folder_digests
-from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.fallback import previous
 from smp_strategy.checkpoint.storage.reader import CheckpointReader
 from smp_strategy.checkpoint.storage.write_errors import saving
@@ -50,12 +49,7 @@ Job = Callable[[], None]
 class StateFolderHooks(SavingHooks):
     """See the module docstring."""
 
-    _smp_background: BackgroundSave
     _smp_writer: tuple[Engine, ShardedWriter] | None = None
-
-    def smp_settle(self) -> None:
-        """See the hooks of saves in the background."""
-        raise NotImplementedError
 
     # Saving
 
@@ -78,9 +72,9 @@ class StateFolderHooks(SavingHooks):
         meet("accelerator.save_state")
         if options:
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
-        self.smp_settle()
+        self.smp.settle()
         target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
-        is_spread = self._smp_calls is not None and self.smp.config.state_dict_type == "sharded"
+        is_spread = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
         if is_spread:
             self._smp_refuse_sharded()
         logger.info(f"Saving current state to {target}")
@@ -92,7 +86,7 @@ class StateFolderHooks(SavingHooks):
             if is_spread:
                 self._smp_save_spread(save)
             if save.is_later:
-                self._smp_background.start(partial(self._smp_finish_later, save, target, self._smp_note()), f"{target}")
+                self.smp.background.start(partial(self._smp_finish_later, save, target, self._smp_note()), f"{target}")
             else:
                 with alike(save.doing):
                     self._smp_describe(staging)
@@ -226,7 +220,7 @@ class StateFolderHooks(SavingHooks):
         unknown = sorted(options.keys() - {"strict", "map_location"})
         if unknown:
             raise ConfigError(f"`load_state` has no options {unknown} with SMPPlugin. Leave them out.")
-        self.smp_settle()
+        self.smp.settle()
         folder = self._smp_told(lambda: self._smp_folder_to_read(input_dir))
         logger.info(f"Loading states from {folder}")
         with alike(f"verifying {folder}"):
@@ -275,7 +269,7 @@ class StateFolderHooks(SavingHooks):
         """What ranks have written together, if they have."""
         if not (folder / folders.SHARDED).exists():
             return None
-        if self._smp_calls is None:
+        if self.smp.calls is None:
             raise ConfigError(
                 f"{folder} has the state of a model that was spread over ranks, but none is prepared here. Call "
                 "`accelerator.prepare` with the model before `load_state`."
@@ -307,7 +301,7 @@ class StateFolderHooks(SavingHooks):
         """In here the state dict of the model is known, to hooks that ask for it on one rank only."""
         known = {id(self.unwrap_model(model)): state for model, state in zip(self._models, weights, strict=True)}
         with ExitStack() as stack:
-            for calls in self._smp_state_calls:
+            for calls in self.smp.state_calls:
                 if id(calls.model) in known:
                     stack.enter_context(calls.collected(known[id(calls.model)]))
             yield

@@ -7,12 +7,9 @@ is complete (:mod:`smp_strategy.integrations.accelerate.state_folders`). How a r
 :mod:`smp_strategy.integrations.accelerate.save_state`.
 
 All ranks must make these calls together, and are told so if they do not (:mod:`smp_strategy.distributed.rendezvous`).
-
-Saves that go on in the background: what has gone wrong is said at the next call, and the end waits for them.
 """
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,9 +17,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from accelerate.utils import save
-from torch import Tensor, nn
+from torch import nn
 
-from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.write_errors import saving
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import alike, meet
@@ -31,13 +27,12 @@ from smp_strategy.errors import ConfigError
 from smp_strategy.integrations.accelerate import full_states as whole_states
 from smp_strategy.integrations.accelerate import rng_files as random_states
 from smp_strategy.integrations.accelerate import state_folders as folders
-from smp_strategy.integrations.accelerate.model_calls import ModelCalls
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving_calls import StateCalls
-from smp_strategy.integrations.accelerate.session import HookBase, Session
+from smp_strategy.integrations.accelerate.session import HookBase
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
 
-__all__ = ["BackgroundHooks", "OWN_FILE", "SavingHooks"]
+__all__ = ["OWN_FILE", "SavingHooks"]
 
 OWN_FILE: Final = "smp_strategy.bin"
 
@@ -55,13 +50,6 @@ class _ModulePath(NamedTuple):
 class SavingHooks(HookBase):
     """See the module docstring."""
 
-    _smp_calls: ModelCalls | None
-
-    def begin(self, session: Session, plugin: Any) -> None:
-        """Nothing is prepared yet."""
-        super().begin(session, plugin)
-        self._smp_state_calls: list[StateCalls] = []
-
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
@@ -75,14 +63,14 @@ class SavingHooks(HookBase):
                 collect=lambda: on_every_rank(self._smp_collected("model.state_dict")),
                 load=partial(self.load_model_state_dict, model),
             )
-            self._smp_state_calls.append(calls)
+            self.smp.state_calls.append(calls)
         return model
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of everything that is prepared."""
-        for calls in self._smp_state_calls:
+        for calls in self.smp.state_calls:
             calls.remove()
-        self._smp_state_calls = []
+        self.smp.state_calls = []
         return super().free_memory(*objects)
 
     # What other code, a trainer that writes files of its own, may ask for as well
@@ -117,7 +105,7 @@ class SavingHooks(HookBase):
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for calls in self._smp_state_calls:
+            for calls in self.smp.state_calls:
                 stack.enter_context(calls.aside())
             yield
 
@@ -223,15 +211,15 @@ class SavingHooks(HookBase):
 
     def _smp_place(self, module: nn.Module) -> _ModulePath | None:
         """Where ``module`` is in what the engine runs; ``None``: it is not in there, and whole on every rank."""
-        if self._smp_calls is None:
+        if self.smp.calls is None:
             return None
-        root = self._smp_calls.model
+        root = self.smp.calls.model
         path = whole_states.path_in(root, self.unwrap_model(module))
         return None if path is None else _ModulePath(self.smp.engine, root, path)
 
     def _smp_engine_of(self, optimizer: Any) -> Engine | None:
         """What runs the module that ``optimizer`` trains, if it is spread."""
-        if self._smp_calls is None or not whole_states.is_trained_by(self._smp_calls.model, optimizer):
+        if self.smp.calls is None or not whole_states.is_trained_by(self.smp.calls.model, optimizer):
             return None
         return self.smp.engine
 
@@ -286,41 +274,3 @@ class SavingHooks(HookBase):
             with alike(f"moving files to {target}"):
                 if turn and staging.exists():
                     folders.move_in(staging, target, replaces=replaces)
-
-
-class BackgroundHooks(HookBase):
-    """In front of the other hooks: what they end is needed until files are there."""
-
-    def begin(self, session: Session, plugin: Any) -> None:
-        """Nothing is being saved yet."""
-        self._smp_background = BackgroundSave()
-        super().begin(session, plugin)
-
-    def smp_settle(self) -> None:
-        """Wait until everything that is being saved is there, and fail on all ranks if it failed on one. Collective."""
-        if self.smp.config.async_save:
-            with alike("saving in the background"):
-                self._smp_background.wait()
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As always; a checkpoint that could not be saved meanwhile is an error here, in the next step."""
-        self._smp_background.check()
-        super().backward(loss, **kwargs)
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Wait for what is being saved, then let go of everything that is prepared."""
-        self._smp_background.wait()
-        return super().free_memory(*objects)
-
-    def end_training(self) -> None:
-        """Wait for what is being saved, then end. Collective."""
-        self.smp_settle()
-        super().end_training()
-
-    def _smp_leave(self) -> None:
-        try:
-            self._smp_background.wait()
-        except Exception as error:
-            warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
-        leave: Any = super()
-        leave._smp_leave()

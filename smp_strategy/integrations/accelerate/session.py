@@ -20,13 +20,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
+from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh_shape import MeshShape, check_degree
-from smp_strategy.distributed.rendezvous import meet
+from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.distributed.topology import find_node_size
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
+from smp_strategy.integrations.accelerate.model_calls import ModelCalls
+from smp_strategy.integrations.accelerate.saving_calls import StateCalls
 from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["HookBase", "Session"]
@@ -47,7 +50,10 @@ class Session:
         config: the same, with the number of stages.
         shape: degrees and rank order.
         rank: global rank of this process.
-        syncs_blocked: in how many ``no_sync`` the script is.
+        syncs_blocked: nesting depth of ``no_sync``.
+        calls: replaced calls of the partitioned model; ``None`` until one is prepared.
+        state_calls: replaced ``state_dict`` methods of all prepared models.
+        background: asynchronous saves.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks.
@@ -73,6 +79,9 @@ class Session:
         )
         self._timeout = timeout
         self.syncs_blocked = 0
+        self.calls: ModelCalls | None = None
+        self.state_calls: list[StateCalls] = []
+        self.background = BackgroundSave()
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None
 
@@ -161,6 +170,12 @@ class Session:
         if self.rank == 0:
             print(text, flush=True)
 
+    def settle(self) -> None:
+        """Wait for asynchronous saves; if one failed on any rank, raise on all. Collective."""
+        if self.config.async_save:
+            with alike("saving in the background"):
+                self.background.wait()
+
     def close(self) -> None:
         """Let go of the engine, if there is one, and of all process groups; the module stays as it is."""
         self._close_engine()
@@ -206,7 +221,3 @@ class HookBase(Accelerator):  # type: ignore[misc]  # published without type inf
             plugin: the :class:`~smp_strategy.integrations.accelerate.plugin.SMPPlugin`.
         """
         self.smp = session
-
-    def check_even(self, training: bool) -> None:
-        """Called before each call of the model; see the hooks of data loaders."""
-        raise NotImplementedError

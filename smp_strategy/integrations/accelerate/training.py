@@ -9,6 +9,7 @@ optimizer trains, is spread until one comes that is trained.
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
+from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
 from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, Unprepared, unwrapped
@@ -103,7 +105,6 @@ class TrainingHooks(HookBase):
         super().begin(session, plugin)
         call_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
-        self._smp_calls: ModelCalls | None = None
         self._smp_unprepared: Unprepared | None = None
         self._smp_models = PreparedModel()
         config = session.config
@@ -162,14 +163,15 @@ class TrainingHooks(HookBase):
         handler = self.ddp_handler
         engine = self.smp.make_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
         engine.attach(model)
-        engine.known = self.read_last
+        loader = ActiveLoader(self.smp, self.gradient_state)
+        engine.known = loader.last_read
         guesses = BackwardPrediction(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
-        self._smp_calls = ModelCalls(model, engine, self._smp_options, guesses, self.check_even, own)
-        self._smp_calls.install()
+        self.smp.calls = ModelCalls(model, engine, self._smp_options, guesses, loader.check_even, own)
+        self.smp.calls.install()
         give_no_sync(model, self.smp, self.no_sync)
         self._smp_unprepared = Unprepared(
             model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
@@ -179,7 +181,7 @@ class TrainingHooks(HookBase):
 
     def _smp_is_other(self, model: nn.Module, evaluation_mode: bool) -> bool:
         """Whether ``model`` is kept whole on every rank. One that is spread already may give way to it. Collective."""
-        models, holder = self._smp_models, None if self._smp_calls is None else self._smp_calls.model
+        models, holder = self._smp_models, None if self.smp.calls is None else self.smp.calls.model
         if next(model.parameters(), None) is None:
             return True
         if evaluation_mode:
@@ -201,8 +203,8 @@ class TrainingHooks(HookBase):
     def _smp_refuse(self, optimizer: Optimizer) -> None:
         """Models that are whole are averaged over no replicas."""
         other = self._smp_models.other_of(optimizer)
-        if self.smp.num_data_ranks > 1 and other is not None and self._smp_calls is not None:
-            raise second_model(other, self._smp_calls.model)
+        if self.smp.num_data_ranks > 1 and other is not None and self.smp.calls is not None:
+            raise second_model(other, self.smp.calls.model)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         """Wrap ``optimizer``."""
@@ -235,13 +237,18 @@ class TrainingHooks(HookBase):
 
     def _smp_attach(self) -> None:
         """Tell the engine which optimizers there are."""
-        if self._smp_calls is None or not self._optimizers:
+        if self.smp.calls is None or not self._optimizers:
             return
         optimizers = unwrapped(self._optimizers)
-        refuse_foreign(self._smp_calls.model, optimizers)
-        self.smp.engine.attach(self._smp_calls.model, optimizers)
+        refuse_foreign(self.smp.calls.model, optimizers)
+        self.smp.engine.attach(self.smp.calls.model, optimizers)
 
     # Between forward and the optimizer's step
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward as Accelerate does; raise the error of an asynchronous save that failed meanwhile."""
+        self.smp.background.check()
+        super().backward(loss, **kwargs)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -293,6 +300,7 @@ class TrainingHooks(HookBase):
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of everything that is prepared; the model, if it is prepared again, is whole again."""
+        self.smp.background.wait()  # asynchronous saves need process groups of the engine
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)
         self._smp_models.clear()
@@ -303,6 +311,7 @@ class TrainingHooks(HookBase):
 
     def end_training(self) -> None:
         """End trackers, and make the model an ordinary one again, where `restore_module` says. Collective."""
+        self.smp.settle()
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
             engine.detach()
@@ -311,24 +320,28 @@ class TrainingHooks(HookBase):
 
     def _smp_remove(self) -> Engine | None:
         """Undo what was done to the model, if one is prepared."""
-        if self._smp_calls is None:
+        if self.smp.calls is None:
             return None
         assert self._smp_unprepared is not None
         self._smp_unprepared.end()
-        self._smp_calls.remove()
-        take_no_sync(self._smp_calls.model)
+        self.smp.calls.remove()
+        take_no_sync(self.smp.calls.model)
         return self.smp.engine
 
     def _smp_leave_spread(self, engine: Engine) -> None:
-        assert self._smp_calls is not None
+        assert self.smp.calls is not None
         if engine.is_spread:
-            leave_spread(self._smp_calls.model, engine)
+            leave_spread(self.smp.calls.model, engine)
             self.smp.let_go()
-        self._smp_calls = self._smp_unprepared = None
+        self.smp.calls = self._smp_unprepared = None
         self.smp.close()
 
     def _smp_leave(self) -> None:
         """The process ends. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
+        try:
+            self.smp.background.wait()
+        except Exception as error:
+            warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
         if hasattr(sys, "last_value"):  # with an error that nobody has caught
             return
         self.smp.close()
