@@ -1,17 +1,18 @@
-"""Loaders are dealt out to replicas, and all ranks of a replica read the same batches.
+"""Distributed data loading under Accelerate: loaders are sharded over replicas, and all ranks of a replica read alike.
 
-Accelerate deals out samples by ``num_processes`` and ``process_index``, which are those of the samples here, so its own
-code does that. What is left is that ranks which read alike must draw alike (:mod:`smp_strategy.distributed.rng_sync`).
+Accelerate shards samples by ``num_processes`` and ``process_index``. The hooks return the number and index of the data
+ranks there, so Accelerate's own code does the sharding. The remaining task is that ranks which read the same samples
+draw the same random numbers (:mod:`smp_strategy.distributed.rng_sync`).
 
-[Note: one stream] Between two batches a script may draw what it likes: noise for its inputs, on one rank a sample to
-show. In one process all of that and the data path share one stream of random numbers. So the ranks of a replica take
-over the generators of its first rank before each batch, at the price of one small message. Replica 0 then draws what
-one process draws, whatever the script does with the generators.
+[Note: one stream] Between two batches a script may draw random numbers of its own: noise for inputs, on one rank a
+sample to show. In a single process those draws and the data path share one stream. So the ranks of a replica adopt the
+generator states of its first rank before each batch, at the price of one small message. Replica 0 then draws what a
+single process draws, whatever the script does with the generators.
 
-Passes over loaders are caught where Accelerate notes that one begins, because there are ways to make a loader of a
-prepared one (``skip_first_batches``) that no Accelerator gets to know of.
+The start of a pass is intercepted where Accelerate itself registers it: some functions derive a loader from a prepared
+one (``skip_first_batches``) without any Accelerator.
 
-With ``dispatch_batches`` the main process alone reads and sends, and each rank takes the part of its replica.
+With ``dispatch_batches`` only the main process reads and sends, and each rank slices out the part of its replica.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ _ADVICE = (
 
 
 class LoaderHooks(HookBase):
-    """The Accelerator's methods for data loaders."""
+    """Methods of the Accelerator for data loaders."""
 
     def prepare_data_loader(
         self,
@@ -54,10 +55,10 @@ class LoaderHooks(HookBase):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """A loader of this replica's part of the batches, the same on all of its ranks. Collective.
+        """Prepare a loader of this replica's share of the batches, identical on all its ranks. Collective.
 
         Raises:
-            UnsupportedError: the main process would read for all, with the state of the loader counted by processes.
+            UnsupportedError: ``dispatch_batches`` with a stateful loader, whose state counts batches by process.
         """
         self._catch_passes()
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
@@ -74,7 +75,7 @@ class LoaderHooks(HookBase):
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader that begins later, for the rest of a pass."""
+        """Return a loader for the rest of a pass, without its first batches."""
         rest = super().skip_first_batches(dataloader, num_batches)
         if isinstance(rest, DataLoaderDispatcher):
             rest.slice_fn = dataloader.slice_fn
@@ -94,8 +95,8 @@ class ActiveLoader:
     """The prepared loader that the script is iterating over.
 
     Args:
-        session: of the Accelerator.
-        state: Accelerate's own, which knows the loader.
+        session: shared state of the Accelerator's hooks.
+        state: Accelerate's gradient state, which tracks the active loader.
     """
 
     def __init__(self, session: Session, state: GradientState) -> None:
@@ -103,10 +104,10 @@ class ActiveLoader:
         self._state = state
 
     def check_even(self, training: bool) -> None:
-        """Check before a step that replicas which wait for each other have the same number of batches.
+        """Check before a step that replicas which wait for each other have equally many batches.
 
         Raises:
-            UnsupportedError: some have one more; they would wait for ever.
+            UnsupportedError: some have one more; they would wait forever.
         """
         loader, session = self._state.active_dataloader, self._session
         need_each_other = training or session.shape.dp_shard > 1 or not session.config.prescaled_batch
@@ -119,7 +120,7 @@ class ActiveLoader:
             )
 
     def last_read(self) -> BatchSource | None:
-        """Number of samples, and origin, of the batch that the script got last; ``None`` if unknown."""
+        """Origin of the batch that the script received last; ``None`` if unknown."""
         loader = self._state.active_dataloader
         found = pass_of(getattr(loader, "base_dataloader", None))
         # Accelerate reads one batch ahead. With a dispatcher that is the batch of all.
@@ -128,7 +129,7 @@ class ActiveLoader:
 
 @final
 class _OneStream(DataReaders):
-    """See [Note: one stream]."""
+    """Random number stream of a replica. See [Note: one stream]."""
 
     def __init__(self, session: Session) -> None:
         ranks = session.data_ranks()[session.data_rank]
@@ -136,18 +137,18 @@ class _OneStream(DataReaders):
         self._device = session.device
 
     def begin(self, *generators: torch.Generator) -> None:
-        """A pass begins. Collective."""
+        """Start a pass. Collective."""
         self.take_over(*generators)
         self.go_on()
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """Around what draws on the way to a batch. Collective."""
+        """Context for all draws on the way to a batch. Collective."""
         self.follow_first()
         yield
 
     def follow_first(self) -> None:
-        """Go on where the first rank's global generators are. Collective."""
+        """Adopt the global generator states of the first rank. Collective."""
         self.take_over(*([] if is_host(self._device) else [generator_of(self._device)]))
 
     def arrived(self, batch: Any, read: BatchSource | None) -> None:
@@ -157,7 +158,7 @@ class _OneStream(DataReaders):
 
 @final
 class _PassStart:
-    """What is done when a pass over a loader begins. A pickled one, with the state that has it, does what is usual."""
+    """Callback for the start of a pass over a loader. A pickled copy (it is part of a pickled state) has no session."""
 
     def __init__(self, session: Session | None = None) -> None:
         self._session = session
@@ -167,7 +168,7 @@ class _PassStart:
         return _PassStart, ()
 
     def __call__(self, loader: Any) -> None:
-        """See to it that ``loader`` gives the same on all ranks of the replica. Collective."""
+        """Make ``loader`` produce the same batches on all ranks of the replica. Collective."""
         if self._session is not None and isinstance(loader, DataLoaderAdapter):
             assert self._stream is not None
             if isinstance(loader, DataLoaderDispatcher):
@@ -180,7 +181,7 @@ class _PassStart:
 
 @final
 class _World:
-    """What a dispatcher knows of processes: the main one reads a batch for each replica."""
+    """Process state as a dispatcher sees it: the main process reads one batch for each replica."""
 
     def __init__(self, session: Session) -> None:
         self.process_index = session.rank
@@ -190,7 +191,7 @@ class _World:
 
 @final
 class _ReplicaPart:
-    """Cuts this replica's part out of a batch; called on all ranks, for a batch that all of them have."""
+    """Slice function of a dispatcher: cuts this replica's part out of a batch. All ranks call it with one batch."""
 
     def __init__(self, cut: Callable[..., Any], session: Session, stream: _OneStream) -> None:
         self._cut = cut
@@ -213,21 +214,21 @@ def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _OneSt
 
 
 def _agree_on_seed(prepared: Any) -> None:
-    """Of a sampler that begins each epoch with the seed that its rank has begun with."""
+    """Broadcast the seed of a seedable sampler, which each rank has drawn for itself."""
     sampler = get_sampler(prepared)
     if isinstance(sampler, SeedableRandomSampler):
         sampler.initial_seed = collectives.tell(sampler.initial_seed, 0, "the seed of a sampler")
 
 
 def _seed_workers_by(data_rank: int, prepared: Any) -> None:
-    """The Trainer of transformers seeds workers by global rank: each stage would augment in another way."""
+    """Seed data workers by data rank. The Trainer seeds them by global rank, so stages would augment differently."""
     seed = prepared.worker_init_fn
     if isinstance(seed, partial) and seed.func.__module__ == "transformers.trainer_utils" and "rank" in seed.keywords:
         prepared.base_dataloader.worker_init_fn = partial(seed, rank=data_rank)
 
 
 def shard_of(loader: Any) -> Any:
-    """What deals out the batches of a prepared loader, or ``None`` if nothing is dealt out by batch."""
+    """Batch sampler that shards a prepared loader over replicas; ``None`` if it is not sharded by batch."""
     batches = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while batches is not None and not isinstance(batches, BatchSamplerShard):
         batches = getattr(batches, "batch_sampler", None)

@@ -1,15 +1,15 @@
-"""What a run needs to go on, in a folder: ``save_state`` and ``load_state``.
+"""Checkpoints for resuming a run: ``save_state`` and ``load_state``.
 
-With ``state_dict_type="full"`` the folder has what Accelerate writes without us, file by file: whole tensors under
-plain names. So plain Accelerate goes on with it, and we go on with one of plain Accelerate. Two small files are added:
-where the random streams of the engine are, and the generators of ranks that do not draw like the others of their
-pipeline (:data:`~smp_strategy.integrations.accelerate.saving.OWN_FILE`), and a manifest with digests of all files.
+With ``state_dict_type="full"`` the folder has the files of plain Accelerate: whole tensors under plain names. So either
+library resumes from checkpoints of the other. Two small files are added:
+:data:`~smp_strategy.integrations.accelerate.saving.OWN_FILE`, with the random streams of the engine and the generators
+of ranks that do not draw like the others of their pipeline, and a manifest with digests of all files.
 
-With ``"sharded"`` the model that is spread, and the optimizers that train it, are written by all ranks to a folder in
-it, :data:`~smp_strategy.integrations.accelerate.state_folders.SHARDED`, and everything else as before. Either is read
-by any run.
+With ``"sharded"`` all ranks write the partitioned model, and the optimizers that train it, to the subfolder
+:data:`~smp_strategy.integrations.accelerate.state_folders.SHARDED`; everything else is as before. Any run reads either
+form.
 
-With ``async_save`` whatever is large is copied to host memory, and written and moved to its place by a thread.
+With ``async_save`` large states are copied to host memory; a thread writes them and moves the folder to its place.
 """
 
 import os
@@ -47,7 +47,7 @@ Job = Callable[[], None]
 
 
 class StateFolderHooks(SavingHooks):
-    """See the module docstring."""
+    """Methods of the Accelerator for checkpoints of a run."""
 
     _smp_writer: tuple[Engine, ShardedWriter] | None = None
 
@@ -56,15 +56,15 @@ class StateFolderHooks(SavingHooks):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Path:
-        """Write what a run needs to go on. Collective.
+        """Write a checkpoint to resume from. Collective.
 
-        With ``async_save`` files are written while training goes on: the folder is there when they are complete. The
+        With ``async_save`` files are written while training continues: the folder appears when they are complete. The
         next ``save_state`` or ``load_state``, and ``end_training``, wait for that.
 
         Args:
             output_dir: the folder; with ``automatic_checkpoint_naming`` Accelerate's next one.
             safe_serialization: whether to write weights as safetensors.
-            options: none; they are for plugins of others.
+            options: must be empty; Accelerate has them for other plugins.
 
         Returns:
             The folder.
@@ -109,7 +109,7 @@ class StateFolderHooks(SavingHooks):
             )
 
     def _smp_save_optimizers(self, save: "_Save", *, is_spread: bool) -> None:
-        """Those that are not spread, or shall be whole. Collective."""
+        """Save optimizers in full form, except those that go to the sharded folder. Collective."""
         for number, optimizer in enumerate(self._optimizers):
             if is_spread and self._smp_engine_of(optimizer) is not None:
                 continue
@@ -118,7 +118,7 @@ class StateFolderHooks(SavingHooks):
             del state  # before the next is collected
 
     def _smp_save_models(self, save: "_Save", *, is_spread: bool, safe_serialization: bool) -> None:
-        """Weights by the numbers of their models. Collective."""
+        """Save weights in full form, numbered by model. Collective."""
         hooks = self._save_model_state_pre_hook  # which may write weights themselves, on every rank
         whole = {
             number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
@@ -138,7 +138,7 @@ class StateFolderHooks(SavingHooks):
         save.do(partial(state_files.write_weights, kept, save.folder, **options))
 
     def _smp_save_rest(self, save: "_Save") -> None:
-        """What is small, and custom objects. Collective."""
+        """Save small states and custom objects. Collective."""
         custom = [self._smp_state_of(each) for each in self._custom_objects]
         states, own = self._smp_streams()
         with alike(save.doing):
@@ -149,7 +149,7 @@ class StateFolderHooks(SavingHooks):
             self._smp_save(own, save.folder / OWN_FILE)
 
     def _smp_save_spread(self, save: "_Save") -> None:
-        """What all ranks write together. Collective."""
+        """Save the sharded folder, on all ranks. Collective."""
         engine = self.smp.engine
         if self._smp_writer is None or self._smp_writer[0] is not engine:
             self._smp_writer = engine, ShardedWriter(engine.mesh.saving_group)
@@ -159,7 +159,7 @@ class StateFolderHooks(SavingHooks):
         save.do(partial(prepared.write, save.folder / folders.SHARDED, note=self._smp_note()))
 
     def _smp_trained(self) -> list[Any]:
-        """The optimizers of the model that is spread."""
+        """Optimizers of the partitioned model."""
         return [each for each in self._optimizers if self._smp_engine_of(each) is not None]
 
     def _smp_note(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class StateFolderHooks(SavingHooks):
             folder_digests.describe(staging, self._smp_note())
 
     def _smp_finish_later(self, save: "_Save", target: Path, note: dict[str, Any]) -> None:
-        """What is left to be done, in a thread: on ranks that write files alone that, and on all what they share."""
+        """Write all jobs in a thread. Ranks that write full files do so alone; shards are written by all ranks."""
         try:
             with saving(target):
                 for job in save.jobs:
@@ -187,7 +187,7 @@ class StateFolderHooks(SavingHooks):
             raise
 
     def _smp_delete_oldest(self, target: Path) -> None:
-        """Keep as many checkpoints as the user wants."""
+        """Delete old checkpoints beyond the user's ``total_limit``."""
         naming = self.project_configuration
         if naming.automatic_checkpoint_naming and naming.total_limit is not None and self._smp_writes:
             for old in folders.delete_oldest(target.parent, naming.total_limit):
@@ -201,17 +201,15 @@ class StateFolderHooks(SavingHooks):
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Go on from what :meth:`save_state` has written, or plain Accelerate, under this or another layout.
+        """Resume from a checkpoint of :meth:`save_state` or of plain Accelerate, under any layout. Collective.
 
-        Files are verified first, if they have digests. Nothing that stands in them is run.
-
-        Collective.
+        Files are verified first, if they have digests. No code in them is run.
 
         Args:
             input_dir: the folder; ``None``: the newest one, with ``automatic_checkpoint_naming``.
-            load_kwargs: of ``torch.load``, for optimizers, schedulers, data loaders and objects of the user. With
-                ``{"weights_only": False}`` these files may run code: only for files that one trusts.
-            options: ``strict``, for the names of weights; ``map_location``, which makes no difference here.
+            load_kwargs: options of ``torch.load``, for optimizers, schedulers, data loaders and objects of the user.
+                With ``{"weights_only": False}`` these files may run code: use it for trusted files only.
+            options: ``strict``, for the names of weights; ``map_location``, which has no effect here.
 
         Raises:
             CheckpointError: a file is damaged, or names code.
@@ -238,7 +236,7 @@ class StateFolderHooks(SavingHooks):
             self._smp_load(folder, models, load_kwargs or {}, strict=options.get("strict", True))
 
     def _smp_load(self, folder: Path, models: list[nn.Module], load_kwargs: dict[str, Any], *, strict: bool) -> None:
-        """This rank's share of what is in ``folder``; hooks may have loaded some models."""
+        """Load this rank's shard of ``folder``; hooks may have loaded some models already."""
         stored = self._smp_stored(folder)
         for number, model in enumerate(models):
             if stored is not None and self._smp_place(model) is not None:
@@ -266,7 +264,7 @@ class StateFolderHooks(SavingHooks):
             self.load_own_state(state_files.mapped(folder / OWN_FILE))
 
     def _smp_stored(self, folder: Path) -> CheckpointReader | None:
-        """What ranks have written together, if they have."""
+        """Open the sharded folder; ``None`` if the checkpoint has none."""
         if not (folder / folders.SHARDED).exists():
             return None
         if self.smp.calls is None:
@@ -275,13 +273,13 @@ class StateFolderHooks(SavingHooks):
                 "`accelerator.prepare` with the model before `load_state`."
             )
         stored = CheckpointReader.open(folder / folders.SHARDED)
-        stored.rest()  # there is nothing in it, but damage should be said
+        stored.rest()  # empty, but reading it reports damage
         return stored
 
     # Objects of the user
 
     def _smp_state_of(self, custom: Any) -> Any:
-        """That of an object which was registered for checkpointing. Collective if it is one that is spread."""
+        """State of an object that was registered for checkpointing. Collective if it is a partitioned one."""
         if isinstance(custom, nn.Module):
             return self.get_written_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
         if whole_states.is_optimizer(custom):
@@ -298,7 +296,7 @@ class StateFolderHooks(SavingHooks):
 
     @contextmanager
     def _smp_known(self, weights: list[dict[str, Any]]) -> Iterator[None]:
-        """In here the state dict of the model is known, to hooks that ask for it on one rank only."""
+        """Context in which the full state dicts are known, so that hooks may ask for them on a single rank."""
         known = {id(self.unwrap_model(model)): state for model, state in zip(self._models, weights, strict=True)}
         with ExitStack() as stack:
             for calls in self.smp.state_calls:
@@ -351,13 +349,13 @@ def _verify(folder: Path) -> None:
 
 @final
 class _Save:
-    """A folder that is being written: at once, or later by a thread.
+    """A checkpoint folder being written, either synchronously or later by a thread.
 
     Args:
-        folder: is there.
-        doing: what is being done, for messages.
-        ranks: those of this one's pipeline.
-        is_later: whether :attr:`jobs` collects what is to be done.
+        folder: exists already.
+        doing: description of the save, for messages.
+        ranks: global ranks of this rank's pipeline.
+        is_later: whether to collect the work in :attr:`jobs`.
     """
 
     def __init__(self, folder: Path, doing: str, ranks: list[int], *, is_later: bool) -> None:
@@ -366,11 +364,11 @@ class _Save:
         self.jobs: list[Job] = []
 
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` as it is now."""
+        """Snapshot of ``state`` for later writing; ``state`` itself if it is written now."""
         return whole_states.copied(state) if self.is_later else state
 
     def do(self, job: Job) -> None:
-        """Write something. Collective, if that is now."""
+        """Run a write job, or queue it. Collective if it runs now."""
         if self.is_later:
             self.jobs.append(job)
         else:

@@ -1,10 +1,9 @@
-"""The hooks of training: what is prepared, and what happens between forward and the optimizer's step.
+"""Training hooks of the Accelerator: ``prepare``, gradient clipping and unscaling, ``free_memory``, ``end_training``.
 
-Which of the models that a script prepares is spread over the ranks: the one that is trained.
-
-Others are kept whole on every rank: criteria without parameters, and models that are evaluated only, a teacher, say.
-Nothing says for sure what a model is for when it is prepared; a frozen one, or one in evaluation mode that no known
-optimizer trains, is spread until one comes that is trained.
+Of all models that a script prepares, the one that is trained is partitioned over the ranks. Others are kept whole on
+every rank: criteria without parameters, and models that are only evaluated, such as a teacher. The purpose of a model
+is not certain when it is prepared; a frozen one, or one in evaluation mode that no known optimizer trains, is
+partitioned until a trained one comes.
 """
 
 import gc
@@ -41,10 +40,10 @@ __all__ = ["PreparedModel", "TrainingHooks"]
 
 @final
 class PreparedModel:
-    """Of the model that is spread.
+    """Choice of the model to partition, out of all prepared models.
 
     Attributes:
-        chosen: the model that is to be spread, out of those that are prepared together.
+        chosen: the model to be partitioned, out of those that are prepared together.
         others: models that are whole on every rank.
     """
 
@@ -55,7 +54,7 @@ class PreparedModel:
         self._coming: list[Optimizer] = []
 
     def clear(self) -> None:
-        """Nothing is prepared any more."""
+        """Forget all prepared models."""
         self.chosen = None
         for each in (self.others, self._evaluated, self._coming):
             each.clear()
@@ -63,7 +62,7 @@ class PreparedModel:
     def begin(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], prepared: Iterable[Optimizer]
     ) -> None:
-        """``models`` and ``optimizers`` are about to be prepared, beside optimizers that are ``prepared``."""
+        """Choose among ``models``, about to be prepared with ``optimizers``; ``prepared`` optimizers exist already."""
         self._coming = list(optimizers)
         known = [*prepared, *optimizers]
         wanting = [model for model in models if not self.may_stay_whole(model, prepared)]
@@ -74,11 +73,11 @@ class PreparedModel:
                 return
 
     def evaluates(self, model: nn.Module) -> None:
-        """The script says that ``model`` is not trained."""
+        """Note that the script declares ``model`` as not trained."""
         self._evaluated.append(model)
 
     def may_stay_whole(self, model: nn.Module, prepared: Iterable[Optimizer]) -> bool:
-        """Whether ``model`` need not be spread, as far as one knows, with the optimizers that are ``prepared``."""
+        """Whether ``model`` need not be partitioned, given the ``prepared`` optimizers."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return True
         known = [*prepared, *self._coming]
@@ -86,7 +85,7 @@ class PreparedModel:
         return is_evaluated or (not model.training and not _is_trained_by(known, model))
 
     def other_of(self, optimizer: Optimizer) -> nn.Module | None:
-        """One of :attr:`others` that ``optimizer`` trains, if there is one."""
+        """Return one of :attr:`others` that ``optimizer`` trains, if any."""
         return next((model for model in self.others if _is_trained_by([optimizer], model)), None)
 
 
@@ -98,10 +97,10 @@ def _is_trained_by(optimizers: Iterable[Optimizer], model: nn.Module) -> bool:
 
 
 class TrainingHooks(HookBase):
-    """See the module docstring."""
+    """Methods of the Accelerator for preparation, gradients and the end of training."""
 
     def begin(self, session: Session, plugin: Any) -> None:
-        """Nothing is prepared yet."""
+        """Create the state of these hooks; nothing is prepared yet."""
         super().begin(session, plugin)
         call_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
@@ -116,12 +115,12 @@ class TrainingHooks(HookBase):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """Scales losses, where anything computes in float16; all ranks agree on what has overflowed."""
+        """Loss scaler, if anything computes in float16; all ranks agree on overflows."""
         return self._smp_scaler
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
-        """Accelerate has made one, or none, after the precision that it was asked for."""
+        """Replace the scaler that Accelerate made for its own ``mixed_precision``, if any."""
         if given is not None:
             config = self.smp.config
             asked = config.loss_scale is not None or config.rules_given
@@ -133,7 +132,7 @@ class TrainingHooks(HookBase):
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare all of ``args``, in any order; the model is spread over the ranks when it is called first."""
+        """Prepare all of ``args``, in any order; the model is partitioned over the ranks at its first call."""
         models = [each for each in args if isinstance(each, nn.Module)]
         optimizers = unwrapped(each for each in args if isinstance(each, Optimizer))
         self._smp_models.begin(models, optimizers, unwrapped(self._optimizers))
@@ -142,7 +141,7 @@ class TrainingHooks(HookBase):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Let the engine answer calls of ``model``. Collective."""
+        """Route calls of ``model`` to the engine. Collective."""
         if getattr(model, "_is_accelerate_prepared", False):
             if not any(model is each for each in self._models):
                 raise prepared_elsewhere(model)
@@ -151,10 +150,10 @@ class TrainingHooks(HookBase):
         is_other = self._smp_is_other(model, evaluation_mode)
         restore_left(model)
         own = vars(model).get("forward")
-        # Only placement and autocast: what Accelerate does for several processes is not for ours.
+        # In evaluation mode Accelerate adds autocast only, and none of its own data parallelism.
         super().prepare_model(model, device_placement=False, evaluation_mode=True)
         if self.device_placement if device_placement is None else device_placement:
-            # What has no values yet gets them where they belong.
+            # Meta tensors get their values later, on their own stage.
             model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         if is_other:
             self._smp_models.others.append(model)
@@ -180,7 +179,7 @@ class TrainingHooks(HookBase):
         return model
 
     def _smp_is_other(self, model: nn.Module, evaluation_mode: bool) -> bool:
-        """Whether ``model`` is kept whole on every rank. One that is spread already may give way to it. Collective."""
+        """Whether ``model`` is kept whole on every rank. A partitioned one may give way to it. Collective."""
         models, holder = self._smp_models, None if self.smp.calls is None else self.smp.calls.model
         if next(model.parameters(), None) is None:
             return True
@@ -201,13 +200,13 @@ class TrainingHooks(HookBase):
         return False
 
     def _smp_refuse(self, optimizer: Optimizer) -> None:
-        """Models that are whole are averaged over no replicas."""
+        """Refuse an optimizer of a whole model under replicas: its gradients are not averaged."""
         other = self._smp_models.other_of(optimizer)
         if self.smp.num_data_ranks > 1 and other is not None and self.smp.calls is not None:
             raise second_model(other, self.smp.calls.model)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Wrap ``optimizer``."""
+        """Wrap ``optimizer`` in an :class:`~smp_strategy.integrations.accelerate.optimizer.SMPOptimizer`."""
         if getattr(optimizer, "_is_accelerate_prepared", False):
             return super().prepare_optimizer(optimizer, device_placement=device_placement)
         prepared = SMPOptimizer(
@@ -221,7 +220,7 @@ class TrainingHooks(HookBase):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap ``scheduler``."""
+        """Wrap ``scheduler`` in an :class:`~smp_strategy.integrations.accelerate.optimizer.SMPScheduler`."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         own = [each for each in self._optimizers if getattr(scheduler, "optimizer", None) is each.optimizer]
@@ -236,7 +235,7 @@ class TrainingHooks(HookBase):
         return prepared
 
     def _smp_attach(self) -> None:
-        """Tell the engine which optimizers there are."""
+        """Register the prepared optimizers with the engine."""
         if self.smp.calls is None or not self._optimizers:
             return
         optimizers = unwrapped(self._optimizers)
@@ -252,7 +251,7 @@ class TrainingHooks(HookBase):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Calls in here do not end the accumulation window."""
+        """Context whose calls do not end the accumulation window."""
         self.smp.syncs_blocked += 1
         try:
             yield
@@ -260,7 +259,7 @@ class TrainingHooks(HookBase):
             self.smp.syncs_blocked -= 1
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the scale of the loss, if it was scaled and they are not divided yet. Collective."""
+        """Divide gradients by the loss scale, if the loss was scaled and they are not unscaled yet. Collective."""
         if self._smp_scaler is None or not self.smp.has_engine:
             return
         self.smp.engine.reduce_gradients()
@@ -272,7 +271,7 @@ class TrainingHooks(HookBase):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip by the norm over the gradients of all ranks; returns the norm before, everywhere. Collective."""
+        """Clip by the global norm over the gradients of all ranks; return the norm before clipping. Collective."""
         if not self._smp_is_spread():
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
@@ -292,14 +291,14 @@ class TrainingHooks(HookBase):
         return self.smp.has_engine and self.smp.engine.partition is not None
 
     def _smp_make_final(self) -> None:
-        """Add up what ranks have of gradients, and divide it by the scale of the loss."""
+        """Reduce gradients over ranks and unscale them."""
         self.smp.engine.reduce_gradients()
         self.unscale_gradients()
 
     # The end
 
     def free_memory(self, *objects: Any) -> Any:
-        """Let go of everything that is prepared; the model, if it is prepared again, is whole again."""
+        """Release everything that is prepared; a model is whole again when it is prepared again."""
         self.smp.background.wait()  # asynchronous saves need process groups of the engine
         for model in self._models:
             vars(model).pop("_is_accelerate_prepared", None)
@@ -310,7 +309,7 @@ class TrainingHooks(HookBase):
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """End trackers, and make the model an ordinary one again, where `restore_module` says. Collective."""
+        """End trackers, and restore the model as option ``restore_module`` says. Collective."""
         self.smp.settle()
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
@@ -319,7 +318,7 @@ class TrainingHooks(HookBase):
         super().end_training()
 
     def _smp_remove(self) -> Engine | None:
-        """Undo what was done to the model, if one is prepared."""
+        """Undo all changes to the model, if one is prepared."""
         if self.smp.calls is None:
             return None
         assert self._smp_unprepared is not None
@@ -337,12 +336,12 @@ class TrainingHooks(HookBase):
         self.smp.close()
 
     def _smp_leave(self) -> None:
-        """The process ends. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
+        """Clean up at process exit. See [Note: leaving] in :mod:`smp_strategy.distributed.shutdown`."""
         try:
             self.smp.background.wait()
         except Exception as error:
             warnings.warn(f"A checkpoint was not saved: {error}", stacklevel=1)
-        if hasattr(sys, "last_value"):  # with an error that nobody has caught
+        if hasattr(sys, "last_value"):  # an uncaught error: other ranks may never come to a collective
             return
         self.smp.close()
         if dist.is_initialized():
