@@ -108,9 +108,9 @@ class ModelCall(NamedTuple):
     """Arguments of a call of the model, in containers, so that two arguments are not taken for two samples."""
 
     args: dict[int, Any]
-    """By position."""
+    """Positional arguments."""
     kwargs: dict[str, Any]
-    """By name."""
+    """Keyword arguments."""
 
 
 class CallOptions(NamedTuple):
@@ -125,8 +125,9 @@ class _Look(NamedTuple):
     """Properties of the result of one kind of call."""
 
     has_loss: bool
-    """And gradients flow through it."""
+    """Whether there is a loss with gradients."""
     is_differentiable: bool
+    """Whether any result has gradients."""
 
 
 @final
@@ -190,6 +191,7 @@ class ModelCalls:
     # Calls
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside a step this is the engine calling the model for one microbatch.
         if self._is_inside:
             return self._inner(*args, **kwargs)
         call = ModelCall(dict(enumerate(args)), kwargs)
@@ -344,7 +346,7 @@ class ModelCalls:
 
         Autocast of the script applies to forward only: around the whole step it would reach the backward passes.
         """
-        kind = self._engine.device.type  # parameters may be without memory
+        kind = self._engine.device.type  # not that of parameters, which may be on the meta device
         is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         cache = torch.is_autocast_cache_enabled()
 

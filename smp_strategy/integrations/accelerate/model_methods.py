@@ -43,7 +43,7 @@ class Methods:
     Args:
         model: has the methods.
         engine: runs the model.
-        run: runs a step, given name and callable of the method, its arguments, and whether its first unit has gradients.
+        run: runs a step, given name and callable of the method, its arguments, and the grad mode of its first unit.
         is_inside: whether a step is running, or other code that may call units.
     """
 

@@ -47,9 +47,9 @@ class Packed(NamedTuple):
     """Result of the model for a microbatch, in the form that is sent to all ranks."""
 
     result: Any
-    """Without objects that cannot travel."""
+    """The result, with placeholders for objects that cannot be sent."""
     places: tuple[int, ...]
-    """Of those leaves of ``result`` that are tensors through which gradients flow."""
+    """Indices of the differentiable leaves of ``result``."""
 
 
 @final
@@ -80,7 +80,7 @@ class LeftBehind:
 
 
 def loss_in(result: Any) -> Tensor | None:
-    """Find the loss in a result: the item ``loss``, the first item of a tuple, or the result itself."""
+    """Find the loss, a float scalar: item or attribute ``loss``, the first item of a tuple, or the result itself."""
     if isinstance(result, Mapping):
         found = result.get("loss")
     elif isinstance(result, (tuple, list)) and not hasattr(result, "loss"):
@@ -130,13 +130,13 @@ def is_differentiable(packed: Packed) -> bool:
 
 
 class Ready(NamedTuple):
-    """Gradients of inputs that are computed before the script calls backward."""
+    """Gradients of inputs, computed before the script calls backward."""
 
     of: Sequence[Tensor]
-    """What the model was called with."""
+    """Differentiable inputs of the model."""
     gradients: Sequence[Tensor]
     factor: float
-    """What the loss was multiplied by."""
+    """Factor of the loss in these gradients."""
 
 
 def with_loss(

@@ -158,7 +158,7 @@ class TrainingHooks(HookBase):
         if is_other:
             self._smp_models.others.append(model)
             return model
-        vars(model).pop("_original_forward", None)  # by which Accelerate would take our `forward` away as well
+        vars(model).pop("_original_forward", None)  # Accelerate's unwrap restores it, which would remove our `forward`
         handler = self.ddp_handler
         engine = self.smp.make_engine(keeps_buffers=handler is not None and not handler.broadcast_buffers)
         engine.attach(model)
@@ -169,6 +169,7 @@ class TrainingHooks(HookBase):
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
+        # `model.forward` now has Accelerate's autocast around it, which calls keep; `own` is what `remove` restores.
         self.smp.calls = ModelCalls(model, engine, self._smp_options, guesses, loader.check_even, own)
         self.smp.calls.install()
         give_no_sync(model, self.smp, self.no_sync)
