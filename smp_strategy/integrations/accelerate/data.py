@@ -87,7 +87,7 @@ class LoaderHooks(HookBase):
         self.gradient_state._add_dataloader = _PassStart(self.smp)
 
     def _deal_out(self, dispatcher: DataLoaderDispatcher) -> None:
-        _deal_out(dispatcher, self.smp, _OneStream(self.smp))
+        _deal_out(dispatcher, self.smp, _ReplicaStream(self.smp))
 
 
 @final
@@ -128,7 +128,7 @@ class ActiveLoader:
 
 
 @final
-class _OneStream(DataReaders):
+class _ReplicaStream(DataReaders):
     """Random number stream of a replica. See [Note: one stream]."""
 
     def __init__(self, session: Session) -> None:
@@ -162,7 +162,7 @@ class _PassStart:
 
     def __init__(self, session: Session | None = None) -> None:
         self._session = session
-        self._stream = None if session is None else _OneStream(session)
+        self._stream = None if session is None else _ReplicaStream(session)
 
     def __reduce__(self) -> Any:
         return _PassStart, ()
@@ -180,7 +180,7 @@ class _PassStart:
 
 
 @final
-class _World:
+class _DispatcherState:
     """Process state as a dispatcher sees it: the main process reads one batch for each replica."""
 
     def __init__(self, session: Session) -> None:
@@ -193,22 +193,22 @@ class _World:
 class _ReplicaPart:
     """Slice function of a dispatcher: cuts this replica's part out of a batch. All ranks call it with one batch."""
 
-    def __init__(self, cut: Callable[..., Any], session: Session, stream: _OneStream) -> None:
+    def __init__(self, cut: Callable[..., Any], session: Session, stream: _ReplicaStream) -> None:
         self._cut = cut
         self._session = session
         self._stream = stream
 
     def __call__(self, data: Any, of_rank: slice, **_place: int) -> Any:
-        # The main process has drawn for the next batch already, as one process would have.
+        # The main process has drawn for the next batch already, as a single process would have.
         self._stream.follow_first()
         size, number = of_rank.stop - of_rank.start, self._session.data_rank
-        # It begins at 0 for rank 0, which is data rank 0, and where samples to fill up the last batch are put aside.
+        # The slice begins at 0 for rank 0, which is data rank 0, and for the samples that later pad the last batch.
         part = slice(number * size, (number + 1) * size) if of_rank.start > 0 else of_rank
         return self._cut(data, part, process_index=number, num_processes=self._session.num_data_ranks)
 
 
-def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _OneStream) -> None:
-    dispatcher.state = _World(session)
+def _deal_out(dispatcher: DataLoaderDispatcher, session: Session, stream: _ReplicaStream) -> None:
+    dispatcher.state = _DispatcherState(session)
     if not isinstance(dispatcher.slice_fn, _ReplicaPart):
         dispatcher.slice_fn = _ReplicaPart(dispatcher.slice_fn, session, stream)
 

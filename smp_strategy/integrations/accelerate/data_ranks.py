@@ -104,7 +104,7 @@ class DataGroups:
     def _told_with_history(self, tensor: Tensor) -> Tensor:
         if len(self.readers) == 1 or not (tensor.requires_grad and torch.is_grad_enabled()):
             return self._told(tensor)
-        told: Tensor = _InPlaceOf.apply(tensor, self._told(tensor.detach()))  # type: ignore[no-untyped-call]
+        told: Tensor = _ReplacedValue.apply(tensor, self._told(tensor.detach()))  # type: ignore[no-untyped-call]
         return told
 
     def _told(self, tensor: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class DataGroups:
         return found
 
 
-class _InPlaceOf(torch.autograd.Function):
+class _ReplacedValue(torch.autograd.Function):
     """Substitute a value for a tensor; the tensor receives its gradient."""
 
     @staticmethod

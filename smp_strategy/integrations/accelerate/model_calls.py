@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.accelerate.model_inputs import NAME, ModelInputs, with_share_of_items
-from smp_strategy.integrations.accelerate.model_methods import Methods
+from smp_strategy.integrations.accelerate.model_methods import ModelMethods
 from smp_strategy.integrations.accelerate.model_outputs import (
+    InputGradients,
     OwnSamples,
     Packed,
-    Ready,
     gradients_come_later,
     is_differentiable,
     loss_in,
@@ -121,7 +121,7 @@ class CallOptions(NamedTuple):
     training_outputs: str = "all"
 
 
-class _Look(NamedTuple):
+class _ResultKind(NamedTuple):
     """Properties of the result of one kind of call."""
 
     has_loss: bool
@@ -138,7 +138,7 @@ class ModelCalls:
         model: the prepared model.
         engine: runs it.
         options: the user's options.
-        guesses: predicts the backward that follows a call.
+        prediction: predicts the backward that follows a call.
         check: called before each call of the model, with whether it is a training call.
         own_forward: instance attribute ``forward`` of ``model`` before it was prepared, if any.
     """
@@ -148,42 +148,42 @@ class ModelCalls:
         model: nn.Module,
         engine: Engine,
         options: CallOptions,
-        guesses: BackwardPrediction,
+        prediction: BackwardPrediction,
         check: Callable[[bool], None],
         own_forward: Callable[..., Any] | None,
     ) -> None:
         self.model = model
         self._engine = engine
         self._options = options
-        self._guesses = guesses
+        self._prediction = prediction
         self._check = check
         self._inner: Callable[..., Any] = model.forward
         # Callable of the next step, and whether its result may have gradients.
         self._called, self._has_gradients = self._inner, True
-        self._methods = Methods(model, engine, self._call_method, lambda: self._is_inside)
+        self._methods = ModelMethods(model, engine, self._call_method, lambda: self._is_inside)
         self._own_forward = own_forward
-        self._stand_ins = Patches()
+        self._patches = Patches()
         self._is_inside = False
         self._name = "forward"
         # Kinds of calls, with a number each, and the properties of their results.
         self._kinds: dict[Any, int] = {}
-        self._looks: dict[Any, _Look] = {}
+        self._result_kinds: dict[Any, _ResultKind] = {}
 
     # On the instance
 
     def install(self) -> None:
         """Replace the methods of the model."""
-        self._stand_ins.replace(self.model, self._call)
+        self._patches.replace(self.model, self._call)
         for name in _WHOLE:
             if callable(getattr(self.model, name, None)):
                 method = functools.partial(self._run_whole, getattr(self.model, name))
-                self._stand_ins.replace(self.model, method, name)
+                self._patches.replace(self.model, method, name)
         if self._engine.mesh.shape.world_size > 1:
-            self._methods.install(self._stand_ins)
+            self._methods.install(self._patches)
 
     def remove(self) -> None:
         """Restore the methods of the model."""
-        self._stand_ins.give_back()
+        self._patches.give_back()
         vars(self.model).pop("forward", None)  # with autocast around it
         if self._own_forward is not None:
             vars(self.model)["forward"] = self._own_forward
@@ -200,10 +200,10 @@ class ModelCalls:
             return self._evaluate(call)
         way = self._way_of(call)
         inputs = ModelInputs(call, self._samples_of(call), self._engine.mesh, reads_alone=self._own_samples is not None)
-        look = self._look(inputs, way)
-        if look.has_loss and self.model.training and self._options.loss_in_model is not False:
+        kind = self._find_kind(inputs, way)
+        if kind.has_loss and self.model.training and self._options.loss_in_model is not False:
             return self._train(inputs)
-        return self._forward(inputs) if look.is_differentiable else self._evaluate(inputs.call)
+        return self._forward(inputs) if kind.is_differentiable else self._evaluate(inputs.call)
 
     def _call_method(self, name: str, method: Callable[..., Any], call: Any, with_gradients: bool) -> Any:
         """Run a method that calls parts of the model; ``with_gradients``: whether its first unit had gradients."""
@@ -225,8 +225,8 @@ class ModelCalls:
 
     def _train(self, inputs: ModelInputs) -> Any:
         call = inputs.call
-        guesses, parameters = self._guesses, self._engine.share.parameters
-        factor = guesses.factor()
+        prediction, parameters = self._prediction, self._engine.share.parameters
+        factor = prediction.factor()
         had = any(parameter.grad is not None for parameter in parameters)
         with self._inside() as around:
             result = self._engine.train_step(
@@ -234,8 +234,8 @@ class ModelCalls:
                 call,
                 loss_of=_loss_of,
                 factor=factor,
-                continues=guesses.continues(parameters),
-                reduces=guesses.reduces(),
+                continues=prediction.continues(parameters),
+                reduces=prediction.reduces(),
                 sums=self._options.loss_reduction == "sum",
             )
         if result.loss is None:
@@ -244,10 +244,10 @@ class ModelCalls:
             )
 
         def commit(grad_output: Tensor) -> None:
-            guesses.learn(grad_output, factor, parameters, had=had)
+            prediction.learn(grad_output, factor, parameters, had=had)
             result.commit(grad_output, reduce=False)
 
-        ready = Ready(inputs.tensors, inputs.gradients(), factor) if inputs else None
+        ready = InputGradients(inputs.tensors, inputs.gradients(), factor) if inputs else None
         merged = with_loss(result.outputs, result.sizes, result.loss, commit, remedy=_OUTSIDE, inputs=ready)
         return self._own(merged, call, result.sizes)
 
@@ -289,11 +289,11 @@ class ModelCalls:
             raise
         return result.outputs[0]
 
-    def _look(self, inputs: ModelInputs, way: Any) -> _Look:
+    def _find_kind(self, inputs: ModelInputs, way: Any) -> _ResultKind:
         """Find the properties of the result for ``inputs`` by a dry run; all ranks come here for the same calls."""
-        if way in self._looks:
-            return self._looks[way]
-        found: list[_Look] = []
+        if way in self._result_kinds:
+            return self._result_kinds[way]
+        found: list[_ResultKind] = []
 
         def step_with(around: Callable[..., Any]) -> Callable[[Any], Any]:
             step = self._step(around, inputs.call, inputs)
@@ -301,7 +301,7 @@ class ModelCalls:
             def looked_at(microbatch: Any) -> Any:
                 packed = step(microbatch)
                 loss = loss_in(packed.result)
-                found.append(_Look(loss is not None and loss.requires_grad, is_differentiable(packed)))
+                found.append(_ResultKind(loss is not None and loss.requires_grad, is_differentiable(packed)))
                 return packed
 
             return looked_at
@@ -314,8 +314,8 @@ class ModelCalls:
             # The model reads values, which a dry run does not have.
             trains = bool(inputs) or any(parameter.requires_grad for parameter in self.model.parameters())
             trains = trains and self._has_gradients
-            return _Look(has_loss=trains, is_differentiable=trains)
-        self._looks[way] = found[-1]
+            return _ResultKind(has_loss=trains, is_differentiable=trains)
+        self._result_kinds[way] = found[-1]
         return found[-1]
 
     def _way_of(self, call: Any) -> Any:

@@ -25,7 +25,7 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.undo_attributes import attributes_restored
 from smp_strategy.model.trace.undo_variables import variables_restored
 
-__all__ = ["Methods"]
+__all__ = ["ModelMethods"]
 
 
 class _StepNeededError(BaseException):
@@ -37,7 +37,7 @@ class _StepNeededError(BaseException):
 
 
 @final
-class Methods:
+class ModelMethods:
     """Replacement of public methods of the model.
 
     Args:
@@ -62,11 +62,11 @@ class Methods:
         self._steps: dict[tuple[str, bool], bool] = {}
         self._is_probing = False
 
-    def install(self, stand_ins: Patches) -> None:
+    def install(self, patches: Patches) -> None:
         """Replace the public methods."""
         for name in _public_methods(type(self._model)):
             if name not in vars(self._model):
-                stand_ins.replace(self._model, partial(self._call, name, getattr(self._model, name)), name)
+                patches.replace(self._model, partial(self._call, name, getattr(self._model, name)), name)
         self._engine.watch_calls_outside(self._outside)
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

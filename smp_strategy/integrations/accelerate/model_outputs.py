@@ -31,10 +31,10 @@ from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.pipeline.join_results import merge
 
 __all__ = [
-    "LeftBehind",
+    "OmittedResult",
     "OwnSamples",
     "Packed",
-    "Ready",
+    "InputGradients",
     "gradients_come_later",
     "is_differentiable",
     "loss_in",
@@ -53,7 +53,7 @@ class Packed(NamedTuple):
 
 
 @final
-class LeftBehind:
+class OmittedResult:
     """Placeholder for a result that stays with the stages; any use raises.
 
     Args:
@@ -66,7 +66,7 @@ class LeftBehind:
         self._remedy = remedy
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LeftBehind) and vars(other) == vars(self)
+        return isinstance(other, OmittedResult) and vars(other) == vars(self)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -104,11 +104,11 @@ def _carried(leaf: Any, *, only_loss: bool) -> Any:
         if not only_loss:
             return leaf
         remedy = "Set `training_outputs=all` in SMPPlugin to get it on every rank."
-        return LeftBehind("With `training_outputs=loss` all that the model returns beside its loss", remedy)
+        return OmittedResult("With `training_outputs=loss` all that the model returns beside its loss", remedy)
     if _holds_tensors(leaf, depth=5):
         name = type(leaf).__name__
         remedy = "Call `model.generate`, which uses it, or keep the model from making it (`use_cache=False`)."
-        return LeftBehind(f"The {name} that the model returns", remedy)
+        return OmittedResult(f"The {name} that the model returns", remedy)
     return leaf
 
 
@@ -129,7 +129,7 @@ def is_differentiable(packed: Packed) -> bool:
     return bool(packed.places)
 
 
-class Ready(NamedTuple):
+class InputGradients(NamedTuple):
     """Gradients of inputs, computed before the script calls backward."""
 
     of: Sequence[Tensor]
@@ -146,7 +146,7 @@ def with_loss(
     commit: Callable[[Tensor], None],
     *,
     remedy: str,
-    inputs: Ready | None = None,
+    inputs: InputGradients | None = None,
 ) -> Any:
     """Merge the results of a step whose backward has run; the loss in them hands over the gradients.
 
@@ -160,7 +160,7 @@ def with_loss(
     """
 
     def refuse(leaves: list[Tensor]) -> Sequence[Tensor]:
-        refused: Sequence[Tensor] = _Ended.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
+        refused: Sequence[Tensor] = _RefuseBackward.apply(_anchor(leaves), remedy, *leaves)  # type: ignore[no-untyped-call]
         return refused
 
     ended = [_on_graph(packed, refuse) for packed in outputs]
@@ -169,7 +169,7 @@ def with_loss(
     place = loss_in(merged)
     handed = loss_that_commits(loss, _once(commit))
     if inputs is not None:
-        handed = _GoesOn.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
+        handed = _ContinueIntoInputs.apply(handed, inputs.gradients, inputs.factor, *inputs.of)  # type: ignore[no-untyped-call]
     return pytree.tree_unflatten([handed if leaf is place else leaf for leaf in leaves], structure)
 
 
@@ -184,7 +184,7 @@ def gradients_come_later(
         combine: combines the gradients of a result over the ranks of a replica, if they differ.
     """
     places = [(number, place) for number, packed in enumerate(step.outputs) for place in packed.places]
-    # Of all leaves of each microbatch, which hold the numbers of those that need gradients, too.
+    # `places` index the leaves of the whole `Packed`, whose first part is the result.
     leaves = [flatten(packed)[0] for packed in step.outputs]
     found = [leaves[number][place] for number, place in places]
 
@@ -196,7 +196,7 @@ def gradients_come_later(
         return inputs.gradients() if inputs else []
 
     anchor = _anchor(found)
-    later = iter(_Later.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
+    later = iter(_DeferredBackward.apply(anchor, run, len(inputs.tensors), *inputs.tensors, *found))  # type: ignore[no-untyped-call]
     return merge([_on_graph(packed, lambda of: [next(later) for _ in of]) for packed in step.outputs], step.sizes)
 
 
@@ -230,7 +230,9 @@ def _once(act: Callable[[Any], None]) -> Callable[[Any], None]:
     return once
 
 
-class _Ended(torch.autograd.Function):
+class _RefuseBackward(torch.autograd.Function):
+    """Identity whose backward raises: backward of this call has run already, for its loss only."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, remedy: str, *leaves: Tensor) -> Any:
         ctx.remedy = remedy
@@ -244,7 +246,9 @@ class _Ended(torch.autograd.Function):
         )
 
 
-class _GoesOn(torch.autograd.Function):
+class _ContinueIntoInputs(torch.autograd.Function):
+    """Identity of the loss; backward hands existing gradients to the differentiable inputs."""
+
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], factor: float, *inputs: Tensor) -> Tensor:
         ctx.gradients, ctx.factor = gradients, loss.new_tensor(factor)
@@ -257,7 +261,9 @@ class _GoesOn(torch.autograd.Function):
         return gradient, None, None, *(each * scale for each in ctx.gradients)
 
 
-class _Later(torch.autograd.Function):
+class _DeferredBackward(torch.autograd.Function):
+    """Identity of all results; backward runs the engine's backward with their gradients."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, run: Any, num_inputs: int, *tensors: Tensor) -> Any:
         ctx.run, ctx.anchor, ctx.num_results = run, get_gradient_edge(anchor).node, len(tensors) - num_inputs

@@ -26,7 +26,7 @@ from smp_strategy.integrations.accelerate.session import Session
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank
 from smp_strategy.precision.grad_scaler import GradScaler
 
-__all__ = ["SMPOptimizer", "SMPScheduler", "Unprepared", "unwrapped"]
+__all__ = ["SMPOptimizer", "SMPScheduler", "UnpreparedOptimizers", "unwrapped"]
 
 
 class SMPOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # published without type information
@@ -123,7 +123,7 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
 
 
 @final
-class Unprepared:
+class UnpreparedOptimizers:
     """Serves optimizers that the script has not prepared, by global step hooks, until :meth:`end`.
 
     Args:

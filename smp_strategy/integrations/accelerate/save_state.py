@@ -32,9 +32,7 @@ from smp_strategy.checkpoint.storage.writer import ShardedWriter
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, ConfigError, UnsupportedError
-from smp_strategy.integrations.accelerate import full_states as whole_states
-from smp_strategy.integrations.accelerate import rng_files as random_states
-from smp_strategy.integrations.accelerate import state_files
+from smp_strategy.integrations.accelerate import full_states, rng_files, state_files
 from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
 from smp_strategy.integrations.accelerate.saving import OWN_FILE, SavingHooks
@@ -79,7 +77,9 @@ class StateFolderHooks(SavingHooks):
             self._smp_refuse_sharded()
         logger.info(f"Saving current state to {target}")
         with self._smp_begun(target) as staging:
-            save = _Save(staging, f"saving to {target}", self.smp.stage_ranks, is_later=self.smp.config.async_save)
+            save = _FolderSave(
+                staging, f"saving to {target}", self.smp.stage_ranks, is_later=self.smp.config.async_save
+            )
             self._smp_save_optimizers(save, is_spread=is_spread)
             self._smp_save_models(save, is_spread=is_spread, safe_serialization=safe_serialization)
             self._smp_save_rest(save)
@@ -108,7 +108,7 @@ class StateFolderHooks(SavingHooks):
                 '`state_dict_type="sharded"`. Use "full", or remove the hooks.'
             )
 
-    def _smp_save_optimizers(self, save: "_Save", *, is_spread: bool) -> None:
+    def _smp_save_optimizers(self, save: "_FolderSave", *, is_spread: bool) -> None:
         """Save optimizers in full form, except those that go to the sharded folder. Collective."""
         for number, optimizer in enumerate(self._optimizers):
             if is_spread and self._smp_engine_of(optimizer) is not None:
@@ -117,7 +117,7 @@ class StateFolderHooks(SavingHooks):
             save.do(partial(self._smp_save, state, save.folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)))
             del state  # before the next is collected
 
-    def _smp_save_models(self, save: "_Save", *, is_spread: bool, safe_serialization: bool) -> None:
+    def _smp_save_models(self, save: "_FolderSave", *, is_spread: bool, safe_serialization: bool) -> None:
         """Save weights in full form, numbered by model. Collective."""
         hooks = self._save_model_state_pre_hook  # which may write weights themselves, on every rank
         whole = {
@@ -137,7 +137,7 @@ class StateFolderHooks(SavingHooks):
         kept = {number: save.kept(state) for number, state in whole.items()}
         save.do(partial(state_files.write_weights, kept, save.folder, **options))
 
-    def _smp_save_rest(self, save: "_Save") -> None:
+    def _smp_save_rest(self, save: "_FolderSave") -> None:
         """Save small states and custom objects. Collective."""
         custom = [self._smp_state_of(each) for each in self._custom_objects]
         states, own = self._smp_streams()
@@ -145,10 +145,10 @@ class StateFolderHooks(SavingHooks):
             if self._smp_writes:
                 state_files.write(self, save.folder, custom)
             for rank, state in enumerate(states):
-                self._smp_save(state, save.folder / random_states.FILE.format(rank))
+                self._smp_save(state, save.folder / rng_files.FILE.format(rank))
             self._smp_save(own, save.folder / OWN_FILE)
 
-    def _smp_save_spread(self, save: "_Save") -> None:
+    def _smp_save_spread(self, save: "_FolderSave") -> None:
         """Save the sharded folder, on all ranks. Collective."""
         engine = self.smp.engine
         if self._smp_writer is None or self._smp_writer[0] is not engine:
@@ -170,7 +170,7 @@ class StateFolderHooks(SavingHooks):
         if self._smp_writes:
             folder_digests.describe(staging, self._smp_note())
 
-    def _smp_finish_later(self, save: "_Save", target: Path, note: dict[str, Any]) -> None:
+    def _smp_finish_later(self, save: "_FolderSave", target: Path, note: dict[str, Any]) -> None:
         """Write all jobs in a thread. Ranks that write full files do so alone; shards are written by all ranks."""
         try:
             with saving(target):
@@ -253,11 +253,11 @@ class StateFolderHooks(SavingHooks):
                 continue
             path = folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)
             self.load_optimizer_state_dict(optimizer, state_files.mapped(path, **load_kwargs))
-            whole_states.leave_file(optimizer)
+            full_states.leave_file(optimizer)
         state_files.read(self, folder, self.smp.data_rank, load_kwargs)
         for number, each in enumerate(self._custom_objects):
             state_files.read_custom(folder, number, partial(self._smp_load_into, each), load_kwargs)
-        step = random_states.step_in(folder)
+        step = rng_files.step_in(folder)
         if step is not None:
             self.step = step
         if (folder / OWN_FILE).exists():
@@ -282,14 +282,14 @@ class StateFolderHooks(SavingHooks):
         """State of an object that was registered for checkpointing. Collective if it is a partitioned one."""
         if isinstance(custom, nn.Module):
             return self.get_written_state_dict(custom) if self._smp_place(custom) is not None else custom.state_dict()
-        if whole_states.is_optimizer(custom):
+        if full_states.is_optimizer(custom):
             return self.get_optimizer_state_dict(custom)
         return custom.state_dict()
 
     def _smp_load_into(self, custom: Any, state: Any) -> None:
         if isinstance(custom, nn.Module):
             self.load_model_state_dict(custom, state)
-        elif whole_states.is_optimizer(custom):
+        elif full_states.is_optimizer(custom):
             self.load_optimizer_state_dict(custom, state)
         else:
             custom.load_state_dict(state)
@@ -348,7 +348,7 @@ def _verify(folder: Path) -> None:
 
 
 @final
-class _Save:
+class _FolderSave:
     """A checkpoint folder being written, either synchronously or later by a thread.
 
     Args:
@@ -365,7 +365,7 @@ class _Save:
 
     def kept(self, state: dict[str, Any]) -> dict[str, Any]:
         """Snapshot of ``state`` for later writing; ``state`` itself if it is written now."""
-        return whole_states.copied(state) if self.is_later else state
+        return full_states.copied(state) if self.is_later else state
 
     def do(self, job: Job) -> None:
         """Run a write job, or queue it. Collective if it runs now."""

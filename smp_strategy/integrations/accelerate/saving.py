@@ -25,11 +25,10 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import alike, meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import ConfigError
-from smp_strategy.integrations.accelerate import full_states as whole_states
-from smp_strategy.integrations.accelerate import rng_files as random_states
+from smp_strategy.integrations.accelerate import full_states, rng_files
 from smp_strategy.integrations.accelerate import state_folders as folders
 from smp_strategy.integrations.accelerate.optimizer import unwrapped
-from smp_strategy.integrations.accelerate.saving_calls import StateCalls
+from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.integrations.accelerate.session import HookBase
 from smp_strategy.integrations.accelerate.shared_states import on_every_rank, sent_to_writers
 
@@ -58,7 +57,7 @@ class SavingHooks(HookBase):
         is_new = not getattr(model, "_is_accelerate_prepared", False)
         model = super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         if is_new:
-            calls = StateCalls(
+            calls = StateDictCalls(
                 model,
                 is_spread=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
                 collect=lambda: on_every_rank(self._smp_collected("model.state_dict")),
@@ -104,7 +103,7 @@ class SavingHooks(HookBase):
         """Gather the full state dict on global rank 0. Collective."""
         meet(call)
         with self._smp_aside():
-            return whole_states.model_state(self.smp.engine, path)
+            return full_states.model_state(self.smp.engine, path)
 
     @contextmanager
     def _smp_aside(self) -> Iterator[None]:
@@ -144,7 +143,7 @@ class SavingHooks(HookBase):
             )
         engine = None if place is None else place.engine
         with self._smp_aside():
-            return whole_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
+            return full_states.load_model(engine, self.unwrap_model(model), state, strict=strict)
 
     def load_optimizer_state_dict(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load the full state of an optimizer; each rank takes its shard. Collective.
@@ -165,10 +164,10 @@ class SavingHooks(HookBase):
 
     def _smp_streams(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Return Accelerate's random states of each data rank, and the content of our own file. Collective."""
-        states, others = random_states.gathered(self.smp, self.step)
+        states, others = rng_files.gathered(self.smp, self.step)
         own = {
             "engine": self.smp.engine.state_dict() if self.smp.has_engine else None,
-            "loaders": random_states.of_loaders(self._dataloaders),
+            "loaders": rng_files.of_loaders(self._dataloaders),
             "data_ranks": self.smp.data_ranks(),
             "random_states": others,
         }
@@ -178,9 +177,9 @@ class SavingHooks(HookBase):
         """Restore the random streams of another run; those of single ranks only under the same layout."""
         if self.smp.has_engine and state["engine"] is not None:
             self.smp.engine.load_state(state["engine"])
-        random_states.set_loaders(self._dataloaders, state["loaders"])
+        rng_files.set_loaders(self._dataloaders, state["loaders"])
         if state["data_ranks"] == self.smp.data_ranks() and self.smp.rank in state["random_states"]:
-            random_states.set_states(state["random_states"][self.smp.rank])
+            rng_files.set_states(state["random_states"][self.smp.rank])
 
     # Accelerate's calls
 
@@ -218,16 +217,16 @@ class SavingHooks(HookBase):
         if self.smp.calls is None:
             return None
         root = self.smp.calls.model
-        path = whole_states.path_in(root, self.unwrap_model(module))
+        path = full_states.path_in(root, self.unwrap_model(module))
         return None if path is None else _ModulePath(self.smp.engine, root, path)
 
     def _smp_engine_of(self, optimizer: Any) -> Engine | None:
         """Return the engine of the module that ``optimizer`` trains; ``None`` if that module is whole."""
-        if self.smp.calls is None or not whole_states.is_trained_by(self.smp.calls.model, optimizer):
+        if self.smp.calls is None or not full_states.is_trained_by(self.smp.calls.model, optimizer):
             return None
         return self.smp.engine
 
-    # Who writes, and where
+    # Writing processes and folders
 
     @property
     def _smp_writes(self) -> bool:

@@ -17,11 +17,11 @@ from torch.nn.modules.module import _IncompatibleKeys
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.patching import Patches
 
-__all__ = ["StateCalls"]
+__all__ = ["StateDictCalls"]
 
 
 @final
-class StateCalls:
+class StateDictCalls:
     """Replacement of ``state_dict`` and ``load_state_dict`` of one model.
 
     Args:
@@ -49,18 +49,18 @@ class StateCalls:
         self._own_state_dict, self._own_load_state_dict = model.state_dict, model.load_state_dict
         self._collected: Mapping[str, Any] | None = None
         self._is_aside = False
-        self._stand_ins = Patches()
-        self._stand_ins.replace(model, self._state_dict, "state_dict")
-        self._stand_ins.replace(model, self._load_state_dict, "load_state_dict")
+        self._patches = Patches()
+        self._patches.replace(model, self._state_dict, "state_dict")
+        self._patches.replace(model, self._load_state_dict, "load_state_dict")
 
     def remove(self) -> None:
         """Restore the model's own methods."""
-        self._stand_ins.give_back()
+        self._patches.give_back()
 
     @contextmanager
     def collected(self, state: Mapping[str, Any]) -> Iterator[None]:
         """Context in which ``state``, gathered by all ranks together, is the result; each rank may ask for it alone."""
-        self._collected = OrderedDict(state)  # who asks may take something out of it
+        self._collected = OrderedDict(state)  # a copy: callers may remove entries
         self._collected._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
         try:
             yield

@@ -27,7 +27,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import SMPError, UnsupportedError
 from smp_strategy.integrations.accelerate.data_ranks import DataGroups
 from smp_strategy.integrations.accelerate.model_calls import ModelCalls
-from smp_strategy.integrations.accelerate.saving_calls import StateCalls
+from smp_strategy.integrations.accelerate.saving_calls import StateDictCalls
 from smp_strategy.model.trace.pytree import flatten
 
 __all__ = ["HookBase", "Session"]
@@ -78,7 +78,7 @@ class Session:
         self._timeout = timeout
         self.syncs_blocked = 0
         self.calls: ModelCalls | None = None
-        self.state_calls: list[StateCalls] = []
+        self.state_calls: list[StateDictCalls] = []
         self.background = BackgroundSave()
         self._engine: Engine | None = None
         self._data_groups: DataGroups | None = None

@@ -49,7 +49,7 @@ def write(accelerator: Any, folder: Path, custom: list[Any]) -> None:
         save_on_each_node=each_node,
     )
     for number, state in enumerate(custom):
-        save_custom_state(_Known(state), str(folder), number, save_on_each_node=each_node)
+        save_custom_state(_KnownState(state), str(folder), number, save_on_each_node=each_node)
         _warn_of_code(folder / _CUSTOM.format(number))
 
 
@@ -168,7 +168,7 @@ def _warn_of_code(path: Path) -> None:
         )
 
 
-class _Known:
+class _KnownState:
     """Stand-in for an object whose state is known already."""
 
     def __init__(self, state: Any) -> None:

@@ -24,7 +24,7 @@ from smp_strategy.engine.left_sharded import leave_spread, restore_left
 from smp_strategy.integrations.accelerate.data import ActiveLoader
 from smp_strategy.integrations.accelerate.model_calls import BackwardPrediction, CallOptions, ModelCalls
 from smp_strategy.integrations.accelerate.no_sync import give_no_sync, take_no_sync
-from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, Unprepared, unwrapped
+from smp_strategy.integrations.accelerate.optimizer import SMPOptimizer, SMPScheduler, UnpreparedOptimizers, unwrapped
 from smp_strategy.integrations.accelerate.session import HookBase, Session
 from smp_strategy.integrations.accelerate.validation import (
     prepared_elsewhere,
@@ -104,7 +104,7 @@ class TrainingHooks(HookBase):
         super().begin(session, plugin)
         call_at_exit(self._smp_leave)
         self._smp_options = CallOptions(plugin.loss_in_model, plugin.loss_reduction, plugin.training_outputs)
-        self._smp_unprepared: Unprepared | None = None
+        self._smp_unprepared: UnpreparedOptimizers | None = None
         self._smp_models = PreparedModel()
         config = session.config
         self._smp_scaler: GradScaler | None = None
@@ -164,16 +164,16 @@ class TrainingHooks(HookBase):
         engine.attach(model)
         loader = ActiveLoader(self.smp, self.gradient_state)
         engine.known = loader.last_read
-        guesses = BackwardPrediction(
+        prediction = BackwardPrediction(
             scale=lambda: 1.0 if self._smp_scaler is None else self._smp_scaler.get_scale(),
             window=lambda: self.gradient_accumulation_steps,
             syncs=lambda: self.sync_gradients and not self.smp.syncs_blocked,
         )
         # `model.forward` now has Accelerate's autocast around it, which calls keep; `own` is what `remove` restores.
-        self.smp.calls = ModelCalls(model, engine, self._smp_options, guesses, loader.check_even, own)
+        self.smp.calls = ModelCalls(model, engine, self._smp_options, prediction, loader.check_even, own)
         self.smp.calls.install()
         give_no_sync(model, self.smp, self.no_sync)
-        self._smp_unprepared = Unprepared(
+        self._smp_unprepared = UnpreparedOptimizers(
             model, engine, lambda: unwrapped(self._optimizers), lambda: self._smp_scaler is not None, self._smp_refuse
         )
         self._smp_attach()
@@ -305,7 +305,7 @@ class TrainingHooks(HookBase):
             vars(model).pop("_is_accelerate_prepared", None)
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
-            engine.detach(failed=True)  # as if: nobody may need the values, and restoring them takes memory
+            engine.detach(failed=True)  # as after a failure: skips restoring the values, which takes memory
             self._smp_leave_spread(engine)
         return super().free_memory(*objects)
 

@@ -271,7 +271,7 @@ class LoaderPass:
         """Resume from ``place`` when the next batch is requested; the global generators are set by then."""
         self._place = place
         if self._loader.num_workers:
-            self._inner, self._loader._iterator = _Sized(self._loader), None  # ends workers
+            self._inner, self._loader._iterator = _LengthOnly(self._loader), None  # ends workers
         self._ready.clear()
 
     def _go_on(self, place: Mapping[str, Any]) -> None:
@@ -357,13 +357,13 @@ class LoaderPass:
             ) from None
 
 
-class _Sized:
+class _LengthOnly:
     """Placeholder for a pass of which only the length is still needed."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
 
-    def __iter__(self) -> "_Sized":
+    def __iter__(self) -> "_LengthOnly":
         return self
 
     def __next__(self) -> Any:
