@@ -72,19 +72,19 @@ class StateFolderHooks(SavingHooks):
             raise ConfigError(f"`save_state` has no options {sorted(options)} with SMPPlugin. Leave them out.")
         self.smp.settle()
         target = self._smp_told(lambda: self._smp_folder_to_write(output_dir))
-        is_spread = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
-        if is_spread:
+        is_sharded = self.smp.calls is not None and self.smp.config.state_dict_type == "sharded"
+        if is_sharded:
             self._smp_refuse_sharded()
         logger.info(f"Saving current state to {target}")
         with self._smp_begun(target) as staging:
             save = _FolderSave(
                 staging, f"saving to {target}", self.smp.stage_ranks, is_later=self.smp.config.async_save
             )
-            self._smp_save_optimizers(save, is_spread=is_spread)
-            self._smp_save_models(save, is_spread=is_spread, safe_serialization=safe_serialization)
+            self._smp_save_optimizers(save, is_sharded=is_sharded)
+            self._smp_save_models(save, is_sharded=is_sharded, safe_serialization=safe_serialization)
             self._smp_save_rest(save)
-            if is_spread:
-                self._smp_save_spread(save)
+            if is_sharded:
+                self._smp_save_sharded(save)
             if save.is_later:
                 self.smp.background.start(partial(self._smp_finish_later, save, target, self._smp_note()), f"{target}")
             else:
@@ -108,22 +108,22 @@ class StateFolderHooks(SavingHooks):
                 '`state_dict_type="sharded"`. Use "full", or remove the hooks.'
             )
 
-    def _smp_save_optimizers(self, save: "_FolderSave", *, is_spread: bool) -> None:
+    def _smp_save_optimizers(self, save: "_FolderSave", *, is_sharded: bool) -> None:
         """Save optimizers in full form, except those that go to the sharded folder. Collective."""
         for number, optimizer in enumerate(self._optimizers):
-            if is_spread and self._smp_engine_of(optimizer) is not None:
+            if is_sharded and self._smp_engine_of(optimizer) is not None:
                 continue
             state = save.kept(self.get_optimizer_state_dict(optimizer))
             save.do(partial(self._smp_save, state, save.folder / state_files.name(f"{OPTIMIZER_NAME}.bin", number)))
             del state  # before the next is collected
 
-    def _smp_save_models(self, save: "_FolderSave", *, is_spread: bool, safe_serialization: bool) -> None:
+    def _smp_save_models(self, save: "_FolderSave", *, is_sharded: bool, safe_serialization: bool) -> None:
         """Save weights in full form, numbered by model. Collective."""
         hooks = self._save_model_state_pre_hook  # which may write weights themselves, on every rank
         whole = {
             number: self.get_state_dict(model) if hooks else self.get_written_state_dict(model)
             for number, model in enumerate(self._models)
-            if not (is_spread and self._smp_place(model) is not None)
+            if not (is_sharded and self._smp_place(model) is not None)
         }
         if hooks:
             weights = list(whole.values())
@@ -148,7 +148,7 @@ class StateFolderHooks(SavingHooks):
                 self._smp_save(state, save.folder / rng_files.FILE.format(rank))
             self._smp_save(own, save.folder / OWN_FILE)
 
-    def _smp_save_spread(self, save: "_FolderSave") -> None:
+    def _smp_save_sharded(self, save: "_FolderSave") -> None:
         """Save the sharded folder, on all ranks. Collective."""
         engine = self.smp.engine
         if self._smp_writer is None or self._smp_writer[0] is not engine:

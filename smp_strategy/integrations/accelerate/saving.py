@@ -59,7 +59,7 @@ class SavingHooks(HookBase):
         if is_new:
             calls = StateDictCalls(
                 model,
-                is_spread=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
+                is_partitioned=lambda: self._smp_place(model) is not None and self.smp.engine.is_spread,
                 collect=lambda: on_every_rank(self._smp_collected("model.state_dict")),
                 load=partial(self.load_model_state_dict, model),
             )

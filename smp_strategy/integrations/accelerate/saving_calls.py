@@ -26,7 +26,7 @@ class StateDictCalls:
 
     Args:
         model: whole until now.
-        is_spread: whether this rank lacks a part of it.
+        is_partitioned: whether this rank lacks a part of it.
         collect: returns the full state dict. Collective. Like ``load`` it calls the methods :meth:`aside`.
         load: loads this rank's shard of a full state dict; returns the missing and the unexpected names.
 
@@ -38,12 +38,12 @@ class StateDictCalls:
         self,
         model: nn.Module,
         *,
-        is_spread: Callable[[], bool],
+        is_partitioned: Callable[[], bool],
         collect: Callable[[], Mapping[str, Any]],
         load: Callable[..., tuple[list[str], list[str]]],
     ) -> None:
         self.model = model
-        self._is_spread = is_spread
+        self._is_partitioned = is_partitioned
         self._collect = collect
         self._load = load
         self._own_state_dict, self._own_load_state_dict = model.state_dict, model.load_state_dict
@@ -78,7 +78,7 @@ class StateDictCalls:
 
     def _state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         # `keep_vars` asks for the parameters themselves, and not for their values.
-        if keep_vars or self._is_aside or args or not self._is_spread():
+        if keep_vars or self._is_aside or args or not self._is_partitioned():
             options = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
             return self._own_state_dict(*args, **({} if args else options))
         state = self._collect() if self._collected is None else self._collected
@@ -89,7 +89,7 @@ class StateDictCalls:
         return found
 
     def _load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        if self._is_aside or not self._is_spread():
+        if self._is_aside or not self._is_partitioned():
             return self._own_load_state_dict(state_dict, strict=strict, assign=assign)
         if assign:
             raise UnsupportedError(

@@ -194,7 +194,7 @@ class TrainingHooks(HookBase):
             assert engine is not None
             engine.restore_everywhere()
             engine.detach()
-            self._smp_leave_spread(engine)
+            self._smp_leave_partitioned(engine)
             models.others.append(holder)
         elif first is not None and first is not model:
             raise second_model(model, first)
@@ -273,7 +273,7 @@ class TrainingHooks(HookBase):
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
         """Clip by the global norm over the gradients of all ranks; return the norm before clipping. Collective."""
-        if not self._smp_is_spread():
+        if not self._smp_is_partitioned():
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
         self._smp_make_final()
@@ -281,14 +281,14 @@ class TrainingHooks(HookBase):
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clip each element of the gradients. Collective."""
-        if not self._smp_is_spread():
+        if not self._smp_is_partitioned():
             super().clip_grad_value_(parameters, clip_value)
             return
         self._smp_make_final()
         with self.smp.engine.views.put_aside():
             torch.nn.utils.clip_grad_value_(_listed(parameters), clip_value)
 
-    def _smp_is_spread(self) -> bool:
+    def _smp_is_partitioned(self) -> bool:
         return self.smp.has_engine and self.smp.engine.partition is not None
 
     def _smp_make_final(self) -> None:
@@ -306,7 +306,7 @@ class TrainingHooks(HookBase):
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
             engine.detach(failed=True)  # as after a failure: skips restoring the values, which takes memory
-            self._smp_leave_spread(engine)
+            self._smp_leave_partitioned(engine)
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
@@ -315,7 +315,7 @@ class TrainingHooks(HookBase):
         self._smp_models.clear()
         if (engine := self._smp_remove()) is not None:
             engine.detach()
-            self._smp_leave_spread(engine)
+            self._smp_leave_partitioned(engine)
         super().end_training()
 
     def _smp_remove(self) -> Engine | None:
@@ -328,7 +328,7 @@ class TrainingHooks(HookBase):
         take_no_sync(self.smp.calls.model)
         return self.smp.engine
 
-    def _smp_leave_spread(self, engine: Engine) -> None:
+    def _smp_leave_partitioned(self, engine: Engine) -> None:
         assert self.smp.calls is not None
         if engine.is_spread:
             leave_spread(self.smp.calls.model, engine)
