@@ -51,11 +51,6 @@ class Costs:
         """The standard deviation of what a call takes, as a share of it; 0 where nothing is measured."""
         return 0.0 if self.measured is None else self.measured.spread
 
-    @property
-    def crowding(self) -> float:
-        """How much longer work takes while all ranks do some, because they share cores."""
-        return 1.0 if self.measured is None else self.measured.crowding
-
     @classmethod
     def modelled(cls, device: torch.device) -> Self:
         """Costs of which nothing is measured."""
@@ -96,8 +91,6 @@ class Costs:
         if measured.rank_speeds:
             speeds = ", ".join(f"stage {stage} {speed:.2f}" for stage, speed in enumerate(self.stage_speeds))
             lines.append(f"Relative speeds: {speeds}.")
-        if measured.crowding > 1:
-            lines.append(f"Ranks share cores: what one computes takes {measured.crowding:.1f} times as long if all do.")
         return "\n".join([*lines, *measured.notes])
 
 

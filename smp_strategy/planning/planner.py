@@ -6,7 +6,7 @@ of which the fastest is taken. All of it is a function of plain data, the same o
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from typing import final
@@ -18,7 +18,7 @@ from smp_strategy.model.trace.device_model import Machine
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.work import Link, Work
 from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.schedule import Plan, crowded
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.activation_budget.allocate import ActivationPlan, CallTable, Microbatch, relieve
 from smp_strategy.planning.partition.from_trace import problem_of
 from smp_strategy.planning.partition.partition import Partition, StageActivations, UnitActivations
@@ -56,8 +56,6 @@ class PlanningInput:
     """Ranks of a stage over which the state of its optimizers is dealt out, whole parameters to each."""
     split_overhead: float = SPLIT_OVERHEAD
     """What a backward takes longer in two parts, as a share of it."""
-    crowding: float = 1.0
-    """How much longer work takes while all stages do some, because they share cores."""
     memory_limits: tuple[int | None, ...] = ()
     """Bytes per stage; empty: there are none."""
     stage_speeds: tuple[float, ...] = ()
@@ -226,8 +224,7 @@ def simulated(
     )
 
     def simulate_flow(flow: Flow) -> Plan:
-        plan = simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
-        return replace(plan, times=crowded(plan.times, program.crowding))
+        return simulate(flow, setting.num_microbatches, policy, program.link, split_overhead=program.split_overhead)
 
     room: list[int | None] = []
     for stage, held in enumerate(problem.held(stage_of)):

@@ -35,9 +35,6 @@ class Measured:
     """The rank that has measured the unit, or one like it."""
     rank_speeds: tuple[float, ...] = ()
     """How fast each rank is, relative to the fastest; empty: all are alike, or nobody asked."""
-    crowding: float = 1.0
-    """How much longer work takes while all ranks do some than while one does, because there are fewer cores than ranks
-    on the machine of rank 0; 1: there are enough."""
     notes: tuple[str, ...] = ()
     """What was not measured, and why."""
 

@@ -4,8 +4,7 @@ Calls are of the same kind if units that are built alike get arguments that are 
 Ranks say which kinds of calls they have met (replicas may have batches of other shapes). What rank 0 has met is
 measured: each kind by the rank that has least to do among those that have met it, by modelled cost. The results are
 exchanged. Every rank also takes the time of one common call, which tells how fast it is; times are given for the
-fastest rank. Rank 0 takes it once more while the others rest, which tells whether ranks share cores. If they do, rank 0
-measures everything while the others rest: they would slow each other down by an unknown part of that.
+fastest rank.
 """
 
 import statistics
@@ -24,12 +23,10 @@ from smp_strategy.model.trace.work import Work
 from smp_strategy.planning.profiling.recorded_calls import RecordedCall
 from smp_strategy.planning.profiling.unit_benchmark import Sample, measure_alone
 
-__all__ = ["MeasuringOptions", "ProfilingRanks", "assign", "measure", "ranks_of"]
+__all__ = ["MeasuringOptions", "assign", "measure", "relative_speeds"]
 
 # Ranks that differ by less are taken to be alike: clocks and neighbours make this much.
 SAME_SPEED = 0.1
-# From here on ranks share cores. Those that share memory or a budget of power slow each other down as well, but less.
-CROWDED = 1.5
 # No machine is that much slower or faster than a nominal one: such a unit spends its time on something else than its
 # kernels (it waits, or computes in Python), and says nothing about the kernels of others.
 MOST_SCALE = 30.0
@@ -60,15 +57,6 @@ class _Met(NamedTuple):
     """Why the calls of a kind cannot be measured."""
 
 
-class ProfilingRanks(NamedTuple):
-    """How ranks compare."""
-
-    speeds: tuple[float, ...] = ()
-    """Relative to the fastest; empty where they are alike or unknown."""
-    crowding: float = 1.0
-    """How much longer a call takes while all ranks run one; 1 where they have cores of their own."""
-
-
 def measure(
     calls: Sequence[RecordedCall], events: Sequence[Event], machine: Machine, options: MeasuringOptions
 ) -> Measured:
@@ -86,11 +74,9 @@ def measure(
     plan = assign([each.cost for each in met])
     samples, failures = dict[str, Sample](), dict[str, str]()
     common = next((kind for kind in plan if all(kind in each.cost for each in met)), None)
-    ranks = ProfilingRanks()
+    speeds: tuple[float, ...] = ()
     if common is not None and options.times and options.compares_ranks and len(met) > 1:
-        ranks = _compare(by_kind[common], options)
-    if ranks.crowding > 1:
-        plan = dict.fromkeys(plan, 0)
+        speeds = relative_speeds(_gathered(_speed(by_kind[common], options)))
     for kind in (kind for kind, owner in plan.items() if owner == rank):
         try:
             samples[kind] = _measured(by_kind[kind], options)
@@ -98,12 +84,12 @@ def measure(
             failures[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
     found = _gathered((samples, failures))
     all_samples = {
-        kind: _at_full_speed(sample, ranks.speeds[owner] if ranks.speeds else 1.0)
+        kind: _at_full_speed(sample, speeds[owner] if speeds else 1.0)
         for owner, (theirs, _) in enumerate(found)
         for kind, sample in theirs.items()
     }
     reasons = {**met[0].obstacles, **{kind: why for _, theirs in found for kind, why in theirs.items()}}
-    return _assembled(met[0], all_samples, reasons, plan, ranks, options)
+    return _assembled(met[0], all_samples, reasons, plan, speeds, options)
 
 
 def assign(costs: Sequence[Mapping[str, float]]) -> dict[str, int]:
@@ -151,7 +137,7 @@ def _assembled(
     samples: Mapping[str, Sample],
     reasons: Mapping[str, str],
     plan: Mapping[str, int],
-    ranks: "ProfilingRanks",
+    rank_speeds: tuple[float, ...],
     options: MeasuringOptions,
 ) -> Measured:
     work: dict[str, Work] = {}
@@ -180,8 +166,7 @@ def _assembled(
         rank_of=rank_of,
         split_overhead=split_seconds / (sum(each.backward for each in work.values()) or 1.0),
         spread=spread_seconds / (sum(map(sum, work.values())) or 1.0),
-        rank_speeds=ranks.speeds,
-        crowding=ranks.crowding,
+        rank_speeds=rank_speeds,
         notes=tuple(notes),
     )
 
@@ -190,29 +175,6 @@ def _scale(ratios: Sequence[float]) -> float:
     """How much longer kernels take than modelled, by what calls of each kind took."""
     of_kernels = [ratio for ratio in ratios if 1 / MOST_SCALE <= ratio <= MOST_SCALE]
     return statistics.median(of_kernels) if of_kernels else 1.0
-
-
-def _compare(call: RecordedCall, options: MeasuringOptions) -> ProfilingRanks:
-    together = _gathered(_speed(call, options))
-    # The others rest here: they wait for the number.
-    alone, *_ = _gathered(_speed(call, options) if _place()[0] == 0 else 0.0)
-    return ranks_of(alone, together)
-
-
-def ranks_of(alone: float, together: Sequence[float]) -> ProfilingRanks:
-    """What the speeds of ranks say of the cores that they have.
-
-    Args:
-        alone: speed of rank 0 while the others rest; 0: not known.
-        together: of all of them at once, by rank.
-    """
-    known = [speed for speed in together if speed]
-    # Who gets more of cores that are shared is a matter of chance, but not what all of them get.
-    crowding = alone * len(known) / sum(known) if known else 1.0
-    is_slower = alone > (1 + SAME_SPEED) * together[0] > 0
-    return (
-        ProfilingRanks(crowding=crowding) if is_slower and crowding >= CROWDED else ProfilingRanks(_relative(together))
-    )
 
 
 def _measured(call: RecordedCall, options: MeasuringOptions) -> Sample:
@@ -230,8 +192,8 @@ def _speed(call: RecordedCall, options: MeasuringOptions) -> float:
     return 1.0 / max(sum(sample.work), 1e-9)
 
 
-def _relative(speeds: Sequence[float]) -> tuple[float, ...]:
-    """Relative to the fastest; empty where ranks are alike or unknown."""
+def relative_speeds(speeds: Sequence[float]) -> tuple[float, ...]:
+    """Speed of each rank relative to the fastest; empty if ranks are alike or one speed is unknown (0)."""
     fastest, slowest = max(speeds), min(speeds)
     if slowest <= 0 or slowest >= (1 - SAME_SPEED) * fastest:
         return ()

@@ -1,7 +1,6 @@
 """How good an order of passes is, and whether it may be: what searches for better orders go by.
 
-What counts is the end of a number of steps in a row, on cores that stages may share. Where it is more than one, the
-first of them must not end later than it is allowed to.
+The score is the end of a number of steps in a row. If there are several, the first of them has a deadline.
 """
 
 import math
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.schedule import Plan, Times, crowded, end_of
+from smp_strategy.pipeline.schedule import Plan, Times, end_of
 from smp_strategy.planning.schedule.peak_memory import peak_saved_bytes
 from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
 
@@ -49,9 +48,8 @@ class Timed(NamedTuple):
 
     plan: Plan
     row: Times
-    """On cores of their own."""
     end: float
-    """Of the row, on shared cores, and later where the plan alone ends later than it is allowed to."""
+    """Of the row, and later where the plan alone ends later than it is allowed to."""
     is_late: bool
     """Whether that is so."""
 
@@ -64,7 +62,6 @@ class PlanScorer:
         graph: the passes of a step.
         flow: what it was made of.
         limits: what a plan must keep to.
-        crowding: how much longer work takes while all stages do some.
         steps: how many steps in a row are timed.
         latest: when a step that is alone must end.
 
@@ -79,7 +76,6 @@ class PlanScorer:
         flow: Flow,
         limits: Limits,
         *,
-        crowding: float = 1.0,
         steps: int = 1,
         latest: float = math.inf,
     ) -> None:
@@ -87,22 +83,17 @@ class PlanScorer:
         self.steps = steps
         self._flow = flow
         self._limits = limits
-        self._crowding = crowding
         self._latest = latest * (1 + TOLERANCE)
 
     def bound(self, *, splits: bool) -> float:
         """No order ends earlier."""
-        graph = self.graph
-        # `crowded` lets time pass at least so much more slowly than work is done.
-        work = graph.num_microbatches * graph.work_of_microbatch
-        shared = self.steps * work * self._crowding / graph.num_stages
-        return max(shared, graph.least_makespan(splits=splits, steps=self.steps)) * (1 + TOLERANCE)
+        return self.graph.least_makespan(splits=splits, steps=self.steps) * (1 + TOLERANCE)
 
     def timed(self, orders: Orders) -> Timed:
         """What comes of ``orders``; where they would wait for ever, of orders that are repaired."""
         plan, row = self.graph.follow_in_a_row(orders, self.steps)
-        late = end_of(crowded(plan.times, self._crowding)) - self._latest if self._latest < math.inf else 0.0
-        return Timed(plan, row, end_of(crowded(row, self._crowding)) + self.steps * max(0.0, late), late > 0)
+        late = plan.makespan - self._latest if self._latest < math.inf else 0.0
+        return Timed(plan, row, end_of(row) + self.steps * max(0.0, late), late > 0)
 
     def allows(self, plan: Plan) -> bool:
         """Whether ``plan`` keeps to the limits."""

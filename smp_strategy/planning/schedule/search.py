@@ -4,9 +4,9 @@ First the plans of all policies, then better orders of the best ones by local se
 of a step that is alone, and by that of several steps in a row (:mod:`smp_strategy.planning.schedule.steps_in_a_row`).
 Often one of the orders that are best for a step alone is better than the others in a row, and that is taken.
 
-Where times are measured, so that it is known how much passes vary, two things more are worth it. Plans are judged with
-messages that come late: of those that are equally good if all goes as usual, some stop all stages as soon as one of
-them is behind, and others do not notice. And the best order is annealed, for a few seconds.
+Where times are measured, so that it is known how much passes vary, plans are judged with messages that come late: of
+those that are equally good if all goes as usual, some stop all stages as soon as one of them is behind, and others do
+not notice.
 """
 
 import math
@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from smp_strategy.model.trace.work import Link
 from smp_strategy.pipeline.routing import Flow
-from smp_strategy.pipeline.schedule import Plan, crowded, end_of
-from smp_strategy.planning.schedule.annealing import anneal
+from smp_strategy.pipeline.schedule import Plan
 from smp_strategy.planning.schedule.fill_bubbles import fill_waits
 from smp_strategy.planning.schedule.list_scheduling import Rules, list_schedule
 from smp_strategy.planning.schedule.local_search import LocalSearch
@@ -26,7 +25,7 @@ from smp_strategy.planning.schedule.policies import Policy
 from smp_strategy.planning.schedule.scoring import Limits, PlanScorer, excess
 from smp_strategy.planning.schedule.simulate import NEGLIGIBLE, SPLIT_OVERHEAD, simulate
 from smp_strategy.planning.schedule.step_graph import Orders, StepGraph
-from smp_strategy.planning.schedule.steps_in_a_row import STEPS, with_real_times
+from smp_strategy.planning.schedule.steps_in_a_row import STEPS, with_period
 
 __all__ = ["NOTICEABLE", "SearchResult", "Losses", "search"]
 
@@ -42,12 +41,10 @@ class SearchResult(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What makes work take longer than if it was whole, had a core of its own and was always as fast."""
+    """What makes work take longer than if it was whole and was always as fast."""
 
     split: float = SPLIT_OVERHEAD
     """What a backward takes longer in two parts, as a share of it."""
-    crowding: float = 1.0
-    """How much longer all work takes while all stages do some, because they share cores."""
     spread: float = 0.0
     """The standard deviation of what a pass takes, as a share of it."""
 
@@ -77,7 +74,7 @@ def search(
         horizon: how far ahead of its use something comes back from host memory.
 
     Returns:
-        It, with the times that it takes on shared cores if all passes take as long as usual.
+        It, with the times that it takes if all passes take as long as usual.
     """
     limits = Limits(tuple(most_bytes) or (None,) * flow.num_stages, active_microbatches, horizon)
     late = link._replace(latency=link.latency + _lateness(flow, num_microbatches, losses.spread))
@@ -89,9 +86,9 @@ def search(
     found = [each for each, much in zip(found, too_much, strict=True) if much == min(too_much)]
     best = found[0]
     if min(too_much) == 0:
-        best = _best(StepGraph(flow, num_microbatches, late, losses.split), flow, limits, found, losses)
+        best = _best(StepGraph(flow, num_microbatches, late, losses.split), flow, limits, found)
     graph = StepGraph(flow, num_microbatches, link, losses.split)
-    return SearchResult(best.policy, with_real_times(graph.follow(graph.orders_of(best.plan)), graph, losses.crowding))
+    return SearchResult(best.policy, with_period(graph.follow(graph.orders_of(best.plan)), graph))
 
 
 def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
@@ -105,7 +102,7 @@ def _lateness(flow: Flow, num_microbatches: int, spread: float) -> float:
     return math.sqrt(max(variances))
 
 
-def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[SearchResult], losses: Losses) -> SearchResult:
+def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[SearchResult]) -> SearchResult:
     """A plan that is in ``found``, or a better one.
 
     Args:
@@ -113,37 +110,19 @@ def _best(graph: StepGraph, flow: Flow, limits: Limits, found: Sequence[SearchRe
         flow: what it was made of.
         limits: what a plan must keep to.
         found: plans of policies that do, the simpler ones first.
-        losses: what work takes longer.
     """
     improved: dict[bool, SearchResult] = {}
     for splits in (False, True):
         # A backward can be split under any policy.
         mine = [each for each in found if splits or not each.policy.splits_backward]
         if mine:
-            mine.sort(key=lambda each: end_of(crowded(each.plan.times, losses.crowding)))
+            mine.sort(key=lambda each: each.plan.makespan)
             plans = [each.plan for each in (*improved.values(), *mine)]
-            improved[splits] = SearchResult(
-                mine[0].policy, _improved(graph, flow, limits, plans, losses, splits=splits)
-            )
-    if losses.spread:
-        improved[True] = _annealed(graph, flow, limits, improved, losses)
-    return _simplest(graph, found, improved, losses.crowding)
+            improved[splits] = SearchResult(mine[0].policy, _improved(graph, flow, limits, plans, splits=splits))
+    return _simplest(graph, found, improved)
 
 
-def _annealed(
-    graph: StepGraph, flow: Flow, limits: Limits, improved: Mapping[bool, SearchResult], losses: Losses
-) -> SearchResult:
-    """What annealing makes of the best in ``improved``: worth its seconds where times are measured."""
-    soonest = min(end_of(crowded(each.plan.times, losses.crowding)) for each in improved.values())
-    latest = soonest * (1 + NOTICEABLE)
-    judge = PlanScorer(graph, flow, limits, crowding=losses.crowding, steps=STEPS, latest=latest)
-    best = min([each.plan for each in improved.values()], key=lambda plan: judge.timed(graph.orders_of(plan)).end)
-    return SearchResult(improved[True].policy, anneal(judge, best))
-
-
-def _improved(
-    graph: StepGraph, flow: Flow, limits: Limits, plans: Sequence[Plan], losses: Losses, *, splits: bool
-) -> Plan:
+def _improved(graph: StepGraph, flow: Flow, limits: Limits, plans: Sequence[Plan], *, splits: bool) -> Plan:
     """The best order that local search finds, for a step that is alone, and then for steps in a row.
 
     Args:
@@ -151,14 +130,12 @@ def _improved(
         flow: what it was made of.
         limits: what a plan must keep to.
         plans: those that there are, the best first.
-        losses: what work takes longer.
         splits: whether backwards may be split.
     """
-    judge = partial(PlanScorer, graph, flow, limits, crowding=losses.crowding)
+    judge = partial(PlanScorer, graph, flow, limits)
     beginnings = partial(_beginnings, graph, active=limits.active_microbatches, splits=splits)
     best = LocalSearch(judge(), splits=splits).improve(plans[0], beginnings(plans))
-    latest = end_of(crowded(best.times, losses.crowding)) * (1 + NOTICEABLE)
-    in_a_row = judge(steps=STEPS, latest=latest)
+    in_a_row = judge(steps=STEPS, latest=best.makespan * (1 + NOTICEABLE))
     return LocalSearch(in_a_row, splits=splits).improve(best, beginnings([best]))
 
 
@@ -182,25 +159,16 @@ def _beginnings(graph: StepGraph, plans: Sequence[Plan], *, active: int | None, 
     yield list_schedule(graph, [usual._replace(most_microbatches=stages - stage) for stage in range(stages)])
 
 
-def _simplest(
-    graph: StepGraph, found: Sequence[SearchResult], improved: Mapping[bool, SearchResult], crowding: float
-) -> SearchResult:
+def _simplest(graph: StepGraph, found: Sequence[SearchResult], improved: Mapping[bool, SearchResult]) -> SearchResult:
     """What is as good as the best, or nearly, and simpler: first for a step that is alone, then for steps in a row.
 
     Args:
         graph: the passes of the step.
         found: plans of policies, the simpler ones first.
         improved: better orders, with and without split backwards.
-        crowding: how much longer work takes while all stages do some.
-
-    Returns:
-        It, with the times that it takes on shared cores.
     """
-    rated = [SearchResult(each.policy, with_real_times(each.plan, graph, crowding)) for each in found]
-    better = {
-        splits: SearchResult(each.policy, with_real_times(each.plan, graph, crowding))
-        for splits, each in improved.items()
-    }
+    rated = [SearchResult(each.policy, with_period(each.plan, graph)) for each in found]
+    better = {splits: SearchResult(each.policy, with_period(each.plan, graph)) for splits, each in improved.items()}
     every = [*rated, *better.values()]
     fastest = min(each.plan.makespan for each in every)
     every = [each for each in every if each.plan.makespan * (1 - NOTICEABLE) <= fastest]

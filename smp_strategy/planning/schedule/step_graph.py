@@ -119,12 +119,6 @@ class StepGraph:
         """Numbers of microbatches to try: all, half of them, and so on down to one."""
         return [self.num_microbatches >> power for power in range(self.num_microbatches.bit_length())]
 
-    @property
-    def work_of_microbatch(self) -> float:
-        """Seconds of all passes, with whole backwards."""
-        backwards = [cost for cost, has_one in zip(self._costs["B"], self.has_backward, strict=True) if has_one]
-        return sum(self._costs["F"]) + sum(backwards)
-
     def action_of(self, entry: ScheduledPass) -> Action:
         """The action that stands for ``entry`` in a plan."""
         action = self._actions.get(entry)
@@ -260,24 +254,16 @@ class StepGraph:
                     order.append(ScheduledPass(kind if self.can_split[number] else "B", number, microbatch))
         return order
 
-    def is_splittable(self, entry: ScheduledPass) -> bool:
-        """Whether ``entry`` is a whole backward that need not be one."""
-        return entry.kind == "B" and self.can_split[entry.segment]
-
-    def parted(
-        self, order: Sequence[ScheduledPass], *, num_whole: int = 0, segment: int | None = None
-    ) -> list[ScheduledPass]:
+    def parted(self, order: Sequence[ScheduledPass], *, num_whole: int = 0) -> list[ScheduledPass]:
         """``order`` with the two parts of each backward that can be split.
 
         Args:
             order: the passes of a stage.
             num_whole: backwards of the first so many microbatches stay whole.
-            segment: only its backwards are split.
         """
         result: list[ScheduledPass] = []
         for entry in order:
-            is_meant = entry.microbatch >= num_whole and segment in (None, entry.segment)
-            if is_meant and self.is_splittable(entry):
+            if entry.microbatch >= num_whole and entry.kind == "B" and self.can_split[entry.segment]:
                 result += [entry._replace(kind="I"), entry._replace(kind="W")]
             else:
                 result.append(entry)

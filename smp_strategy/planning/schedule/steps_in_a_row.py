@@ -11,24 +11,21 @@ stages), steps take as long as one that is alone.
 
 from dataclasses import replace
 
-from smp_strategy.pipeline.schedule import Plan, crowded, end_of
+from smp_strategy.pipeline.schedule import Plan, end_of
 from smp_strategy.planning.schedule.step_graph import StepGraph
 
-__all__ = ["STEPS", "with_real_times"]
+__all__ = ["STEPS", "with_period"]
 
 # Steps that are timed in a row: the more there are, the less do beginning and end weigh.
 STEPS = 3
 
 
-def with_real_times(plan: Plan, graph: StepGraph, crowding: float) -> Plan:
-    """``plan`` with the times that it takes, alone and in a row, on cores that stages share.
+def with_period(plan: Plan, graph: StepGraph) -> Plan:
+    """``plan`` with its simulated time per step in steady state.
 
     Args:
-        plan: of stages that have cores of their own.
-        graph: the passes of its step.
-        crowding: how much longer work takes while all stages do some.
+        plan: timetable of a single step.
+        graph: passes of that step.
     """
     _, row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
-    times = crowded(plan.times, crowding)
-    period = (end_of(crowded(row, crowding)) - end_of(times)) / (STEPS - 1)
-    return replace(plan, times=times, period=period)
+    return replace(plan, period=(end_of(row) - plan.makespan) / (STEPS - 1))
