@@ -6,8 +6,7 @@ From what each rank counts to the memory report, on every rank.
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,17 +15,17 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.planning.memory.amounts import RankMemory
 from smp_strategy.planning.memory.counting import ShardedStorage, count
-from smp_strategy.planning.output_file import save_report
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.planning.partition.problem import HeldBytes
 from smp_strategy.reports.memory_tables import page, predicted_amounts, text
+from smp_strategy.reports.report import Report
 
 __all__ = ["MemoryReport", "memory_report"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MemoryReport:
+class MemoryReport(Report):
     """What ranks held at the moment when they were asked. Saying it as text: ``print(report)``."""
 
     ranks: tuple[RankMemory, ...]
@@ -35,6 +34,12 @@ class MemoryReport:
     """What the fullest rank of each stage was to hold; empty before the partition is decided."""
     rank: int
     """Who says this."""
+    noun: ClassVar[str] = "A memory report"
+
+    @property
+    def writes_here(self) -> bool:
+        """On global rank 0."""
+        return self.rank == 0
 
     def __str__(self) -> str:
         return text(self.ranks, self.predicted)
@@ -55,16 +60,6 @@ class MemoryReport:
     def to_html(self) -> str:
         """A page of its own: no scripts, and nothing is loaded from elsewhere."""
         return page(self.ranks, self.predicted)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file in the form that the ending asks for: ``.txt``, ``.json`` or ``.html``.
-
-        All ranks may call this: global rank 0 writes, others do nothing.
-
-        Raises:
-            ConfigError: another ending.
-        """
-        save_report(path, self, "A memory report", is_here=self.rank == 0)
 
 
 def memory_report(

@@ -5,8 +5,8 @@ from html import escape
 from smp_strategy.config.sizes import show_bytes, show_seconds
 from smp_strategy.pipeline.schedule import Action, Plan
 from smp_strategy.planning.partition.partition import Partition, StageLoad
-from smp_strategy.reports.explain.html import element, svg
 from smp_strategy.reports.explain.text_activations import name_of
+from smp_strategy.reports.html import element, svg
 
 __all__ = ["LABEL", "WIDTH", "block", "colour", "loads", "strip", "timetable"]
 

@@ -2,21 +2,20 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.planning.output_file import save_report
 from smp_strategy.planning.partition.partition import Partition
 from smp_strategy.reports.explain.page import page
 from smp_strategy.reports.explain.text import text
+from smp_strategy.reports.report import Report
 
 __all__ = ["Explanation"]
 
 
 @final
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Report):
     """Which unit is on which stage, what that costs, and what limits it.
 
     Saying it as text: ``print(explanation)``.
@@ -25,6 +24,12 @@ class Explanation:
     partition: Partition
     plan: Plan | None = None
     """The timetable of a training step, where one is known."""
+    noun: ClassVar[str] = "An explanation"
+
+    @property
+    def writes_here(self) -> bool:
+        """Always: every rank has the same partition."""
+        return True
 
     def __str__(self) -> str:
         return text(self.partition, self.plan)
@@ -47,16 +52,6 @@ class Explanation:
     def to_html(self) -> str:
         """A page of its own, with drawings: no scripts, and nothing is loaded from elsewhere."""
         return page(self.partition, self.plan)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file in the form that the ending asks for: ``.txt``, ``.json`` or ``.html``.
-
-        All ranks may call this: they write the same.
-
-        Raises:
-            ConfigError: another ending.
-        """
-        save_report(path, self, "An explanation")
 
 
 def _timetable(plan: Plan) -> list[list[dict[str, object]]]:

@@ -10,9 +10,9 @@ from math import floor, log10
 from smp_strategy.config.sizes import show_seconds
 from smp_strategy.pipeline.recording import Recording, Span
 from smp_strategy.reports.explain.drawings import LABEL, WIDTH, block
-from smp_strategy.reports.explain.html import document, element, keys, row, section, svg
+from smp_strategy.reports.html import document, element, keys, section, svg, titled_table
 from smp_strategy.reports.timeline.comparison import Comparison
-from smp_strategy.reports.timeline.text import Cells, summary, tables
+from smp_strategy.reports.timeline.text import summary, tables
 
 __all__ = ["STYLE", "drawing", "page"]
 
@@ -115,15 +115,6 @@ def page(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
         element("h1", what),
         *(element("p", line) for line in more),
         *section("As it was, over what was predicted", caption, drawing(comparison)),
-        *(part for table in tables(comparison, ranks) for part in _table(table)),
+        *(part for table in tables(comparison, ranks) for part in titled_table(table)),
     ]
     return document("Timeline", parts, STYLE)
-
-
-def _table(table: Cells) -> list[str]:
-    rows = [row("td", [escape(cell) for cell in cells]) for cells in table.rows]
-    return [
-        element("h2", table.title),
-        element("table", row("th", table.columns), *rows),
-        element("p", table.caption, class_="dim"),
-    ]

@@ -2,12 +2,11 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.schedule import Plan
-from smp_strategy.planning.output_file import save_report
+from smp_strategy.reports.report import Report
 from smp_strategy.reports.timeline.chrome_trace import chrome_trace
 from smp_strategy.reports.timeline.comparison import Comparison
 from smp_strategy.reports.timeline.page import page
@@ -18,7 +17,7 @@ __all__ = ["Timeline"]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class Timeline(Report):
     """What really happened. Saying it as text: ``print(timeline)``."""
 
     plan: Plan
@@ -31,6 +30,12 @@ class Timeline:
     """Number of the training step, from 1."""
     rank: int
     """Who says this."""
+    noun: ClassVar[str] = "A timeline"
+
+    @property
+    def writes_here(self) -> bool:
+        """On global rank 0."""
+        return self.rank == 0
 
     @property
     def comparison(self) -> Comparison:
@@ -51,13 +56,3 @@ class Timeline:
     def to_html(self) -> str:
         """A page of its own with a picture: no scripts, and nothing is loaded from elsewhere."""
         return page(self.comparison, self.ranks, self.step)
-
-    def save(self, path: str | Path) -> None:
-        """Write it to a file in the form that the ending asks for: ``.txt``, ``.json`` or ``.html``.
-
-        All ranks may call this: global rank 0 writes, others do nothing.
-
-        Raises:
-            ConfigError: another ending.
-        """
-        save_report(path, self, "A timeline", is_here=self.rank == 0)

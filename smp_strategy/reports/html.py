@@ -1,12 +1,15 @@
-"""What pages have in common: how they look, and the parts that they are made of.
+"""HTML and SVG of reports: style sheet, elements, tables and drawings, with everything from outside escaped."""
 
-Just enough SVG: elements as text, with everything from outside escaped.
-"""
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 
-__all__ = ["document", "element", "keys", "row", "section", "svg"]
+from smp_strategy.reports.table import ReportTable
+
+__all__ = ["KINDS", "Markup", "document", "element", "keys", "section", "svg", "table_element", "titled_table"]
+
+
+class Markup(str):
+    """Cell of a table that is HTML already."""
 
 
 def element(name: str, *content: str, **attributes: object) -> str:
@@ -95,6 +98,16 @@ def section(title: str, caption: str, drawing: str) -> list[str]:
     return [element("h2", title), element("p", caption, class_="dim"), element("figure", drawing)]
 
 
-def row(kind: str, cells: Sequence[str]) -> str:
-    """A row of a table; ``kind`` is ``th`` or ``td``."""
+def table_element(table: ReportTable) -> str:
+    """``<table>`` of ``table``, without its title and its caption; cells that are no :class:`Markup` are escaped."""
+    body = [_row("td", [cell if isinstance(cell, Markup) else escape(cell) for cell in cells]) for cells in table.rows]
+    return element("table", _row("th", table.columns), *body)
+
+
+def titled_table(table: ReportTable) -> list[str]:
+    """Heading, table and caption."""
+    return [element("h2", table.title), table_element(table), element("p", table.caption, class_="dim")]
+
+
+def _row(kind: str, cells: Iterable[str]) -> str:
     return element("tr", *(element(kind, cell) for cell in cells))
