@@ -10,15 +10,15 @@ __all__ = ["write_atomically"]
 
 
 def write_atomically(path: str | Path, text: str) -> None:
-    """Write ``text`` so that whoever reads the file finds all of it, or what was there before.
+    """Write ``text`` atomically: a reader finds either the old content or all of the new one.
 
     Raises:
-        SMPError: it could not be written; what was there before still is.
+        SMPError: the file could not be written; its old content is untouched.
     """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A name that nobody can foresee, and a file that was not there: else a link in its place would be followed.
+        # Unpredictable name and O_EXCL: otherwise a symbolic link in its place would be followed.
         temporary = path.with_name(f".{secrets.token_hex(8)}.writing")
         number = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:

@@ -1,4 +1,4 @@
-"""The memory report as a table, for a terminal and for a browser: stage by stage, counted and predicted."""
+"""Table of the memory report, for a terminal and a browser: measured and predicted bytes, stage by stage."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -20,7 +20,7 @@ CAPTION = (
 
 
 def predicted_amounts(held: HeldBytes) -> dict[str, int]:
-    """What is counted of what was predicted; nothing is said of buffers."""
+    """Predicted bytes of the kinds that are measured; buffers have no prediction."""
     return {
         "parameters": held.parameter,
         "gathered": held.gathered,
@@ -30,12 +30,12 @@ def predicted_amounts(held: HeldBytes) -> dict[str, int]:
 
 
 def text(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> str:
-    """As text."""
+    """Memory report as plain text."""
     return render_text([_table(ranks, predicted)])
 
 
 def page(ranks: Sequence[RankMemory], predicted: Sequence[HeldBytes]) -> str:
-    """As a page."""
+    """Memory report as an HTML page."""
     table = _table(ranks, predicted)
     heading, caption = element("h1", escape(table.title)), element("p", table.caption, class_="dim")
     return document("Memory", [heading, table_element(table), caption])

@@ -1,4 +1,4 @@
-"""The decision with its reasons, for a reader, for a program, and for a browser."""
+"""Explanation of a partition: the decision with its costs and limits, as text, JSON and HTML."""
 
 import json
 from dataclasses import dataclass
@@ -16,14 +16,11 @@ __all__ = ["Explanation"]
 @final
 @dataclass(frozen=True)
 class Explanation(Report):
-    """Which unit is on which stage, what that costs, and what limits it.
-
-    Saying it as text: ``print(explanation)``.
-    """
+    """Stage of every unit, with costs and bottleneck. ``print(explanation)`` shows it as text."""
 
     partition: Partition
     plan: Plan | None = None
-    """The timetable of a training step, where one is known."""
+    """Schedule of a training step; ``None`` if none is known."""
     noun: ClassVar[str] = "An explanation"
 
     @property
@@ -35,7 +32,7 @@ class Explanation(Report):
         return text(self.partition, self.plan)
 
     def to_json(self) -> str:
-        """All of it as data: the partition as ``partition_file`` has it, what follows from it, and the timetable."""
+        """Partition as in ``partition_file``, figures derived from it, and the schedule, as data."""
         partition = self.partition
         return json.dumps(
             {
@@ -50,7 +47,7 @@ class Explanation(Report):
         )
 
     def to_html(self) -> str:
-        """A page of its own, with drawings: no scripts, and nothing is loaded from elsewhere."""
+        """Self-contained page with drawings, without scripts."""
         return page(self.partition, self.plan)
 
 

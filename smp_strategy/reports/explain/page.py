@@ -1,4 +1,4 @@
-"""The explanation as a page for a browser."""
+"""HTML page of an explanation: summary, drawings, stages, schedule, and the tree of units."""
 
 from collections.abc import Sequence
 from html import escape
@@ -14,12 +14,12 @@ from smp_strategy.reports.table import ReportTable
 
 __all__ = ["page"]
 
-# Inner modules up to here are open when the page is: the blocks of a model, not what is in them.
+# Depth up to which inner modules are expanded at first: the blocks of a model, but not their parts.
 OPEN_DEPTH = 2
 
 
 def page(partition: Partition, plan: Plan | None) -> str:
-    """The page as text."""
+    """HTML of the page."""
     what, *more = (escape(line) for line in summary(partition))
     parts = [
         element("h1", what),

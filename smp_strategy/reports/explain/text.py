@@ -1,4 +1,4 @@
-"""The explanation for a terminal: what was decided, the stages, and the tree of the model."""
+"""Plain text of an explanation: summary, table of stages, tree of the model, and the schedule."""
 
 from smp_strategy.config.sizes import show_bytes, show_count, show_seconds
 from smp_strategy.pipeline.schedule import Plan
@@ -9,14 +9,14 @@ from smp_strategy.reports.table import ReportTable, Unwrapped, render_text
 
 __all__ = ["relief_table", "sends_on", "stage_table", "summary", "text", "timetable", "waiting"]
 
-# A timetable of this many actions per stage still fits the width.
+# Actions per stage that are shown of a schedule.
 MOST_ACTIONS = 40
-# Less than that, as a share of a step, is nothing to tell.
+# Overlap of steps from which on it is mentioned, as a share of a step.
 LEAST_OVERLAP = 0.005
 
 
 def text(partition: Partition, plan: Plan | None) -> str:
-    """All of it."""
+    """Text of the whole explanation."""
     parts = [*summary(partition), "", stage_table(partition), "", _tree_table(partition)]
     if partition.treatments:
         parts += ["", relief_table(partition)]
@@ -26,7 +26,7 @@ def text(partition: Partition, plan: Plan | None) -> str:
 
 
 def summary(partition: Partition) -> list[str]:
-    """What was decided, how good it is, and what limits it, a line each; on one stage nothing is to be decided."""
+    """Decision, quality and bottleneck, a line each; a single stage has only its time."""
     chunks = f" in {partition.num_chunks} chunks" if partition.num_chunks > partition.num_stages else ""
     units = show_count(len(partition.units), "unit")
     microbatches = show_count(partition.num_microbatches, "microbatch", "microbatches")
@@ -46,7 +46,7 @@ def summary(partition: Partition) -> list[str]:
 
 
 def _certificate(partition: Partition) -> str:
-    """How far from the best the partition can be."""
+    """Sentence about the optimality of the partition."""
     if partition.lower_bound == 0.0:
         return "Nothing is known about better partitions."
     if partition.is_optimal:
@@ -55,7 +55,7 @@ def _certificate(partition: Partition) -> str:
 
 
 def stage_table(partition: Partition) -> ReportTable:
-    """What each stage does, holds and sends on."""
+    """Table of the stages: units, work, memory and traffic."""
     has_passing = any(stage.held.passing for stage in partition.stages)
     has_relief = bool(partition.treatments)
     longest = max((stage.seconds for stage in partition.stages), default=0.0) or 1.0
@@ -120,7 +120,7 @@ def _tree_table(partition: Partition) -> ReportTable:
 
 
 def relief_table(partition: Partition) -> ReportTable:
-    """What becomes of what units keep for backward."""
+    """Table of recomputed and offloaded activations."""
     return ReportTable(
         title="Kept for backward",
         columns=RELIEF_COLUMNS,
@@ -131,7 +131,7 @@ def relief_table(partition: Partition) -> ReportTable:
 
 
 def timetable(plan: Plan) -> str:
-    """The order of work, one line per stage."""
+    """Order of actions in a schedule, one line per stage."""
     lines = [f"Schedule of a training step ({waiting(plan)})"]
     for stage, actions in enumerate(plan.stages):
         shown = " ".join(map(str, actions[:MOST_ACTIONS])) + (" ..." if len(actions) > MOST_ACTIONS else "")
@@ -140,6 +140,6 @@ def timetable(plan: Plan) -> str:
 
 
 def waiting(plan: Plan) -> str:
-    """How long stages wait in a step, and what of that is saved where another one follows."""
+    """Idle share of a step, and the share that steps in a row save."""
     idle = f"idle {plan.bubble:.0%}"
     return f"{idle}; steps in a row overlap by {plan.overlap:.0%}" if plan.overlap >= LEAST_OVERLAP else idle

@@ -1,7 +1,4 @@
-"""The picture: each stage as it was, and right under it as it was predicted, on one axis of time.
-
-The timeline as a page for a browser.
-"""
+"""HTML page of a timeline: a Gantt chart of each stage, measured above predicted, on one time axis, and tables."""
 
 from collections.abc import Sequence
 from html import escape
@@ -19,7 +16,7 @@ __all__ = ["STYLE", "drawing", "page"]
 AXIS = 18.0
 MEASURED, PREDICTED, GAP = 22.0, 15.0, 12.0
 STAGE = MEASURED + PREDICTED + GAP
-# Distances of marks on the axis, and about how many there are.
+# Round distances of marks on the axis, and their approximate number.
 STEPS = (1, 2, 2.5, 5, 10)
 MARKS = 8
 STYLE = """
@@ -29,7 +26,7 @@ STYLE = """
 
 
 def drawing(comparison: Comparison) -> str:
-    """All stages."""
+    """Gantt chart of all stages."""
     length = max(comparison.seconds, comparison.plan.makespan) or 1.0
     scale = (WIDTH - LABEL - 1) / length
     height = AXIS + STAGE * len(comparison.recordings)
@@ -94,7 +91,7 @@ def _axis(length: float, scale: float, height: float) -> list[str]:
 
 
 def _distance(length: float) -> float:
-    """Between two marks: a round number."""
+    """Distance between two marks of the axis: a round number."""
     rough = length / MARKS
     power = 10.0 ** floor(log10(rough))
     return power * next(step for step in STEPS if step * power >= rough * 0.999)
@@ -105,7 +102,7 @@ def _upright(x: float, top: float, bottom: float, kind: str) -> str:
 
 
 def page(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
-    """The page as text."""
+    """HTML of the page."""
     what, *more = (escape(line) for line in summary(comparison, step))
     present = keys(action.kind for actions in comparison.plan.stages for action in actions)
     caption = (

@@ -1,4 +1,4 @@
-"""The timeline for a terminal: what the step took, the stages over time, and where it was slower than predicted."""
+"""Plain text of a timeline: time of the step, lanes of the stages over time, and tables of measured against predicted."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from smp_strategy.reports.timeline.comparison import Comparison
 __all__ = ["summary", "tables", "text"]
 
 COLUMNS = WIDTH - 20
-# So many actions that were not carried out are named.
+# Missing actions that are named.
 MOST_MISSING = 8
 CAPTION = (
     "waiting: for messages, inside of actions; between: between actions, where microbatches take turns; before and "
@@ -25,14 +25,14 @@ LEGEND = "capitals: even microbatches; ·: waits for messages; ~: off the plan"
 
 
 def text(comparison: Comparison, ranks: Sequence[int], step: int) -> str:
-    """All of it."""
+    """Text of the whole timeline."""
     lanes = Unwrapped("\n" + "\n".join(_lanes(comparison)) + f"\n{'':20}{LEGEND}\n")
     parts = [part for table in tables(comparison, ranks) for part in (table, "")]
     return render_text([*summary(comparison, step), lanes, *parts[:-1]])
 
 
 def summary(comparison: Comparison, step: int) -> list[str]:
-    """What the step took, a line each."""
+    """Lines about the time of the step, and about stages that left the plan."""
     stages = show_count(len(comparison.recordings), "stage")
     lines = [
         f"Training step {step} took {show_seconds(comparison.seconds)} on {stages}"
@@ -50,7 +50,7 @@ def summary(comparison: Comparison, step: int) -> list[str]:
 
 
 def tables(comparison: Comparison, ranks: Sequence[int]) -> list[ReportTable]:
-    """Where the seconds of the stages have gone, and how long actions of each kind took."""
+    """Tables of the time of stages, of actions by kind, and of offloaded activations if there are any."""
     has_traffic = any(recording.traffic.bytes_out for recording in comparison.recordings)
     return [
         _of_stages(comparison, ranks),
@@ -96,7 +96,7 @@ def _of_traffic(comparison: Comparison, ranks: Sequence[int]) -> ReportTable:
 
 
 def _lanes(comparison: Comparison) -> Iterable[str]:
-    """Each stage as it was, and under it as it was predicted; a letter for each moment."""
+    """Lane of each stage as measured, and below it as predicted; a letter per moment."""
     length = max(comparison.seconds, comparison.plan.makespan) or 1.0
     for stage, recording in enumerate(comparison.recordings):
         lane = [" "] * COLUMNS

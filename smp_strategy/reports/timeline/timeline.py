@@ -1,4 +1,4 @@
-"""The latest training step as it was, on all stages of a replica, beside the timetable that was predicted."""
+"""Timeline of the latest training step: measured actions of all stages beside the simulated schedule."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ __all__ = ["Timeline"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Timeline(Report):
-    """What really happened. Saying it as text: ``print(timeline)``."""
+    """Measured and predicted actions of a training step on all stages. ``print(timeline)`` shows it as text."""
 
     plan: Plan
-    """What was to happen."""
+    """Simulated schedule."""
     stages: tuple[Recording, ...]
-    """What each stage did, in seconds since the first of them began to work."""
+    """Recording of each stage, in seconds since the first stage began to work."""
     ranks: tuple[int, ...]
     """Global rank of each stage."""
     step: int
     """Number of the training step, from 1."""
     rank: int
-    """Who says this."""
+    """Global rank of this process."""
     noun: ClassVar[str] = "A timeline"
 
     @property
@@ -39,20 +39,20 @@ class Timeline(Report):
 
     @property
     def comparison(self) -> Comparison:
-        """What the step took, beside what was predicted."""
+        """Measured times beside the predicted ones."""
         return Comparison(self.plan, self.stages)
 
     def __str__(self) -> str:
         return text(self.comparison, self.ranks, self.step)
 
     def to_json(self, only: Collection[int] | None = None) -> str:
-        """A trace for https://ui.perfetto.dev or chrome://tracing: two rows for each rank, measured and predicted.
+        """Trace for https://ui.perfetto.dev or chrome://tracing: two rows for each rank, measured and predicted.
 
         Args:
-            only: global ranks that are to be in it; ``None``: all.
+            only: Global ranks in the trace; ``None``: all.
         """
         return chrome_trace(self.comparison, self.ranks, {"step": self.step}, only)
 
     def to_html(self) -> str:
-        """A page of its own with a picture: no scripts, and nothing is loaded from elsewhere."""
+        """Self-contained page with a Gantt chart, without scripts."""
         return page(self.comparison, self.ranks, self.step)
