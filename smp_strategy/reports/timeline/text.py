@@ -1,4 +1,4 @@
-"""Plain text of a timeline: time of the step, lanes of the stages over time, and tables of measured against predicted."""
+"""Plain text of a timeline: time of the step, lanes of stages over time, tables of measured against predicted times."""
 
 from collections.abc import Iterable, Sequence
 
