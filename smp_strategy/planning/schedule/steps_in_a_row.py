@@ -24,8 +24,8 @@ def with_period(plan: Plan, graph: StepGraph) -> Plan:
     """``plan`` with its simulated time per step in steady state.
 
     Args:
-        plan: timetable of a single step.
-        graph: passes of that step.
+        plan: Schedule of a single step.
+        graph: Passes of that step.
     """
     _, row = graph.follow_in_a_row(graph.orders_of(plan), STEPS)
     return replace(plan, period=(end_of(row) - plan.makespan) / (STEPS - 1))
