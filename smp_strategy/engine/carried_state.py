@@ -23,6 +23,7 @@ from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.surveys import rehearse
 from smp_strategy.pipeline.switches import SwitchPlace
 
 __all__ = ["Rehearsals"]
@@ -131,7 +132,7 @@ class Rehearsals:
             with undone(self.step, surroundings, computes=False), calls.switches.learning_nothing():
                 private.begin(self.step)
                 found = private.found()
-                events = runtime.rehearse(Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
+                events = rehearse(runtime, Job(step=self.step, seed=0, gate=gate), microbatches, in_order=in_order)
                 state = private.found()
                 left = private.with_keys(place for place, value in state.items() if found.get(place) != value)
                 return _RehearsalOutcome(rehearsal.noted, events, state, left)

@@ -13,16 +13,20 @@ into four kinds:
 import inspect
 import operator
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.events import Value
 from smp_strategy.model.trace.metadata_ops import METADATA
+from smp_strategy.model.trace.parametrize_cache import CachedWeights
+from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.segments import start_of_gradient
@@ -90,8 +94,22 @@ class Interpreter(Protocol):
     """Whether it runs only to be looked at; there are no values then."""
     is_predicting: bool
     """Whether it runs code on fake tensors just now."""
+    enclosing: nn.Module | None
+    """The unit that runs just now, for real or dry."""
     function: str
     """The autograd Function of the glue that runs just now, by name."""
+    cached: CachedWeights
+    """Parametrized weights that are kept for the microbatch."""
+
+    @property
+    def is_in_unit(self) -> bool:
+        """Whether code of a unit runs just now."""
+
+    def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
+        """Call a unit."""
+
+    def recomputing(self, treatment: ActivationPolicy) -> AbstractContextManager[None]:
+        """In here units are recomputed so, unless more is to be done with them anyway."""
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""

@@ -14,6 +14,7 @@ from smp_strategy.model.rng import Streams
 from smp_strategy.model.trace.exposed_attributes import ExposedAttributes
 from smp_strategy.model.trace.pytree import flatten
 from smp_strategy.model.trace.shape_inference import ShapeInference
+from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.global_rng import GlobalGenerators
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
 from smp_strategy.pipeline.local_graph import LocalGraph
@@ -81,13 +82,13 @@ class Stage:
         pause: Callable[[Sequence[Receipt]], None] = lambda receipts: None,
         expected: Sequence[object] | None = None,
         gate: Gate | None = None,
-        active: Callable[[], MicrobatchInterpreter | None] = lambda: None,
+        current: CurrentProgram | None = None,
     ) -> MicrobatchInterpreter:
         """A new program on this stage; see :class:`~smp_strategy.pipeline.interpreter.MicrobatchInterpreter`."""
         context = StageContext(
             stage=self.number,
             oracle=self.oracle,
-            active=active,
+            current=current or CurrentProgram(),
             share=self.make_known,
             streams=self.streams,
             with_weights=self.with_weights,

@@ -28,7 +28,7 @@ MOST_STATES = 1500
 MOST_STATES_OF_COPIES = 120
 # Grains of the largest limit at the first rounding.
 MOST_GRAINS = 64
-# Resolution of times: ticks in the largest possible sum.
+# Resolution of times: ticks in the largest possible sum. Integers, for [Note: same decision on every rank].
 TICKS = 1 << 40
 
 

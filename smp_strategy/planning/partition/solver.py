@@ -26,7 +26,8 @@ __all__ = ["EFFORT", "Solution", "does_not_fit", "equal_counts", "solve"]
 SHARE_OF_GUESSES = 0.3
 # Share of the simulations after which the search for a proof gives way to hill climbing.
 SHARE_OF_SEARCHES = 0.6
-# Budget in actions times stages, to which the time of simulations is proportional: a second or two.
+# Budget in actions times stages, to which the time of simulations is proportional: a second or two. See [Note: same
+# decision on every rank].
 EFFORT = 150_000
 
 

@@ -2,6 +2,7 @@
 
 In reading order:
 
+* ``flow``: segment graph of a microbatch, the input of all schedulers.
 * ``policies``: schedules by name (GPipe, 1F1B, Zero Bubble ...), and the placement of chunks that they need.
 * ``published``: their published tables of passes.
 * ``step_graph``: passes of a step with costs and dependencies; times of any order.

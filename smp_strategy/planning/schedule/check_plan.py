@@ -7,8 +7,9 @@ been produced on other stages. If all unfinished stages are blocked, the plan de
 from collections import Counter
 from typing import final
 
-from smp_strategy.pipeline.routing import Flow, SegmentId
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan
+from smp_strategy.planning.schedule.flow import Flow
 
 __all__ = ["PlanError", "check"]
 

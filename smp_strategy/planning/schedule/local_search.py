@@ -18,7 +18,8 @@ from smp_strategy.planning.schedule.step_graph import Orders, ScheduledPass
 
 __all__ = ["LocalSearch"]
 
-# Budget of one search in simulated passes, per step in a row: a fraction of a second in all.
+# Budget of one search in simulated passes, per step in a row: a fraction of a second in all. See [Note: same decision
+# on every rank].
 MOST_PASSES = 200_000
 # Moves without a gain before the search gives up, and moves for which a moved pass stays in place.
 MOST_BAD_MOVES = 12
@@ -60,7 +61,7 @@ class LocalSearch:
     def _with_whole_backwards(self, best: Timed) -> Timed:
         """``best`` with fewer split backwards, as long as it ends no later: splits cost work.
 
-        The first backwards of a segment become whole, so that sums of gradients keep their order.
+        The first backwards of a segment become whole, the last ones stay split: see [Note: order of sums].
         """
         orders = self._graph.orders_of(best.plan)
         for stage, order in enumerate(orders):

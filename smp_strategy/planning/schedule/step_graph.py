@@ -12,11 +12,18 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, final
 
 from smp_strategy.model.trace.work import Link
-from smp_strategy.pipeline.routing import Flow, SegmentId
+from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.schedule import Action, Plan, Times
+from smp_strategy.planning.schedule.flow import Flow
 from smp_strategy.planning.schedule.published import ChunkPass
 
 __all__ = ["ScheduledPass", "Orders", "StepGraph"]
+
+# [Note: order of sums]
+# Whole backwards (B) and weight gradients (W) of a segment add to the same gradients. Floating point sums depend on the
+# order, so B and W of one segment always run in the order of the microbatches, whatever else moves. Hence `parted`
+# splits only the last backwards of a segment, and `whole` makes only the first ones whole again. So the sums of every
+# schedule are bit for bit those of a single process; `check_plan` verifies the order.
 
 # A segment without compute (it only forwards or reads a value) still takes its turn.
 SMALLEST_COST = 1e-9
@@ -292,7 +299,7 @@ class StepGraph:
             return True
         if "W" in (entry.kind, other.kind) and entry.segment != other.segment:
             return False
-        # Whole backwards and weight gradients of a segment share its sums.
+        # See [Note: order of sums].
         return entry.microbatch == other.microbatch or (
             entry.segment == other.segment and {entry.kind, other.kind} == {"B", "W"}
         )

@@ -17,7 +17,7 @@ LEAST_OVERLAP = 0.005
 
 def text(partition: Partition, plan: Plan | None) -> str:
     """Text of the whole explanation."""
-    parts = [*summary(partition), "", stage_table(partition), "", _tree_table(partition)]
+    parts: list[str | ReportTable] = [*summary(partition), "", stage_table(partition), "", _tree_table(partition)]
     if partition.treatments:
         parts += ["", relief_table(partition)]
     if plan is not None:
