@@ -1,6 +1,6 @@
 """Training steps in a pipeline, beside those of ``torch.distributed.pipelining``, in one run::
 
-    python benchmarks/pipeline.py            # 2 and 4 ranks, an hour and a half on two cores
+    python benchmarks/pipeline.py            # 2 and 4 ranks, at most an hour and a half on two cores
     python benchmarks/pipeline.py --short    # the same with half as many tokens, so that passes take half as long
     python benchmarks/pipeline.py --quick    # 2 ranks, one round: does it run?
 
