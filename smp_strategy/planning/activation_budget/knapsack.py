@@ -148,6 +148,8 @@ def choose(units: Sequence[Sequence[Alternative]], stock: MemoryBudget) -> Selec
     copies = any(each.copied_bytes for unit in units for each in unit)
     most = min(MOST_STATES, MOST_STATES_OF_COPIES) if copies else MOST_STATES
     tick = sum(max(each.seconds for each in unit) for unit in units) / TICKS or 1.0
+    # Exact first (a grain of one byte), then 64 grains for the largest limit, then half as many each time, until few
+    # enough states survive. The coarsest grains are taken with any number of states.
     while True:
         rounded = [[_in_grains(each, tick, grain) for each in unit] for unit in units]
         own = stock.in_grains(tick, grain)

@@ -103,6 +103,7 @@ def find_prices(
         bound = prices.least(0.0, [0] * len(most_bytes), 0, len(units))
         if best is None or bound > best[0]:
             best = (bound, prices)
+        # Diminishing steps: the subgradient method converges, and the best bound on the way is kept.
         step = 4.0 * total / number
         of_bytes = prices.improved(units, most_bytes, step)
         if copy_seconds and hidden_bytes != float("inf"):

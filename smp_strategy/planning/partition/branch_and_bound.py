@@ -70,6 +70,7 @@ class Search:
         heap = [_Prefix(0.0, len(self._chunks), 0, 0.0, (), 0, nothing, nothing, (StageUnits(),) * num_stages)]
         made, ties = 0, 0
         while heap and evaluator.num_evaluations < budget and made < MOST_PREFIXES:
+            # The best cost is proven once no bound is below it. A few ties are simulated for cheaper cuts.
             is_tie = evaluator.is_as_good_as(heap[0].bound)
             if is_tie and (ties == MOST_TIES or evaluator.beats(heap[0].bound)):
                 break

@@ -47,6 +47,7 @@ def list_schedule(graph: StepGraph, rules: Sequence[Rules]) -> list[list[Schedul
         choice = min(choices)
         stages[choice.stage].run(choice, ends)
         left -= 1
+        # Only the stage itself and those that wait for this pass can have another choice now.
         best[choice.stage] = stages[choice.stage].choose(ends)
         for other in waiting[choice.track]:
             best[other] = stages[other].choose(ends)

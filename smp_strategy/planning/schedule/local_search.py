@@ -90,7 +90,7 @@ class LocalSearch:
             options: list[tuple[float, int, Timed, ScheduledPass]] = []
             for stage, entry, order in self._moves(now, orders):
                 neighbour = self._follow([*orders[:stage], order, *orders[stage + 1 :]])
-                is_better = neighbour.end < best.end * (1 - TOLERANCE)
+                is_better = neighbour.end < best.end * (1 - TOLERANCE)  # aspiration: a new best overrides the tabu
                 if (is_better or entry not in moved[-TABU_MOVES:]) and self._scorer.allows(neighbour.plan):
                     options.append((neighbour.end, len(options), neighbour, entry))
             if not options:

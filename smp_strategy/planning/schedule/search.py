@@ -76,6 +76,7 @@ def search(
         The plan with its policy, and with simulated times without late messages.
     """
     limits = Limits(tuple(most_bytes) or (None,) * flow.num_stages, active_microbatches, horizon)
+    # The search sees late messages (`late`), the reported times at the end are without them (`link`).
     late = link._replace(latency=link.latency + _lateness(flow, num_microbatches, losses.spread))
     found = [
         SearchResult(policy, simulate(flow, num_microbatches, policy, late, split_overhead=losses.split, thorough=True))

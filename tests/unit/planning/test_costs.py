@@ -1,4 +1,4 @@
-"""What a step costs, as the options and the measurement say."""
+"""Cost model of a step: options and measurements."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who measures what, and what becomes of it."""
+"""Distributed profiler: kinds of calls, their assignment to ranks, measured costs."""
 
 import itertools
 import time

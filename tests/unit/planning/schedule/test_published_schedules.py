@@ -1,4 +1,4 @@
-"""The schedules have the bubbles and the memory of the papers that they come from."""
+"""Published schedules: bubbles and memory of their papers."""
 
 from collections.abc import Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""The search for the best timetable, against a proof by integer programming that there is none much better."""
+"""Schedule search, against proofs by integer programming that no schedule is much better."""
 
 import random
 

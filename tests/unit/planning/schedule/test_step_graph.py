@@ -1,4 +1,4 @@
-"""The passes of a step: split and whole backwards, and what a pass may overtake."""
+"""Passes of a step: split and whole backwards, and moves that keep dependencies."""
 
 import itertools
 

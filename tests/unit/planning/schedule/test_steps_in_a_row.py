@@ -1,4 +1,4 @@
-"""Steps that follow each other: their times, and orders that are best for them."""
+"""Steps in a row: their times, and the best orders for them."""
 
 import math
 import random

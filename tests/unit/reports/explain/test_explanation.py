@@ -1,4 +1,4 @@
-"""The decision as text, as data, and as a page."""
+"""Explanation of a partition as text, JSON and HTML."""
 
 import json
 from dataclasses import replace
