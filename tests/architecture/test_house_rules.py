@@ -1,6 +1,7 @@
 """Rules of CONTRIBUTING.md that no linter checks."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ PACKAGE = ROOT / "smp_strategy"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 500  # the aim is 400
 MOST_FUNCTION_LINES = 60  # the aim is 50
+MOST_WORDS = 20  # of our own
 MOST_ENTRIES_AT_THE_TOP = 19  # thirteen packages, six modules
 # One role in several packages; every other file name says alone where it belongs.
 ROLES = {
@@ -73,6 +75,15 @@ def test_the_top_of_the_package_can_be_held_in_the_head():
         if path.suffix == ".py" or (path.is_dir() and path.name not in ("configs", "__pycache__"))
     ]
     assert len(entries) <= MOST_ENTRIES_AT_THE_TOP, sorted(entries)
+
+
+def test_words_of_our_own_are_few_and_live_in_files():
+    entries = re.split(r"^- (?=\*\*)", (ROOT / "docs" / "concepts.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) <= MOST_WORDS
+    for entry in entries:
+        homes = re.findall(r"`([\w/]+\.py)`", entry)
+        assert homes, entry
+        assert all((PACKAGE / home).exists() for home in homes), entry
 
 
 WATCHED = {"smp_strategy/distributed/watched_collectives.py", "smp_strategy/distributed/deadlock.py"}
