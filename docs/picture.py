@@ -149,7 +149,7 @@ def _keys(y: float) -> str:
         parts.append(element("rect", x=x, y=y - 9, width=10, height=10, fill=fill))
         parts.append(element("text", f"{name} of a microbatch", x=x + 14, y=y))
         x += 170
-    note = "gaps: idle; times: the planner's model of a CPU, without collectives"
+    note = "gaps: idle; a scale for each timetable; times: the planner's model of a CPU, without collectives"
     return "".join([*parts, element("text", note, x=x, y=y, class_="dim")])
 
 
