@@ -86,6 +86,16 @@ def test_words_of_our_own_are_few_and_live_in_files():
         assert all((PACKAGE / home).exists() for home in homes), entry
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *sorted(map(name_of, ROOT.glob("docs/*.md")))])
+def test_pages_name_files_that_exist(page):
+    page = ROOT / page
+    files = {f"/{name_of(path)}" for path in ROOT.glob("*/**/*.py") if ".venv" not in path.parts}
+    named = set(re.findall(r"`([\w/]+/\w+\.py)`", page.read_text()))
+    assert not {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
+    assert not [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
+
+
 WATCHED = {"smp_strategy/distributed/watched_collectives.py", "smp_strategy/distributed/deadlock.py"}
 COLLECTIVES = {
     *("all_gather", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
