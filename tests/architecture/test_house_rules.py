@@ -96,6 +96,19 @@ def test_pages_name_files_that_exist(page):
     assert not [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if path.name == "__init__.py" and path.parent.name != "configs"], ids=name_of
+)
+def test_the_map_of_a_package_names_all_that_is_in_it(path):
+    if path.parent == PACKAGE:
+        return  # public names; CONTRIBUTING.md has the map
+    words = set(re.findall(r"\w+", ast.get_docstring(ast.parse(path.read_text()))))
+    inside = {each.stem for each in path.parent.glob("*.py")} | {
+        each.parent.name for each in path.parent.glob("*/__init__.py")
+    }
+    assert not inside - {"__init__"} - words
+
+
 WATCHED = {"smp_strategy/distributed/watched_collectives.py", "smp_strategy/distributed/deadlock.py"}
 COLLECTIVES = {
     *("all_gather", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
