@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, final
 
 from smp_strategy.engine.dry_run import DryRunInput, undone
 from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.pipeline.job import Job, Step
 from smp_strategy.pipeline.microbatch_order import TurnRule, gate_position
-from smp_strategy.pipeline.microbatch_runner import Job, Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
 from smp_strategy.pipeline.rehearsal import EndlessError, Rehearsal
 from smp_strategy.pipeline.routing import Placement

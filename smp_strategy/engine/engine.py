@@ -34,7 +34,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep
 from smp_strategy.engine.degrees import choose_shape
 from smp_strategy.engine.delayed_init import DelayedModule
 from smp_strategy.engine.given_partition import choose_placed_units, place_beforehand
-from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.inspection import Inspection
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.manual_optimization import ManualSteps
@@ -47,7 +47,7 @@ from smp_strategy.errors import SMPError
 from smp_strategy.model.annotations import placed_modules
 from smp_strategy.model.rng import derive_seed
 from smp_strategy.model.units import Unit
-from smp_strategy.pipeline.microbatch_runner import Job, Step, StepRun
+from smp_strategy.pipeline.job import Job, Step, StepRun
 from smp_strategy.pipeline.recording import Recorded
 from smp_strategy.planning.costs import Costs, measuring_device
 from smp_strategy.planning.partition.partition import Partition

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from smp_strategy.activations.offload_stats import OffloadStats
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.engine.hooks.cross_stage import Views
+from smp_strategy.engine.hooks.views import Views
 from smp_strategy.engine.local_model import LocalModel
 from smp_strategy.engine.parallelize import Parallelizer
 from smp_strategy.engine.unit_calls import UnitCalls

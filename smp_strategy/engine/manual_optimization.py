@@ -26,7 +26,7 @@ from smp_strategy.engine.deferred_loss import ForwardStep, program_of
 from smp_strategy.engine.unit_calls import UnitCalls
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.pipeline.barriers import Barrier
-from smp_strategy.pipeline.microbatch_runner import Job, StepRun
+from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.tensor_parallel.sharded_tensor.parts import put_together
 
 __all__ = ["HiddenGradients", "ManualSteps"]

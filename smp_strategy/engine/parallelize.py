@@ -40,8 +40,8 @@ from smp_strategy.model.ownership import Ownership
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.shape_inference import ShapeInference
 from smp_strategy.model.units import Unit
+from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.microbatch import split
-from smp_strategy.pipeline.microbatch_runner import Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage

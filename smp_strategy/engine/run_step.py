@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from smp_strategy.engine.plan_cache import PlanCache
-from smp_strategy.pipeline.microbatch_runner import Job, StepRun
+from smp_strategy.pipeline.job import Job, StepRun
 from smp_strategy.pipeline.recording import Recording
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.schedule import Plan

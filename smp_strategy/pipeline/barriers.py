@@ -15,7 +15,8 @@ from smp_strategy.model.rng import derive_seed
 from smp_strategy.pipeline.autograd_functions import watched_entrances
 from smp_strategy.pipeline.coroutine import BETWEEN_TURNS
 from smp_strategy.pipeline.current_program import CurrentProgram
-from smp_strategy.pipeline.microbatch_runner import ALL_SEGMENTS, Job, MicrobatchRunner, StepRun
+from smp_strategy.pipeline.job import Job, StepRun
+from smp_strategy.pipeline.microbatch_runner import ALL_SEGMENTS, MicrobatchRunner
 from smp_strategy.pipeline.placed_tensor import Interpreter
 from smp_strategy.pipeline.user_collectives import ReplicaCollectives
 

@@ -6,78 +6,29 @@ the order; where a microbatch takes another path than the plan was made for, the
 (:mod:`smp_strategy.pipeline.off_plan`).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, final
 
-import torch
-from torch import Tensor
-
 from smp_strategy.model.rng import derive_seed
-from smp_strategy.model.trace.events import Event, Trace
+from smp_strategy.model.trace.events import Event
 from smp_strategy.pipeline.backward import MicrobatchBackward
-from smp_strategy.pipeline.coroutine import Coroutine, ThreadPool
+from smp_strategy.pipeline.coroutine import Coroutine
 from smp_strategy.pipeline.current_program import CurrentProgram
 from smp_strategy.pipeline.interpreter import MicrobatchInterpreter
+from smp_strategy.pipeline.job import Job, StepRun, trace_of
 from smp_strategy.pipeline.microbatch_order import Gate
 from smp_strategy.pipeline.microbatch_state import MicrobatchState
-from smp_strategy.pipeline.placed_tensor import Interpreter, PlacedTensor
+from smp_strategy.pipeline.placed_tensor import Interpreter
 from smp_strategy.pipeline.routing import Placement
 from smp_strategy.pipeline.schedule import Action
 from smp_strategy.pipeline.stage import Stage
 from smp_strategy.pipeline.step_end import StepEnd
+from smp_strategy.pipeline.threads import ThreadPool
 from smp_strategy.pipeline.transport import Receipt
 
-__all__ = ["ALL_SEGMENTS", "Job", "MicrobatchRunner", "Step", "StepRun", "trace_of"]
-
-Step = Callable[[Any], Any]
+__all__ = ["ALL_SEGMENTS", "MicrobatchRunner"]
 
 ALL_SEGMENTS = 1 << 30
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is done with every microbatch of a step."""
-
-    step: Step
-    """The user's code."""
-    seed: int
-    """Where all random numbers of the step derive from."""
-    loss_of: Callable[[Any], Tensor | None] | None = None
-    """Picks the loss out of what ``step`` returns, or ``None`` where the step skips its microbatch; no function:
-    forward only."""
-    weights: Sequence[float] = ()
-    """Factor of each microbatch's loss."""
-    expected: Sequence[object] | None = None
-    """Signatures of the events that the plan was made for; ``None`` where there is no plan."""
-    gate: int | None = None
-    """After how many events a microbatch waits for those before it to end, if it does."""
-    around_last: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered from the last backward action of the plan on: gradients to which nothing is added in here are final."""
-
-
-@final
-@dataclass(frozen=True)
-class StepRun:
-    """What came out of a step."""
-
-    outputs: list[Any]
-    """The step's return values, one per microbatch, with real detached tensors on every stage."""
-    losses: list[Tensor | None]
-    """Loss of each microbatch that has one, real and detached on every stage."""
-    trace: Trace
-    """Events of the first microbatch that has a loss, if any has."""
-
-    def loss(self, weights: Sequence[float]) -> Tensor | None:
-        """The sum of the microbatches' losses times ``weights``, if any has one; a scalar."""
-        weighted = [
-            loss.reshape(()) * loss.new_tensor(weight)
-            for loss, weight in zip(self.losses, weights, strict=True)
-            if loss is not None
-        ]
-        return torch.stack(weighted).sum() if weighted else None
 
 
 @final
@@ -347,9 +298,3 @@ class MicrobatchRunner:
             transport=self.stage.transport,
             **options,
         )
-
-
-def trace_of(program: MicrobatchInterpreter, loss: Any) -> Trace:
-    """The record of a program whose loss is ``loss``."""
-    number = loss.value.id if isinstance(loss, PlacedTensor) else None
-    return Trace([event for event, _ in program.record.events], number)

@@ -28,44 +28,11 @@ from smp_strategy.model.trace.metadata_ops import METADATA
 from smp_strategy.model.trace.parametrize_cache import CachedWeights
 from smp_strategy.model.trace.prediction import Callee
 from smp_strategy.model.trace.tensor_spec import TensorSpec
+from smp_strategy.pipeline.placed_ops import READS, REFUSED
 from smp_strategy.pipeline.routing import SegmentId
 from smp_strategy.pipeline.segments import start_of_gradient
 
 __all__ = ["Interpreter", "TensorMemory", "PlacedTensor", "number_of"]
-
-_READS: frozenset[Any] = frozenset(
-    {
-        *(
-            getattr(Tensor, name)
-            for name in (
-                *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__complex__"),
-                *("__index__", "__repr__", "__format__", "__contains__", "equal", "allclose", "is_nonzero"),
-            )
-        ),
-        *(torch.equal, torch.allclose, torch.is_nonzero),
-    }
-)
-
-
-def _setter(name: str) -> Any:
-    return getattr(Tensor, name).__set__
-
-
-_REFUSED: dict[Any, str] = {
-    Tensor.backward: "Return the loss from the step; under manual optimization call `self.manual_backward(loss)`.",
-    Tensor.retain_grad: "Gradients of activations stay on the stage that computes them.",
-    Tensor.data_ptr: "A placed tensor has memory on one stage only.",
-    Tensor.share_memory_: "A placed tensor has memory on one stage only.",
-    Tensor.untyped_storage: "A placed tensor has memory on one stage only.",
-    Tensor.__reduce_ex__: "It cannot be pickled. Return it from the step and save what the step returned.",
-    Tensor.resize_: "Make a new tensor instead.",
-    Tensor.set_: "Make a new tensor instead.",
-    _setter("data"): "Use an operation that returns a new tensor.",
-    _setter("grad"): "Gradients of activations stay on the stage that computes them.",
-    _setter("requires_grad"): "Create the tensor inside a module.",
-    torch.autograd.backward: "Return the loss from the step and let the trainer call backward on it.",
-    torch.autograd.grad: "Move the computation that needs gradients into an nn.Module that belongs to a unit.",
-}
 
 
 @final
@@ -278,8 +245,8 @@ class PlacedTensor(Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _REFUSED:
-            raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {_REFUSED[func]}")
+        if func in REFUSED:
+            raise UnsupportedError(f"`{_name(func)}` of a placed tensor{_where()}: {REFUSED[func]}")
         program = _program_of(args, kwargs)
         if program is None:
             args, kwargs = _in_plain_lists(args), dict(zip(kwargs, _in_plain_lists(kwargs.values()), strict=True))
@@ -293,7 +260,7 @@ class PlacedTensor(Tensor):
             return program.hook_gradient(*args, **kwargs)
         if func is Tensor.requires_grad_:
             return args[0].begin_gradient(*args[1:], **kwargs)
-        if func in _READS:
+        if func in READS:
             return program.read(_name(func), func, args, kwargs)
         return program.operation(_name(func), func, args, kwargs)
 
