@@ -88,7 +88,7 @@ def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, giv
 
 
 def relief_of(config: SMPConfig, surroundings: DryRunInput, machine: Machine, chosen: Treatments) -> ActivationPlan:
-    """Activation plan: which units keep, recompute or offload their activations, and which of them are free to choose.
+    """Activation plan: which units keep, recompute or offload activations, and for which of them the solver decides.
 
     Args:
         config: All options.
@@ -174,7 +174,6 @@ def program_of(
 
 
 def _as_training(trace: Trace) -> Trace:
-    """Trace of a step that trains, made from one without a loss (validation, or manual backward): the last result
-    counts."""
+    """``trace`` of a step without a loss (validation, or manual backward) with its last result as the loss."""
     last = [value.id for event in trace.events for value in event.outputs if value.requires_grad][-1:]
     return trace if trace.loss is not None or not last else replace(trace, loss=last[0])

@@ -281,7 +281,7 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
                 parameter.requires_grad_(requires_grad)
             with torch.no_grad():
                 for buffer, version, value in buffers:
-                    # Replicas synchronise buffers whose version has increased, so an unchanged one must keep its version.
+                    # Replicas synchronise buffers whose version has increased, so an unchanged one keeps its version.
                     # Some kernels change a buffer without increasing it, and inference tensors have no version.
                     if computes or version is None or version != _version(buffer):
                         buffer.copy_(value)

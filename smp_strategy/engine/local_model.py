@@ -252,7 +252,7 @@ class LocalModel:
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context of changes by ``optimizer`` without a step; see
+        """Let ``optimizer`` change weights without a step; see
         :meth:`smp_strategy.engine.engine.Engine.changing_weights`."""
         self._try_optimizers([optimizer])
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -288,7 +288,7 @@ class LocalModel:
         with nullcontext() if self._split is None else self._split.in_parts():
             if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
                 self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
-            # Rank 0's tensor-parallel group takes the parts of all stages, each rank its own; `to_dense` then joins them.
+            # All ranks of rank 0's tensor-parallel group take their parts from all stages; `to_dense` joins them later.
             keep = where == "all" or (mesh.dp_rank == 0 and mesh.pp_rank == 0)
             if where == "all" or mesh.dp_rank == 0:
                 restore(self._module, self.ownership, mesh, keep=keep)
@@ -297,8 +297,7 @@ class LocalModel:
         self.whole_on = where
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Full state dict on global rank 0; see :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`.
-        """
+        """Full state dict on rank 0; see :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`."""
         self.settle()
         if self.whole_on != "none":
             return self._module.state_dict() if self._mesh.rank == 0 else {}
