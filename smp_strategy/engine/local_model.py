@@ -108,6 +108,7 @@ class LocalModel:
         if parts is not None:
             self.parts_in_sight = FullSplitLayers(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
         copies = list(copies)
+        # Sharded parameters get their values later, unit by unit: see `_with_values`.
         spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
         delayed.settle(
             lambda tensor: mesh.stage in ownership.holders(tensor),
@@ -252,8 +253,7 @@ class LocalModel:
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let ``optimizer`` change weights without a step; see
-        :meth:`smp_strategy.engine.engine.Engine.changing_weights`."""
+        """Changes of weights without a step; see :meth:`smp_strategy.engine.engine.Engine.changing_weights`."""
         self._try_optimizers([optimizer])
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if self.sharded is not None:

@@ -376,6 +376,7 @@ class HookView:
         self, value: Tensor | None, spec: TensorSpec, source: int, targets: Collection[int], name: str
     ) -> Tensor | None:
         """Send ``value`` from stage ``source`` to the stages ``targets``; returns it there, and ``None`` elsewhere."""
+        # Every stage counts every transfer, so sender and receiver use the same tag.
         stage, tag = self._mesh.stage, TAGS + len(self._path)
         self._path.append(f"{name} from stage {source}")
         if stage == source:

@@ -45,7 +45,7 @@ class Views:
         sharded: ShardedModule | None,
         parts: FullSplitLayers | None,
     ) -> None:
-        """Set up views of the partitioned module; arguments as for :class:`HookView`. No transport: there is one stage."""
+        """Set up views of the partitioned module; see :class:`HookView`. ``transport=None``: a single stage."""
 
         def make() -> HookView | FullParameters:
             if transport is None:
