@@ -35,7 +35,7 @@ Bystanders = Callable[[nn.Module], tuple[Sequence[nn.Module], Sequence[Any]]]
 """Modules and containers outside of a unit that hooks in it may change."""
 
 SMALL_BYTES = 1 << 16
-"""Tensors up to this size are kept as they were, without asking whether they have changed."""
+"""Tensors up to this size stay copied whether or not they have changed."""
 
 # Attributes of every module that calls do not change, `training` aside.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -82,10 +82,10 @@ class ModuleSnapshot:
                 self._state.add(tensors, replaced(tensors, self._noted))
 
     def _noted(self, value: Any) -> Any:
-        """What stands for something in an attribute."""
+        """Recorded form of an attribute value."""
         if not isinstance(value, Tensor):
             return value
-        if value.grad_fn is not None:  # a graph that an earlier call has left must not live as long as this one
+        if value.grad_fn is not None:  # the snapshot must not keep the graph of an earlier call alive
             return value.detach().requires_grad_()
         can_change = type(value) is Tensor and not value.requires_grad and not value.is_inference()
         return self._copied(value) if can_change else value
@@ -96,10 +96,10 @@ class ModuleSnapshot:
         return self._tensors[id(tensor)]
 
     def settle(self) -> None:
-        """The call is over: let go of what it has not changed.
+        """End of the call: drop copies of tensors that it has not changed.
 
         Raises:
-            UnsupportedError: it has changed a parameter.
+            UnsupportedError: The call has changed a parameter.
         """
         changed = self._changed()
         if changed is not None:
@@ -112,10 +112,10 @@ class ModuleSnapshot:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In here everything is as it was found; afterwards it is as it was before.
+        """Context with the recorded state; on exit the state before it is restored.
 
         Raises:
-            RuntimeError: parameters have changed since.
+            RuntimeError: Parameters have changed since the snapshot.
         """
         changed = self._changed()
         if changed is not None:
@@ -152,7 +152,7 @@ class ModuleSnapshot:
 
 @final
 class _Copied:
-    """A tensor as it was, which may be changed in place."""
+    """Value of a tensor that may be changed in place."""
 
     __slots__ = ("_copy", "_tensor", "_version")
 
@@ -167,7 +167,7 @@ class _Copied:
             self._copy = None
 
     def value(self, name: str) -> Tensor:
-        """It, for another call of the unit ``name``."""
+        """The recorded value, for another call of the unit ``name``."""
         if self._copy is not None:
             # A copy of the copy: the second run changes it, too, and may not be the last.
             return self._copy.clone()
@@ -182,11 +182,11 @@ class _Copied:
 
 
 Again = Callable[[], AbstractContextManager[Any]]
-"""Opens a context in which something is once more as it was."""
+"""Opens a context that restores a recorded state."""
 
 
 def autocast_of_now(device: torch.device) -> Again:
-    """Autocast as it is set now, for the processor and for ``device``."""
+    """Current autocast settings of the CPU and of ``device``."""
     keeps_casts = torch.is_autocast_cache_enabled()
     settings = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

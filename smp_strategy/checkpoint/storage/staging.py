@@ -1,18 +1,19 @@
-"""Staging buffers: host copies of the tensors to be written, in memory that is reused by the next save.
+"""Staging buffers: host memory into which tensors are copied before a thread writes them to disk.
 
-Memory that a process gets for the first time is filled with zeros by the system, page by page, which takes longer than
-copying.
+The system fills fresh memory with zeros, page by page, which takes longer than the copy itself; so buffers are kept
+from one save to the next.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.device import is_host, wait_for_all
+from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.host_copies import HostCopies
 
 __all__ = ["StagingBuffers", "in_host_memory", "raw"]
 
@@ -24,7 +25,7 @@ class StagingBuffers:
     """Host memory for copies of tensors of given shapes.
 
     Args:
-        like: Tensors of these shapes and dtypes. If one is on an accelerator, the memory is pinned, where possible.
+        like: Tensors of these shapes and dtypes. If one is on an accelerator, the memory is page-locked where possible.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -32,14 +33,16 @@ class StagingBuffers:
         for tensor in like:
             starts.append(size)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = _memory(size, is_pinned=any(not is_host(tensor.device) for tensor in like))
+        self._links: dict[torch.device, HostCopies] = {}
+        self._connect(like)
+        memory = _memory(size, self._links)
         self._copies = [
             torch.from_numpy(memory[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
             for start, tensor in zip(starts, like, strict=True)
         ]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the buffers have the shapes and dtypes of ``tensors``."""
+        """Whether ``tensors`` have the shapes and dtypes of these buffers."""
         return len(tensors) == len(self._copies) and all(
             copy.shape == tensor.shape and copy.dtype == tensor.dtype
             for copy, tensor in zip(self._copies, tensors, strict=True)
@@ -47,19 +50,24 @@ class StagingBuffers:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the values of ``tensors``, which may be changed afterwards."""
-        devices = set()
-        # torch's copy reads the memory that it overwrites, memmove does not; but torch's may use several threads.
+        """Copy the values of tensors, and wait for the copies; the tensors may be changed afterwards."""
+        self._connect(tensors)
+        under_way = []
+        # torch's own copy reads what it overwrites, the C library's does not; but torch's may use several threads.
         alone = torch.get_num_threads() == 1
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if alone and _is_plain(tensor):
                 ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
             else:
-                copy.copy_(tensor, non_blocking=True)
-                devices.add(tensor.device)
-        for device in devices:
-            wait_for_all(device)
+                link = self._links[tensor.device]
+                under_way.append(link.store(tensor, copy, after=[link.now()]))
+        for copied in under_way:
+            copied.synchronize()
         return self._copies
+
+    def _connect(self, tensors: Sequence[Tensor]) -> None:
+        for device in {tensor.device for tensor in tensors} - self._links.keys():
+            self._links[device] = HostCopies(device)
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
@@ -82,10 +90,11 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_host(tensor.device) and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _memory(size: int, *, is_pinned: bool) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
-    if is_pinned:
+def _memory(size: int, links: Mapping[torch.device, HostCopies]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    accelerator = next((link for device, link in links.items() if not is_host(device)), None)
+    if accelerator is not None:
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        except RuntimeError:  # not enough pinned memory; the copy is slower then
+            return accelerator.memory(size).numpy()
+        except RuntimeError:  # not so much memory can be page-locked; the copy takes longer then
             pass
     return np.empty(size, dtype=np.uint8)
