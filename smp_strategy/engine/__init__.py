@@ -1,1 +1,23 @@
-"""The engine: the one place that knows every part."""
+"""The engine: attaches to a module, parallelizes it in the first step, runs every step, and gives the module back.
+
+It is the one place that knows every part of the package. In reading order:
+
+* ``engine.py``: the facade that front doors call: attach, steps, gradients, optimizer updates, state, detach.
+* ``parts.py``: the parts of an engine, shared with its reports and its saved state.
+* ``degrees.py``, ``given_partition.py``, ``consensus.py``: before the first step: degrees of the mesh axes, the user's
+  decisions on the partition, equal initial values on all ranks.
+* ``parallelize.py``: the first step, in order: split layers, decide the partition, free the values of other ranks.
+* ``dry_run.py``, ``decide.py``: trace the step without computing; from the trace to a partition.
+* ``delayed_init.py``: modules on the meta device; memory and values for this rank's share only.
+* ``local_model.py``: this rank's parameters: passes, gradients, optimizer updates, saving, restoring.
+* ``unit_calls.py``: interception of unit calls, which the runtime of :mod:`smp_strategy.pipeline` answers.
+* ``run_step.py``, ``plan_cache.py``, ``carried_state.py``: every step: its schedule, the cache of schedules, and the
+  detection of state that microbatches pass on.
+* ``step_results.py``, ``deferred_loss.py``, ``manual_optimization.py``: outputs and gradients of a step whose backward
+  comes later, whose loss the caller computes, or that runs backward itself.
+* ``hooks/``: the user's hooks see the full model.
+* ``checkpointing.py``, ``pending_state.py``: saving and loading; loaded state that waits for the partition.
+* ``inspection.py``, ``startup_report.py``: reports on demand, and once at the start.
+* ``active_engines.py``, ``left_sharded.py``: engines of this process; modules that a run has left sharded.
+* ``offline_planning.py``: a partition without ranks and without memory.
+"""

@@ -1,7 +1,7 @@
-"""Which engines of this process have taken on a module: to calls that are given the module, or nothing at all.
+"""Active engines: those of this process that serve a module, for calls that name no engine, and perhaps no module.
 
-SageMaker's ``resume_from_checkpoint(path)`` names no model: there is one in a process. Here there may be several, so
-engines are known from the time when they take on a module until they are closed. Nobody is kept alive by that.
+SageMaker's ``resume_from_checkpoint(path)`` names no model, because a process has a single one there. Here it may have
+several, so engines are registered while they serve a module. The registry keeps none alive.
 """
 
 from typing import Any, Final
@@ -13,15 +13,15 @@ _ENGINES: Final[WeakSet[Any]] = WeakSet()
 
 
 def note(engine: Any) -> None:
-    """``engine`` has taken on a module."""
+    """Register ``engine``, which has taken on a module."""
     _ENGINES.add(engine)
 
 
 def forget(engine: Any) -> None:
-    """``engine`` is closed."""
+    """Remove ``engine``, which is closed."""
     _ENGINES.discard(engine)
 
 
 def attached() -> list[Any]:
-    """The engines of this process that serve a module."""
+    """Engines of this process that serve a module."""
     return list(_ENGINES)

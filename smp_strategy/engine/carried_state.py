@@ -1,10 +1,9 @@
-"""Steps that carry state from one microbatch to the next are found by rehearsing them.
+"""Carried state: rehearsals detect steps in which a microbatch leaves state that the next one reads.
 
-A running sum, a mean or a count that sets a factor is state that a microbatch leaves and the next one finds. Before the
-first step of each kind some microbatches run dry: one after the other, as in one process, and then, for each stage, in
-turns that are as short as the stage's messages allow. If calls get other values, or places hold other values in the
-end, microbatches depend on each other, and the step runs by a
-:class:`~smp_strategy.pipeline.microbatch_order.TurnRule`.
+Examples are a running sum, a mean, or a count that sets a factor. Before the first step of each kind some microbatches
+run dry: first one after the other, as in a single process, and then, for each stage, in turns that are as short as the
+stage's messages allow. If calls get other values, or places hold other values in the end, microbatches depend on each
+other, and the step runs under a :class:`~smp_strategy.pipeline.microbatch_order.TurnRule`.
 
 Nearly all steps leave tensors only, and are rehearsed once.
 """
@@ -28,47 +27,48 @@ from smp_strategy.pipeline.switches import SwitchPlace
 
 __all__ = ["Rehearsals"]
 
-# Some steps look at what several microbatches have left.
+# Enough for steps that read the state of several earlier microbatches.
 _MOST_MICROBATCHES = 4
-# No stage waits for a message there.
+# Number of no stage: nothing waits for a message in such a rehearsal.
 _NO_STAGE = -1
 # Names of no interest to the user: of the mapping that holds a module's buffers, and of containers without a name.
 _UNNAMED = frozenset({"_buffers", "list", "set", "deque"})
 
 
 class _RehearsalOutcome(NamedTuple):
-    """What came out of a rehearsal."""
+    """Outcome of a rehearsal."""
 
     noted: Mapping[tuple[int, int, int, tuple[int, ...]], Any]
-    """See :attr:`Rehearsal.noted <smp_strategy.pipeline.rehearsal.Rehearsal>`."""
+    """Values that calls got; see :attr:`Rehearsal.noted <smp_strategy.pipeline.rehearsal.Rehearsal>`."""
     events: list[tuple[Event, Placement]]
-    """Of the last microbatch."""
+    """Events of the last microbatch, with their placement."""
     state: Mapping[SwitchPlace, Any]
-    """What places hold in the end."""
+    """Values of all places in the end."""
     left: Sequence[SwitchPlace]
-    """Places that hold something else than before, with their keys."""
+    """Places that have changed, with their keys."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Rehearsals:
-    """Of one kind of step. All ranks of a replica come to the same result."""
+    """Rehearsals of one kind of step. Their result is the same on all ranks of a replica."""
 
     step: Step
-    """The user's code."""
+    """User's code for one microbatch."""
     microbatch: Any
-    """What it gets."""
+    """Its input."""
     surroundings: DryRunInput
-    """What it runs on."""
+    """Module and environment of dry runs."""
     stage_of: Mapping[str, int]
     """Stage of each unit, by name."""
     num_stages: int
-    """Of the pipeline."""
+    """Number of pipeline stages."""
     private_state: Callable[[], MicrobatchState]
-    """Makes what keeps microbatches apart."""
+    """Makes the state that keeps microbatches apart."""
 
     def turn_rule(self) -> TurnRule | None:
-        """The rule for the step; ``None``: microbatches are independent, or the step cannot run without values."""
+        """Rule for the step; ``None``: microbatches are independent, or the step cannot run without values."""
+        # Values that a step reads are made up, and it may run to its end under one truth value only.
         for truth in (False, True):
             # The step is the user's code, and the values that it reads are made up: it may raise anything.
             try:
@@ -84,11 +84,12 @@ class Rehearsals:
     def _rule(self, truth: bool, ordered: _RehearsalOutcome) -> TurnRule | None:
         different = self._differences(truth, ordered, None)
         if different:
-            # Times, and random numbers from elsewhere, are others each time.
+            # A second rehearsal in order excludes values that always differ: times, and random numbers from elsewhere.
             different -= _difference(ordered, self._rehearse(truth, in_order=True))
         if not different:
             return None
         names = dict.fromkeys(place.name for place in ordered.left if isinstance(place.name, str))
+        # Overlap up to the gate is allowed if it causes none of the differences.
         gate = gate_position(ordered.events)
         is_enough = gate is not None and not self._differences(truth, ordered, gate) & different
         return TurnRule(
@@ -98,12 +99,12 @@ class Rehearsals:
         )
 
     def _differences(self, truth: bool, ordered: _RehearsalOutcome, gate: int | None) -> set[Any]:
-        """Values that are not those of ``ordered``, on any stage, if microbatches take turns up to ``gate``."""
+        """Keys of values that differ from ``ordered`` on any stage, if microbatches take turns up to ``gate``."""
         found = set[Any]()
         for stage in range(self.num_stages):
             try:
                 other = self._rehearse(truth, stage, gate=gate)
-            except (Exception, EndlessError):  # in order there was none
+            except (Exception, EndlessError):  # in order it did not fail
                 return {*ordered.noted, *ordered.state}
             found |= _difference(ordered, other, stage)
         return found
@@ -111,7 +112,7 @@ class Rehearsals:
     def _rehearse(
         self, truth: bool, stage: int = _NO_STAGE, *, in_order: bool = False, gate: int | None = None
     ) -> _RehearsalOutcome:
-        """Rehearse once, by ``MicrobatchRunner.rehearse``."""
+        """Rehearse once, by :func:`smp_strategy.pipeline.surveys.rehearse`."""
         surroundings, calls = self.surroundings, self.surroundings.calls
         rehearsal, private = Rehearsal(stage, truth=truth), self.private_state()
         dry = Stage(
@@ -142,11 +143,11 @@ class Rehearsals:
 
 
 def _difference(one: _RehearsalOutcome, other: _RehearsalOutcome, stage: int | None = None) -> set[Any]:
-    """Keys of values that differ; of those that calls got, the ones on ``stage``, or on any."""
+    """Keys of values that differ; of those that calls got, only the ones on ``stage`` (``None``: on all stages)."""
 
     def seen(outcome: _RehearsalOutcome) -> dict[Any, Any]:
         noted = outcome.noted.items()
-        # The names of events are the same on all stages: each runs the whole program.
+        # Names of events (argument number -1) count on all stages: each runs the whole program.
         here = {key: value for key, value in noted if stage is None or stage in key[3] or key[2] < 0}
         return {**here, **outcome.state}
 

@@ -1,4 +1,4 @@
-"""What must be the same on all ranks before the first step, and is made or checked to be."""
+"""Consensus of all ranks before the first step: equal initial values, and a single partition."""
 
 import hashlib
 import itertools
@@ -18,22 +18,23 @@ __all__ = ["agree_on", "start_alike"]
 
 
 def start_alike(module: nn.Module, *, may_lack_values: bool = False) -> int:
-    """Give every rank the parameters and buffers of rank 0; collective.
+    """Broadcast the parameters and buffers of rank 0 to all ranks; collective.
 
     Args:
-        module: what the ranks train.
-        may_lack_values: whether tensors may be on the meta device, the same ones on all ranks.
+        module: Module to train.
+        may_lack_values: Whether tensors may be on the meta device, the same ones on all ranks.
 
     Returns:
-        A seed that is the same on every rank: that of rank 0's generator.
+        A seed that is equal on all ranks: that of rank 0's generator.
 
     Raises:
         ConfigError: tensors are on the meta device, and may not be.
-        SMPError: not the same tensors are on the meta device everywhere, or ranks have different ones or train others.
+        SMPError: ranks have different tensors on the meta device, different parameters, or train different ones.
     """
     tensors = {tensor: name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     _agree_on_meta([name for tensor, name in tensors.items() if tensor.is_meta], may_lack_values)
-    # All are here, and go on when rank 0 does: a failure that somebody caught must not end what they wait for later.
+    # All ranks are in here and wait for rank 0 below, so it can clear the note of a failure that the user has caught,
+    # which would abort later waits.
     if dist.get_rank() == 0:
         forget()
     _refuse_different([(name, _described(tensor)) for tensor, name in tensors.items()])
@@ -84,14 +85,14 @@ def _agree_on_meta(names: Sequence[str], may_lack_values: bool) -> None:
 
 
 def agree_on(partition: Partition, used_by_glue: Sequence[str]) -> tuple[Partition, list[str]]:
-    """One decision for all ranks; collective.
+    """Agree on a single partition for all ranks; collective.
 
-    Replicas read different batches. Their shapes, and values where a step depends on them, lead to different costs and
-    paths, so the ranks take over the partition of rank 0, and hold what code above the units uses on any of them.
+    Replicas read different batches. Their shapes, and values if a step depends on them, lead to different costs and
+    paths. So all ranks take the partition of rank 0, and hold each tensor that code above the units uses on any rank.
 
     Args:
-        partition: what this rank would do.
-        used_by_glue: names of tensors of units that the code above them uses here.
+        partition: Partition that this rank has found.
+        used_by_glue: Names of tensors of units that code above the units uses here.
 
     Raises:
         SMPError: the modules of the ranks have different units.

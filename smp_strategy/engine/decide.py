@@ -1,4 +1,4 @@
-"""From a module and its first microbatch to a partition: dry run, problem, solution, agreement of all ranks, file."""
+"""Partition decision in the first step: dry run, planning problem, solution, consensus of all ranks, file."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,20 +40,20 @@ def decide(
     num_parameters: Mapping[str, int],
     measuring: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Partition, DryRun, Costs]:
-    """Decide which unit goes to which stage; collective over all ranks.
+    """Decide the stage of each unit; collective over all ranks.
 
     Args:
-        config: all options.
-        surroundings: the module and what its dry run runs on.
-        shape: how many stages there are, and on which ranks.
-        first: the step, its first microbatch, and what picks the loss out of its result.
-        given: stage of each unit, where that is decided already.
-        chosen: what the options say that units do about what they would keep for backward.
-        num_parameters: of each unit, before layers were split.
-        measuring: entered while single ranks run units by themselves.
+        config: All options.
+        surroundings: Module, and environment of its dry run.
+        shape: Number of stages, and their ranks.
+        first: Step, its first microbatch, and the function that picks the loss out of its result.
+        given: Stage of each unit, if it is decided already.
+        chosen: Activation policies that the options set for units.
+        num_parameters: Number of parameters of each unit, before layers were split.
+        measuring: Context in which single ranks run units by themselves.
 
     Returns:
-        The partition, what the dry run has found out, and what calls cost.
+        Partition, result of the dry run, and costs of calls.
     """
     found = DryRun(None, ())
     if not config.skip_tracing:
@@ -76,10 +76,10 @@ def decide(
 
 
 def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, given: GivenPartition | None) -> Partition:
-    """The best partition, or what the given one costs.
+    """Best partition, or the given one with its costs.
 
     Raises:
-        ConfigError: it does not fit the limits of memory, or there are more chunks than units.
+        ConfigError: it exceeds the memory limits, or there are more chunks than units.
     """
     if given is None:
         return best_partition(config, program, num_stages)
@@ -88,13 +88,13 @@ def partition_of(config: SMPConfig, program: PlanningInput, num_stages: int, giv
 
 
 def relief_of(config: SMPConfig, surroundings: DryRunInput, machine: Machine, chosen: Treatments) -> ActivationPlan:
-    """What becomes of what units would keep for backward.
+    """Activation plan: which units keep, recompute or offload activations, and for which of them the solver decides.
 
     Args:
-        config: all options.
-        surroundings: the units.
-        machine: models what is done again.
-        chosen: what the options, and the user by hand, say of units.
+        config: All options.
+        surroundings: Units.
+        machine: Cost model of recomputation.
+        chosen: Activation policies that the options, or the user by hand, set for units.
     """
     free: frozenset[str] = frozenset()
     if config.activation_checkpointing == "auto":
@@ -104,7 +104,7 @@ def relief_of(config: SMPConfig, surroundings: DryRunInput, machine: Machine, ch
         fixed=chosen,
         free=free,
         may_offload=config.offload_activations,
-        # A compiled unit shows nobody the results of its products.
+        # The results of matrix products inside a compiled unit cannot be observed.
         may_keep_products=not config.compile,
         preserve_rng_state=config.preserve_rng_state,
         min_bytes=config.least_offloaded,
@@ -113,7 +113,7 @@ def relief_of(config: SMPConfig, surroundings: DryRunInput, machine: Machine, ch
 
 
 def _room_of_stages(config: SMPConfig, surroundings: DryRunInput, shape: MeshShape) -> tuple[int | None, ...]:
-    """Bytes that a rank of each stage may fill: what the user says, or what there is."""
+    """Memory limit of a rank of each stage, in bytes: from the options, or from the devices."""
     return config.memory_limits(shape.pp) or memory_of_stages(surroundings.device, shape)
 
 
@@ -125,15 +125,15 @@ def program_of(
     shape: MeshShape,
     limits: Sequence[int | None],
 ) -> PlanningInput:
-    """What is to be planned; without a trace the units are taken for a chain in order of registration.
+    """Planning problem; without a trace, units count as a chain in order of registration.
 
     Args:
-        config: all options.
-        surroundings: the module and its optimizers.
-        found: by a dry run.
-        costs: of the calls in it.
-        shape: how many ranks share what a stage holds, and how many stages there are.
-        limits: bytes that a rank of each stage may fill; ``None``: any number.
+        config: All options.
+        surroundings: Module and its optimizers.
+        found: Result of the dry run.
+        costs: Costs of its calls.
+        shape: Number of stages, and of ranks that share a stage's tensors.
+        limits: Memory limit of a rank of each stage, in bytes; ``None``: unlimited.
     """
     spreading = ShardingOf.of(config, shape)
     calls = [] if found.trace is None else [event.name for event in found.trace.events if event.kind == "unit"]
@@ -173,6 +173,6 @@ def program_of(
 
 
 def _as_training(trace: Trace) -> Trace:
-    """A first step without a loss (validation, or one that runs its backward itself) stands for a step that trains."""
+    """``trace`` of a step without a loss (validation, or manual backward) with its last result as the loss."""
     last = [value.id for event in trace.events for value in event.outputs if value.requires_grad][-1:]
     return trace if trace.loss is not None or not last else replace(trace, loss=last[0])

@@ -1,11 +1,11 @@
-"""A forward whose loss is computed by code that is no part of the step.
+"""Deferred loss: a forward whose loss the caller computes outside of the step, with the backward in a later call.
 
-In ``criterion(model(x), y).backward()`` the library is called twice, and what happens in between is the caller's. So
-the microbatches run forward and wait. Their outputs are real tensors on every rank of the replica, and every rank
-computes the loss from them. Backward begins with the gradients of the outputs: each microbatch goes on with the sum of
-its outputs times these, whose gradient they are, bit for bit.
+In ``criterion(model(x), y).backward()`` the library is called twice, with the caller's code in between. So the
+microbatches run forward and pause. Their outputs are real tensors on every rank of the replica, and every rank computes
+the loss from them. Backward begins with the gradients of the outputs: each microbatch resumes with the sum of its
+outputs times these gradients, which is a loss with exactly these gradients, bit for bit.
 
-All microbatches have run forward before the first backward, so all of their activations are kept, as under the schedule
+All microbatches run forward before the first backward, so all of their activations are kept, as under the schedule
 ``simple`` (GPipe).
 """
 
@@ -21,28 +21,28 @@ from smp_strategy.pipeline.barriers import PausedStep
 __all__ = ["BackwardRequest", "ForwardStep", "program_of"]
 
 Gradients = Sequence[Tensor | None]
-"""Of the leaves of what one microbatch has returned."""
+"""Gradients of the leaves of one microbatch's outputs."""
 Once = Callable[[str, Callable[[list[Any]], Any], Any], Any]
-"""See :meth:`smp_strategy.engine.manual_optimization.ManualSteps.once`."""
+"""Type of :meth:`smp_strategy.engine.manual_optimization.ManualSteps.once`."""
 
 
 class BackwardRequest(NamedTuple):
-    """What the microbatches are asked for when they go on."""
+    """Message with which paused microbatches resume."""
 
     gradients: Sequence[Gradients]
     backward: Callable[[list[Any]], None]
-    """Does it, with a loss of each microbatch."""
+    """Runs backward, given a loss of each microbatch."""
     is_last: bool
-    """Whether there will be no other backward."""
+    """Whether no other backward follows."""
 
 
 def program_of(step: Callable[[Any], Any], once: Once, share: Callable[[list[Any]], Any]) -> Callable[[Any], None]:
-    """``step`` for a microbatch with its number, which then waits for gradients of what it has returned.
+    """``step`` for a microbatch with its number, which then waits for the gradients of its outputs.
 
     Args:
-        step: the user's code.
-        once: stops at a barrier.
-        share: makes the outputs of all microbatches real.
+        step: User's code.
+        once: Stops at a barrier.
+        share: Makes the outputs of all microbatches real.
     """
 
     def run(numbered: tuple[int, Any]) -> None:
@@ -57,7 +57,7 @@ def program_of(step: Callable[[Any], Any], once: Once, share: Callable[[list[Any
 
 
 def _loss(output: Any, gradients: Gradients) -> Tensor:
-    """What has ``gradients`` with respect to the leaves of ``output``; its value means nothing."""
+    """Scalar with ``gradients`` with respect to the leaves of ``output``; its value means nothing."""
     pairs = zip(flatten(output)[0], gradients, strict=True)
     terms = [(leaf * gradient).sum() for leaf, gradient in pairs if gradient is not None]
     total = terms[0]
@@ -68,15 +68,14 @@ def _loss(output: Any, gradients: Gradients) -> Tensor:
 
 @final
 class ForwardStep:
-    """What a forward has returned, and the backward that may follow.
+    """Outputs of a forward, and the backward that may follow.
 
     Args:
-        outputs: what the step returned for each microbatch, with real detached tensors; the same on every rank of a
-            replica.
-        sizes: samples in each microbatch.
-        pause: the microbatches, which wait.
-        backward: does their backward, given a loss of each and whether graphs are kept for another one.
-        around: to be entered around that.
+        outputs: Output of the step for each microbatch, with real detached tensors; equal on all ranks of a replica.
+        sizes: Samples in each microbatch.
+        pause: Paused microbatches.
+        backward: Runs their backward, given a loss of each and whether graphs are kept for another one.
+        around: Makes the context of a backward.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class ForwardStep:
         """Add to ``.grad`` of this rank's parameters; collective over the replica, and over its shard group.
 
         Args:
-            gradients: of each microbatch's outputs, one for each of their leaves (as ``torch.utils._pytree`` finds
-                them), the same on every rank of a replica; ``None`` for those that have none. At least one must have
-                one, the same in all microbatches.
-            retain_graph: there will be another backward.
+            gradients: Gradients of each microbatch's outputs, one per leaf (in the order of ``torch.utils._pytree``),
+                equal on all ranks of a replica; ``None`` for leaves without one. At least one leaf must have one, the
+                same leaves in all microbatches.
+            retain_graph: Whether another backward will follow.
 
         Raises:
             RuntimeError: it is over, as in autograd.
@@ -122,7 +121,7 @@ class ForwardStep:
             self._pause.go_on()
 
     def cancel(self) -> None:
-        """There will be no backward: let go of what is kept for it. Not collective."""
+        """Free what is kept for a backward; there will be none. Not collective."""
         self._pause.cancel()
 
     def __del__(self) -> None:

@@ -1,7 +1,7 @@
-"""How many stages, where the user does not say: as many as ranks and units allow.
+"""Degrees of the mesh axes; the default of ``pipeline_parallel_degree`` is as many stages as ranks and units allow.
 
-Where parameters or optimizer state are to be sharded, or layers to be split, one: that is what the ranks are wanted
-for, and a pipeline beside it is asked for by its degree. So it is in SageMaker's library, whose default is 1.
+If parameters or optimizer state are sharded, or layers split, the default is a single stage: the ranks are needed for
+that, and a pipeline beside it must be requested by its degree. SageMaker's library has 1 as its default as well.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ __all__ = ["check_degrees", "choose_shape"]
 
 
 def check_degrees(config: SMPConfig, world_size: int, module: nn.Module | None) -> None:
-    """Refuse degrees that do not fit the ranks, or the units of ``module`` where it is there already.
+    """Refuse degrees that do not fit the ranks, or the units of ``module`` if there is one already.
 
-    Where ``pipeline_parallel_degree`` is left to the library, some number of stages fits.
+    If ``pipeline_parallel_degree`` is left to the library, some number of stages fits.
 
     Raises:
         ConfigError: the degrees do not fit, or other options do not fit the degrees.
@@ -43,12 +43,12 @@ def check_degrees(config: SMPConfig, world_size: int, module: nn.Module | None) 
 
 
 def choose_shape(config: SMPConfig, module: nn.Module, report: Callable[[str], None]) -> MeshShape:
-    """The degrees of every axis for the ranks that there are.
+    """Degrees of all axes for the ranks of this run.
 
     Args:
-        config: all options.
-        module: what will be partitioned.
-        report: told what was chosen, or what is not worth a pipeline.
+        config: All options.
+        module: Module to partition.
+        report: Called with the choice, or with a warning that a pipeline is not worthwhile.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks or of units, or other options do not fit the degrees.

@@ -1,19 +1,19 @@
-"""A module whose tensors have no memory yet: it was built on the meta device.
+"""Deferred initialisation: a module built on the meta device gets memory only for the tensors that a rank holds.
 
-Before the first step every rank has the whole module, but shapes only. Once it is known what a rank holds, that gets
-memory and values, part by part if the caller wishes, so that a rank never needs more than its share and one part. The
-rest stays without values. Parameters keep their identity, so optimizers that were built before go on with them.
+Before the first step every rank has the full module, but shapes only. After the partition, this rank's share gets
+memory and values, piece by piece if the caller wishes, so that a rank never needs more than its share and one piece.
+The rest stays without values. Parameters keep their identity, so optimizers built earlier stay valid.
 
 Values come from the modules' own initialisers (:mod:`smp_strategy.model.initial_values`), or from a state dict that was
-loaded meanwhile: it is remembered, not copied. Or the caller fills in what he has files for, once there is memory.
+loaded meanwhile: it is referenced, not copied. Or the caller fills them in from files, once there is memory.
 
-Layers may be split meanwhile (:mod:`smp_strategy.tensor_parallel`). Then a rank gets its parts of the values that the
-whole layers would have: these are made, or looked up in the state dict, one module at a time.
+Layers may be split meanwhile (:mod:`smp_strategy.tensor_parallel`). Then a rank gets its parts of the full layers'
+values, which are made, or looked up in the state dict, one module at a time.
 
-Nothing may get lost silently. What no initialiser fills is refused, by name and before the first step, and so is what
-was done to a tensor on the meta device that initialisers do not repeat (a constructor that scales some weights after
-its layers are built): tensors count changes in place also where they have no memory, and they must not have been
-changed more often than a rehearsal on the meta device changes them.
+No value may be lost silently. Before the first step an error names the tensors that no initialiser fills, and those
+with changes on the meta device that initialisers do not repeat (a constructor that scales some weights after its layers
+are built). Tensors count in-place changes even without memory; the count must not exceed that of a rehearsal of the
+initialisers on the meta device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -32,21 +32,21 @@ from smp_strategy.tensor_parallel.split_module import SplitLayerSet
 
 __all__ = ["DelayedModule"]
 
-# An error lists so many names at most.
+# Maximum number of names in an error.
 MOST_NAMES = 5
 
 
 @final
 class DelayedModule:
-    """See the module docstring. Without tensors on the meta device it has nothing to do.
+    """Tensors of a module that are on the meta device, until they get values. Does nothing if there are none.
 
     Args:
-        root: the whole module.
-        seed: of the values, the same on all ranks.
-        device: where they are made.
+        root: Full module.
+        seed: Seed of the values, the same on all ranks.
+        device: Device where they are made.
 
     Attributes:
-        device: as given.
+        device: As given.
     """
 
     def __init__(self, root: nn.Module, seed: int, device: torch.device) -> None:
@@ -67,18 +67,18 @@ class DelayedModule:
         return bool(self._pending)
 
     def parts(self, units: Sequence[Unit]) -> dict[str, list[Tensor]]:
-        """What has no memory yet, by unit, and under ``""`` what no unit has; a tied tensor is in several parts."""
+        """Tensors without memory by unit, and under ``""`` those of no unit; a tied tensor belongs to several units."""
         of_units = {unit.name: [tensor for tensor in unit.tensors if tensor in self._pending] for unit in units}
         inside = {tensor for tensors in of_units.values() for tensor in tensors}
         return {"": [tensor for tensor in self._pending if tensor not in inside], **of_units}
 
     def prepare(self, units: Sequence[Unit], optimizers: Sequence[Optimizer] = ()) -> None:
-        """Before the first step: make sure that all tensors will have values, and give some to those of no unit.
+        """Before the first step: ensure that all tensors will get values, and give values to those of no unit.
 
         Raises:
-            UnsupportedError: some would have none, or not those that the constructor gave them.
+            UnsupportedError: some would get none, or not those that the constructor gave them.
         """
-        # Hooks may have replaced some since.
+        # Hooks may have replaced tensors since construction.
         self._names = _on_meta(self._root)
         self._pending.clear()
         self._pending.update(self._names)
@@ -97,10 +97,10 @@ class DelayedModule:
     def materialise(self, tensors: Iterable[Tensor]) -> None:
         """Give memory and values to those of ``tensors`` that have none.
 
-        The values do not depend on what else gets some, or when.
+        The values do not depend on which other tensors get some, or when.
 
         Raises:
-            UnsupportedError: initialisers do not fill all of a tensor.
+            UnsupportedError: initialisers fill only a part of a tensor.
         """
         wanted = [tensor for tensor in dict.fromkeys(tensors) if tensor in self._pending]
         if not wanted:
@@ -120,25 +120,25 @@ class DelayedModule:
         self._forget(wanted)
 
     def expect(self) -> None:
-        """Whatever has no memory now is going to get it without values: the caller will fill it in."""
+        """Let all tensors without memory get it without values: the caller will fill them in."""
         self._expected.update(self._pending)
 
     @property
     def expected(self) -> dict[Tensor, str]:
-        """What still is to be filled in by the caller, and has no memory yet, with names."""
+        """Tensors without memory that the caller will fill in, with names."""
         return {tensor: name for tensor, name in self._pending.items() if tensor in self._expected}
 
     def take(self, values: Mapping[Tensor, Tensor]) -> None:
-        """Take whole values for tensors without memory, as from a state dict."""
+        """Take full values for tensors without memory, as from a state dict."""
         self._loaded.update(values)
         self._expected.difference_update(values)
 
     def pretending(self) -> AbstractContextManager[None]:
-        """In here all tensors have values, zero, in hardly any memory: the step can run, for somebody who watches."""
+        """Context in which all tensors have values, zeros in hardly any memory, so that an observed step can run."""
         return zero_values(self._pending, self.device)
 
     def divide(self, split: SplitLayerSet) -> None:
-        """Layers have been split: tensors will get this rank's part of the values that they would have had."""
+        """Layers were split: tensors will get this rank's part of their full values."""
         self._split = split
 
     def settle(
@@ -148,17 +148,17 @@ class DelayedModule:
         later: Collection[Tensor] = (),
         copies: Iterable[nn.Module] = (),
     ) -> None:
-        """Give values to what this rank holds; what it does not hold leaves the meta device without any.
+        """Give values to the tensors that this rank holds; the others leave the meta device without values.
 
         Args:
-            is_held: whether this rank holds a tensor of the module.
-            later: what the caller will give to :meth:`materialise`, part by part.
-            copies: modules with the same names (averages of weights, say), which get the same values.
+            is_held: Whether this rank holds a tensor of the module.
+            later: Tensors that the caller will give to :meth:`materialise`, piece by piece.
+            copies: Modules with the same names (averages of weights, say), which get the same values.
         """
         if not self._pending:
             return
         delayed = [(name, each) for copy in copies for name, each in _named_tensors(copy).items() if each.is_meta]
-        # Where there are copies, whose values are whole, nothing is gained by parts.
+        # Copies need full values at once, so materialising piece by piece would save no memory.
         later = () if delayed else later
         self.pass_over([tensor for tensor in self._pending if not is_held(tensor)])
         self.materialise([tensor for tensor in self._pending if tensor not in later])
@@ -175,7 +175,7 @@ class DelayedModule:
         self._forget(passed)
 
     def refuse_saving(self) -> None:
-        """There is nothing to save before there are values.
+        """Refuse to save before there are values.
 
         Raises:
             UnsupportedError: there are none.
@@ -187,7 +187,7 @@ class DelayedModule:
             )
 
     def _rehearse(self) -> list[str]:
-        """Run all initialisers on the meta device, and tell what is wrong with them."""
+        """Run all initialisers on the meta device; returns their problems as text."""
         assert self._initialisers is not None
         fresh = self._fresh(self._pending)
         rehearsal = self._initialisers.rehearse()
@@ -195,7 +195,7 @@ class DelayedModule:
         without = [self._names[tensor] for tensor in fresh if tensor not in rehearsal.filled]
         if without:
             found.append(f"No initialiser gives values to {_listed(without)}. {_REMEDY}")
-        # What is done to `tensor.data` is not counted, here or before.
+        # Changes of `tensor.data` are not counted, neither here nor before.
         more = [tensor for tensor in fresh if 0 < rehearsal.filled.get(tensor, 0) < tensor._version]
         if more:
             found.append(
@@ -213,7 +213,7 @@ class DelayedModule:
         return found
 
     def _fresh(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of ``tensors`` that get their values from initialisers."""
+        """Those of ``tensors`` whose values come from initialisers."""
         return [tensor for tensor in tensors if tensor not in self._loaded and tensor not in self._expected]
 
     def _take(self, tensor: Tensor, whole: Tensor) -> None:
@@ -250,15 +250,15 @@ _REMEDY = (
 
 
 def _remember_loads(root: nn.Module, pending: dict[Tensor, str], loaded: dict[Tensor, Tensor]) -> list[Any]:
-    """Remember what state dicts bring for ``pending`` tensors, whichever way they are loaded."""
+    """Keep references to the values that state dicts have for ``pending`` tensors, however they are loaded."""
 
-    # A function, and not a method: copies of the module share it, and their own tensors are not pending.
+    # A function, not a method: copies of the module share it, and their own tensors are not pending.
     def remember(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             value = state.get(prefix + key)
             if tensor in pending and isinstance(value, Tensor) and value.shape == tensor.shape:
                 loaded[tensor] = value.detach()
-                # What torch goes on with: nothing to copy, or the same tensor to assign.
+                # So that torch copies the tensor to itself, or assigns it to its own place.
                 state[prefix + key] = tensor
 
     owners = [module for module in root.modules() if any(tensor in pending for tensor in _own_tensors(module))]
@@ -278,7 +278,7 @@ def _named_tensors(root: nn.Module) -> dict[str, Tensor]:
 
 
 def _meta_attributes(root: nn.Module) -> list[str]:
-    """Tensors on the meta device that nobody can find but who knows the attribute."""
+    """Problems, as text: tensors on the meta device in plain attributes, which no initialiser can find."""
     names = [
         f"{name}.{key}".lstrip(".")
         for name, module in root.named_modules()
@@ -294,7 +294,7 @@ def _meta_attributes(root: nn.Module) -> list[str]:
 
 
 def _meta_states(optimizers: Sequence[Optimizer]) -> list[str]:
-    """Optimizers that have made state already, which would have to be made anew."""
+    """Problems, as text: optimizers that have made state already, without values."""
     return [
         f"The optimizer {type(optimizer).__name__} makes state when it is built, here for parameters without values. "
         "Use an optimizer that makes its state in its first step (Adam, SGD ...), or build the parameters on a real "

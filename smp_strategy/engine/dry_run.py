@@ -1,9 +1,8 @@
-"""The step without its arithmetic: one pass over the user's code with units that only say what they would return.
+"""Dry run: one pass over the user's step in which units return predicted metadata instead of computing.
 
-It tells the order of the units, the flow of values and what everything costs, before anything is placed anywhere. The
-code it runs is the user's, so it must leave no trace: it works on a copy of the batch, draws from random streams of
-its own, and whatever it does to the module (counters, lists of losses, buffers of the glue) and to variables around its
-functions is undone.
+It finds the order of unit calls, the flow of values and all costs, before anything is placed. The code is the user's,
+so a dry run leaves no trace: it works on a copy of the batch, draws from random streams of its own, and undoes changes
+to the module (counters, lists of losses, buffers of the glue) and to variables around its functions.
 """
 
 import copy
@@ -45,36 +44,36 @@ __all__ = ["DryRun", "DryRunInput", "dry_run", "look_for_exposed", "rescaled_tab
 @final
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run has found out."""
+    """Result of a dry run."""
 
     trace: Trace | None
-    """The events; ``None`` where the step looks at values, which a dry run does not have."""
+    """Events; ``None`` if the step reads values, which a dry run does not have."""
     used_by_glue: tuple[Tensor, ...]
     """Parameters and tables of units that code above the units computes with."""
     calls: tuple[RecordedCall, ...] = ()
-    """The calls of units."""
+    """Calls of units."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class DryRunInput:
-    """What a dry run runs on."""
+    """Module and environment of a dry run."""
 
     module: nn.Module
-    """The whole module."""
+    """Full module."""
     units: Sequence[Unit]
     calls: UnitCalls
-    """Where calls of the units arrive."""
+    """Interception of unit calls."""
     oracle: ShapeInference
-    """Predicts results and keeps the predictions for later."""
+    """Predicts results and caches the predictions."""
     device: torch.device
-    """Where the step will run."""
+    """Device on which the step will run."""
     optimizers: Sequence[Optimizer] = ()
-    """What trains the module, if that is known."""
+    """Optimizers of the module, if known."""
     num_microbatches: int = 1
-    """Microbatches of a step that take turns."""
+    """Number of microbatches of a step that take turns."""
     replicas: Replicas = field(default_factory=Replicas)
-    """The ranks that the user's code takes for all ranks."""
+    """Ranks that the user's code takes for all ranks."""
 
 
 def dry_run(
@@ -83,21 +82,21 @@ def dry_run(
     loss_of: Callable[[Any], Tensor | None] | None,
     surroundings: DryRunInput,
 ) -> DryRun:
-    """Run ``step`` dry.
+    """Trace ``step`` in a dry run; if it reads values, in a run that computes.
 
     Args:
-        step: the user's code.
-        microbatch: what it gets.
-        loss_of: picks the loss out of what it returns; ``None`` for a forward-only step.
-        surroundings: what it runs on.
+        step: User's code for one microbatch.
+        microbatch: Its input.
+        loss_of: Picks the loss out of its result; ``None`` for a forward-only step.
+        surroundings: Module and environment.
 
     Raises:
-        UnsupportedError: the glue changes tensors of units in place, or looks at values of a module without any.
+        UnsupportedError: the glue changes tensors of units in place, or reads values of a module without any.
     """
     has_values = not any(parameter.is_meta for parameter in surroundings.module.parameters())
     for computes in (False, True) if has_values else (False,):
         try:
-            # With gradients also where the first step is a validation step: the partition weighs what training keeps.
+            # Gradients are enabled for a validation step, too: the partition must account for the memory of training.
             with torch.inference_mode(False), torch.enable_grad():
                 return _survey(step, microbatch, loss_of, surroundings, computes=computes)
         except ValueNeededError as error:
@@ -106,7 +105,7 @@ def dry_run(
                     f"The step looks at a value (`{error}`), but the module is on the meta device and has none. Put "
                     "the module on the CPU, or plan with `skip_tracing=True`."
                 ) from None
-            # A step that looks at values is run for real: every rank still has the whole module.
+            # Next attempt: compute. Every rank still has the full module.
             continue
     return DryRun(None, ())
 
@@ -114,35 +113,35 @@ def dry_run(
 def run_for_real(
     step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None, surroundings: DryRunInput
 ) -> None:
-    """Run ``step`` once with values, and undo what it does, for somebody who watches. The module is still whole.
+    """Run ``step`` once with values and undo its changes, for callers that observe it. The module is still full.
 
     Args:
-        step: the user's code.
-        microbatch: what it gets.
-        loss_of: picks the loss out of what it returns.
-        surroundings: what it runs on.
+        step: User's code for one microbatch.
+        microbatch: Its input.
+        loss_of: Picks the loss out of its result.
+        surroundings: Module and environment.
     """
-    # What units return as a whole is not what they will return in parts: predictions made here must not be kept.
+    # Layers are about to be split and will return other metadata, so predictions made here must not be cached.
     own = replace(surroundings, oracle=ShapeInference(surroundings.device))
     with torch.inference_mode(False):
         _survey(step, microbatch, loss_of, own, computes=True)
 
 
 def look_for_exposed(step: Step, microbatch: Any, surroundings: DryRunInput, *, has_values: bool = False) -> DryRun:
-    """Run a later kind of step dry, too, because it may read attributes of units that the first one has not read.
+    """Dry run of a later kind of step, which may read attributes of units that the first one has not read.
 
     Args:
-        step: the user's code.
-        microbatch: what it gets.
-        surroundings: what it runs on.
-        has_values: whether all units can still run here.
+        step: User's code for one microbatch.
+        microbatch: Its input.
+        surroundings: Module and environment.
+        has_values: Whether all units can still run here.
     """
     try:
         return _survey(step, microbatch, None, surroundings, computes=False)
     except ValueNeededError:
         if has_values:
             return _survey(step, microbatch, None, surroundings, computes=True)
-        # It cannot be run for real any more. What it may still read is what gradients could flow through.
+        # Reads cannot be observed without values. Only attributes with a gradient can matter, so expose all of them.
         surroundings.calls.leftovers.use_all_with_gradient()
         surroundings.calls.expose()
         return DryRun(None, ())
@@ -156,7 +155,7 @@ def _survey(
     *,
     computes: bool,
 ) -> DryRun:
-    """Run ``step`` to look at it: again as long as that shows attributes of units that others use."""
+    """Dry run of ``step``, repeated until it finds no more exposed attributes."""
     module, units, calls = surroundings.module, surroundings.units, surroundings.calls
     leftovers, before, device = calls.leftovers, calls.runtime, surroundings.device
     inside = {id(part) for unit in units for part in unit.module.modules()}
@@ -211,10 +210,10 @@ def _try_another(
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None] | None,
 ) -> None:
-    """Run the next microbatch dry, too, after what the first one has left.
+    """Dry run of the next microbatch, which finds the state that the first one has left.
 
-    Where microbatches take turns, one may begin before an earlier one has left what it would find in one process
-    (a running sum, say), and nobody would notice.
+    If microbatches take turns, one may begin before an earlier one has left a value that it would find in a single
+    process (a running sum, say), and nothing else would detect that.
 
     Raises:
         UnsupportedError: it uses a tensor of the first one.
@@ -224,7 +223,7 @@ def _try_another(
 
 
 def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
-    """Weights that their own layers change as they run: embeddings rescale the rows that are used (``max_norm``)."""
+    """Embedding weights that their own layers change in forward: they rescale the rows in use (``max_norm``)."""
     inside = [part for unit in units for part in unit.module.modules()]
     tables = [part for part in inside if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     yield from (table.weight for table in tables if table.max_norm is not None)
@@ -232,12 +231,12 @@ def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
 
 @contextmanager
 def undone(step: Step, surroundings: DryRunInput, *, computes: bool) -> Iterator[None]:
-    """In here ``step`` runs without a trace: it draws from random streams of its own, and its changes are undone.
+    """Context in which ``step`` leaves no trace: it draws from random streams of its own, and its changes are undone.
 
     Args:
-        step: the user's code.
-        surroundings: what it runs on.
-        computes: whether the units run for real.
+        step: User's code.
+        surroundings: Module and environment.
+        computes: Whether units compute.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
@@ -253,8 +252,9 @@ def undone(step: Step, surroundings: DryRunInput, *, computes: bool) -> Iterator
 
 @contextmanager
 def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iterator[None]:
-    """Undo what the step does to the module (buffers, attributes, and what lists and dicts in attributes hold) and to
-    containers in context variables; let it print nothing.
+    """Undo the step's changes to the module and to containers in context variables, and suppress its output.
+
+    The changes are those of buffers, attributes, and lists and dicts in attributes.
 
     Raises:
         UnsupportedError: the glue changes parameters of units in place.
@@ -262,7 +262,7 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
     rescaled = {id(table): (table, table.detach().clone()) for table in rescaled_tables(units) if computes}
     placed = {id(parameter): parameter for unit in units for parameter in unit.module.parameters()}
     versions = {key: parameter._version for key, parameter in placed.items()}
-    # Those of other stages, where the module is spread already, cannot change here.
+    # Buffers of other stages, if the module is partitioned already, cannot change here.
     present = [b for owner in module.modules() for b in owner._buffers.values() if b is not None and home_of(b) is None]
     buffers = [(buffer, _version(buffer), buffer.clone()) for buffer in present]
     collected = [container for _, container in collectors()]
@@ -281,8 +281,8 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
                 parameter.requires_grad_(requires_grad)
             with torch.no_grad():
                 for buffer, version, value in buffers:
-                    # Replicas agree on a buffer whose version goes up, so one that has not changed keeps its version.
-                    # Some kernels change a buffer without that, and inference tensors have no version.
+                    # Replicas synchronise buffers whose version has increased, so an unchanged one keeps its version.
+                    # Some kernels change a buffer without increasing it, and inference tensors have no version.
                     if computes or version is None or version != _version(buffer):
                         buffer.copy_(value)
                 for table, value in rescaled.values():

@@ -1,8 +1,8 @@
-"""What of a partition is decided before the first step: by hand or by a file.
+"""Given partition: the user's decisions before the first step, by hand or from a file.
 
-Whatever does not fit is refused while the pipeline is set up, when the ranks have done nothing yet. Stages that modules
-have been given are never passed over: where they have no say it is an error, because SageMaker ignores them silently
-and nobody notices.
+Decisions that do not fit are refused during set-up, before the ranks have done anything. Stages of modules that the
+user has set are never ignored: if they would have no effect it is an error, because SageMaker's library ignores them
+silently and nobody notices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,19 +25,19 @@ __all__ = ["GivenPartition", "choose_placed_units", "num_parameters_of", "place_
 
 
 class GivenPartition(NamedTuple):
-    """What the user has decided."""
+    """Stages and activation policies that the user has decided."""
 
     stage_of: Mapping[str, int]
-    """Of every unit."""
+    """Stage of every unit."""
     treatments: Treatments = {}
-    """What units do about what they would keep for backward, where a file says it."""
+    """Activation policies of units, if a file has them."""
 
 
 def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -> list[Unit]:
-    """The units of ``module``, none of which has parts that are placed on different stages.
+    """Units of ``module``, none of which has parts that are placed on different stages.
 
     Raises:
-        ConfigError: something must stay whole that is placed on several stages, or modules are placed by hand although
+        ConfigError: a module that must stay whole is placed on several stages, or modules are placed by hand although
             the library is to choose.
     """
     by_hand = ByHand(placed_modules(module), config.default_partition)
@@ -55,18 +55,18 @@ def choose_placed_units(config: SMPConfig, module: nn.Module, num_stages: int) -
 def place_beforehand(
     config: SMPConfig, module: nn.Module, units: Sequence[Unit], num_stages: int
 ) -> GivenPartition | None:
-    """The stage of every unit, where the user says so; ``None`` where the library is to choose.
+    """Stage of every unit, if the user has set it; ``None`` if the library is to choose.
 
-    Collective where there are ranks: they read a file together.
+    Collective if there are ranks: they read a file together.
 
     Raises:
-        ConfigError: what the user says does not fit the model or the number of stages.
+        ConfigError: the user's decision does not fit the model or the number of stages.
     """
     by_hand = ByHand(placed_modules(module), config.default_partition)
     if not config.auto_partition:
         return GivenPartition(by_hand.place([unit.name for unit in units], num_stages))
     if not config.load_partition:
-        return None if units else GivenPartition({})  # of a bare layer, say, there is nothing to choose
+        return None if units else GivenPartition({})  # a bare layer, say, leaves nothing to choose
     assert config.partition_file is not None
     saved = read_partition(_text_on_rank_0(config.partition_file), config.partition_file)
     stage_of = saved.place(num_parameters_of(units), num_stages, config.chunks_per_stage)
@@ -80,12 +80,12 @@ def place_beforehand(
 
 
 def num_parameters_of(units: Sequence[Unit]) -> dict[str, int]:
-    """Elements of the parameters of each unit, of which layers are not split yet."""
+    """Number of parameter elements of each unit whose layers are not split yet."""
     return {unit.name: sum(parameter.numel() for parameter in unit.module.parameters()) for unit in units}
 
 
 def _text_on_rank_0(path: str) -> str:
-    """Contents of a file that only the first machine may have; all ranks fail if it cannot be read."""
+    """Content of a file that only the first machine may have; all ranks fail if it cannot be read."""
     found: list[Any] = [None, None]
     are_ranks = dist.is_initialized()
     if not are_ranks or dist.get_rank() == 0:

@@ -1,6 +1,6 @@
-"""A module that a run has left spread over ranks meets the next run, maybe of another Trainer, which needs it whole.
+"""Modules that a run left sharded; the next run, perhaps of another Trainer, first restores the full module.
 
-So the module itself carries the engine that can restore it. Its copies and what is pickled of it do not.
+The module itself refers to the engine that can restore it. Copies and pickles of the module drop the reference.
 """
 
 from typing import Any, Final
@@ -9,24 +9,24 @@ from smp_strategy.engine.engine import Engine
 
 __all__ = ["leave_spread", "restore_left"]
 
-# The attribute of a module that some ranks have a part of only.
+# Attribute of a module that was left sharded.
 _LEFT: Final = "_smp_left"
 
 
 def leave_spread(module: Any, engine: Engine) -> None:
-    """Note on ``module`` that ``engine`` has left it spread."""
+    """Mark ``module`` as left sharded by ``engine``."""
     vars(module)[_LEFT] = _EngineLeft(engine)
 
 
 def restore_left(module: Any) -> None:
-    """Make ``module`` whole on all ranks, if a run has left it spread. Collective."""
+    """Restore the full module on all ranks, if a run left it sharded. Collective."""
     left = vars(module).pop(_LEFT, None)
     if left is not None and left.engine is not None:
         left.engine.restore_everywhere()
 
 
 class _EngineLeft:
-    """The engine; ``None`` on a copy."""
+    """Reference from a module to its engine; ``None`` in copies."""
 
     def __init__(self, engine: Engine | None = None) -> None:
         self.engine = engine

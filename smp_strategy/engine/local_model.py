@@ -1,10 +1,10 @@
-"""This rank's share of the module: which values it holds, and how they are trained, looked at, saved and given back.
+"""Local model: the parameters that this rank holds, and how they are trained, shown to hooks, saved and restored.
 
-A parameter belongs to the stages of the units that have it (:mod:`smp_strategy.model.ownership`). There, all replicas
-hold it, or a shard group holds it together (:mod:`smp_strategy.data_parallel.sharded_module`), and one replica or all
-of them update it (:mod:`smp_strategy.data_parallel.zero1`). Of split layers all of this is about a rank's part
-(:mod:`smp_strategy.tensor_parallel`). The share exists from the first step on, when ranks let go of what is not theirs,
-until the module is whole again.
+A parameter belongs to the stages of the units that contain it (:mod:`smp_strategy.model.ownership`). On a stage it is
+replicated over all replicas or sharded over a shard group (:mod:`smp_strategy.data_parallel.sharded_module`), and one
+replica or all of them update it (:mod:`smp_strategy.data_parallel.zero1`). Of a split layer a rank holds a part, and
+all of this applies to the part (:mod:`smp_strategy.tensor_parallel`). The first step creates the local model by freeing
+the values of other ranks; it lives until the module is full again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,37 +52,37 @@ __all__ = ["LocalModel"]
 
 
 class OngoingBackward(NamedTuple):
-    """A pass with backward, on its way."""
+    """Pass with backward that has not ended yet."""
 
     gradients: Accumulated
-    """Those that it has added, when it is over."""
+    """Gradients that the pass adds; complete when it has ended."""
     averages: BucketedAllReduce | None
-    """Those of them that are on their way to the replicas."""
+    """All-reduces of these gradients over the replicas that begin during the pass; ``None``: none do."""
     around_last: Callable[[], AbstractContextManager[None]]
-    """To be entered when its last backward action begins."""
+    """Makes a context for the last backward action of the pass."""
 
 
 @final
 class LocalModel:
-    """See the module docstring. Its construction lets go of everything else; collective.
+    """Parameters, gradients and optimizer state of this rank. The constructor frees all other values; collective.
 
     Args:
-        module: whole until now.
-        ownership: which stages hold which parameter.
-        mesh: where the ranks stand.
-        config: all options.
-        delayed: what of the module has no values yet, and where they are made.
-        copies: of the module, which are spread with it.
-        everyone_sees: whether all replicas keep averaged gradients until the optimizer's step.
-        split: the layers that are split, if there are any.
+        module: Module, full until now.
+        ownership: Map from parameters to stages.
+        mesh: Process mesh.
+        config: All options.
+        delayed: Tensors without values yet, and the device where they are made.
+        copies: Module copies of callbacks (EMA weights), which are partitioned together with the module.
+        everyone_sees: Whether all replicas keep averaged gradients until the optimizer's step.
+        split: Split layers; ``None``: there are none.
 
     Attributes:
-        ownership: as given.
-        sharded: the parameters that a shard group holds together, if there are any.
-        holdings: what this rank holds of each parameter, to those who save and load.
-        parts_in_sight: shows hooks the whole of split layers, if there are any.
-        reduction: sums up gradients.
-        whole_on: where the module has all its values: on all ranks, on rank 0, or nowhere because it is spread.
+        ownership: As given.
+        sharded: Parameters that are sharded over the shard group; ``None``: there are none.
+        holdings: Local rectangles of each parameter, for saving and loading.
+        parts_in_sight: Shows hooks the full parameters of split layers; ``None``: there are none.
+        reduction: Gradient reduction over stages and replicas.
+        whole_on: Ranks that have the full module: all, rank 0, or none.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class LocalModel:
         if parts is not None:
             self.parts_in_sight = FullSplitLayers(parts, lambda tensor: mesh.stage in ownership.holders(tensor))
         copies = list(copies)
+        # Sharded parameters get their values later, unit by unit: see `_with_values`.
         spread = ownership.parameters_by_units() if mesh.shard_group is not None else {}
         delayed.settle(
             lambda tensor: mesh.stage in ownership.holders(tensor),
@@ -140,26 +141,26 @@ class LocalModel:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that this rank holds, or a part of."""
+        """Parameters that this rank holds, fully or in part."""
         return self.ownership.local_parameters(self._mesh.stage)
 
     @property
     def whole_parameters(self) -> list[nn.Parameter]:
-        """Those of its units that this rank has all of, between uses, too."""
+        """Parameters of this rank's units that are not sharded, so they have their values between uses, too."""
         names = [name for name, stage in self.ownership.stage_of.items() if stage == self._mesh.stage]
         members = dict.fromkeys(parameter for name in names for parameter in self._parameters_of[name])
         return [each for each in members if self.sharded is None or not self.sharded.has(each)]
 
     @property
     def is_whole_here(self) -> bool:
-        """Whether this rank has all values of the module."""
+        """Whether this rank has the full module."""
         return self.whole_on == "all" or (self.whole_on == "rank_zero" and self._mesh.rank == 0)
 
     # Passes over the model
 
     @property
     def reads_refused(self) -> str:
-        """Why steps must not read values; empty: they may."""
+        """Reason why steps must not read values; empty: they may."""
         if self.sharded is None or self._mesh.pp == 1 or self._config.gathers_once(self._mesh.pp):
             return ""
         return (
@@ -169,7 +170,7 @@ class LocalModel:
         )
 
     def with_weights(self, unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
-        """See :data:`smp_strategy.pipeline.stage_context.WithWeights`."""
+        """``function`` with weights in place; see :data:`smp_strategy.pipeline.stage_context.WithWeights`."""
         if self.sharded is not None:
             function = self.sharded.call(unit, function, token)
         else:
@@ -177,16 +178,16 @@ class LocalModel:
         return function if self.parts_in_sight is None else self.parts_in_sight.around(function)
 
     def settle(self) -> None:
-        """Wait for values that are on their way to this rank: somebody will look at them."""
+        """Wait for updated parameters that are still being broadcast to this rank, before anything reads them."""
         self._state.arrivals.wait()
 
     @contextmanager
     def backward(self, *, continues: bool, sums: bool) -> Iterator[OngoingBackward]:
-        """A pass with backward runs in here. Collective.
+        """Context of a pass with backward. Collective.
 
         Args:
-            continues: its gradients are probably added to those that are there.
-            sums: begin to average them over the replicas while they are computed.
+            continues: Whether its gradients will probably be added to those in ``.grad``.
+            sums: Whether to start averaging over the replicas during backward.
         """
         averages = self.reduction.start() if sums else None
         contexts = [averages.watching] if averages is not None else []
@@ -202,14 +203,14 @@ class LocalModel:
                 averages.send_rest(self.reduction.buffers.notes())
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A pass without backward runs in here. Collective."""
+        """Context of a pass without backward. Collective."""
         self.settle()
         return nullcontext() if self.sharded is None else self.sharded.evaluating()
 
     # Code of the user
 
     def show_in(self, views: Views, transport: Transport | None, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        """Let ``views`` show weights, gradients and what ``optimizers`` keep, of which this rank has some."""
+        """Let ``views`` show weights, gradients and the state of ``optimizers``, of which this rank holds a share."""
         parameters, mesh = list(self._module.parameters()), self._mesh
         views.begin(parameters, self.ownership, mesh, transport, sharded=self.sharded, parts=self.parts_in_sight)
         if self._updates_all:
@@ -227,13 +228,13 @@ class LocalModel:
     # The optimizer's step
 
     def unscale(self, optimizer: Optimizer, scale: float) -> UnscaleResult:
-        """See :meth:`smp_strategy.engine.engine.Engine.unscale`."""
+        """Divide the gradients of ``optimizer`` by ``scale``; see :meth:`smp_strategy.engine.engine.Engine.unscale`."""
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         with torch.no_grad():
             return agreed(unscale_gradients(parameters, scale), self._delayed.device)
 
     def begin_update(self, optimizer: Optimizer) -> None:
-        """See :meth:`smp_strategy.engine.engine.Engine.begin_update`."""
+        """Before the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.begin_update`."""
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if (max_norm := self._config.sdp_gradient_clipping) is not None:
             self.clip_grad_norm_(parameters, max_norm)
@@ -244,7 +245,7 @@ class LocalModel:
             self.sharded.show_pieces(parameters)
 
     def end_update(self, optimizer: Optimizer) -> None:
-        """See :meth:`smp_strategy.engine.engine.Engine.end_update`."""
+        """After the step of ``optimizer``; see :meth:`smp_strategy.engine.engine.Engine.end_update`."""
         self._wide.end_update(each for group in optimizer.param_groups for each in group["params"])
         self._state.end_update(optimizer)
         if self.sharded is not None:
@@ -252,7 +253,7 @@ class LocalModel:
 
     @contextmanager
     def changing_weights(self, optimizer: Optimizer) -> Iterator[None]:
-        """See :meth:`smp_strategy.engine.engine.Engine.changing_weights`."""
+        """Changes of weights without a step; see :meth:`smp_strategy.engine.engine.Engine.changing_weights`."""
         self._try_optimizers([optimizer])
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         if self.sharded is not None:
@@ -265,7 +266,7 @@ class LocalModel:
                 self.sharded.hide_pieces()
 
     def clip_grad_norm_(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See :meth:`smp_strategy.engine.engine.Engine.clip_grad_norm_`."""
+        """Clip the global gradient norm; see :meth:`smp_strategy.engine.engine.Engine.clip_grad_norm_`."""
         norm = self.reduction.norm(parameters, norm_type)
         local = [parameter for parameter in parameters if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
@@ -274,7 +275,7 @@ class LocalModel:
     # Values
 
     def restore(self, where: RestoreModule) -> None:
-        """Give the ranks ``where`` the whole module back. Collective."""
+        """Restore the full module on the ranks ``where``. Collective."""
         self.settle()
         if where == "all":
             self._wide.end()
@@ -287,7 +288,7 @@ class LocalModel:
         with nullcontext() if self._split is None else self._split.in_parts():
             if self.sharded is not None and (where == "all" or mesh.replicate_rank == 0 or self.sharded.deals_out):
                 self.sharded.restore(keep=where == "all" or mesh.dp_rank == 0, is_last=where == "all")
-            # All parts of rank 0's layers: it gets the others' when all stages' are there.
+            # All ranks of rank 0's tensor-parallel group take their parts from all stages; `to_dense` joins them later.
             keep = where == "all" or (mesh.dp_rank == 0 and mesh.pp_rank == 0)
             if where == "all" or mesh.dp_rank == 0:
                 restore(self._module, self.ownership, mesh, keep=keep)
@@ -296,14 +297,14 @@ class LocalModel:
         self.whole_on = where
 
     def full_state_dict(self) -> dict[str, Any]:
-        """See :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`."""
+        """Full state dict on rank 0; see :meth:`smp_strategy.engine.checkpointing.SavedState.full_state_dict`."""
         self.settle()
         if self.whole_on != "none":
             return self._module.state_dict() if self._mesh.rank == 0 else {}
         return full.state_dict(self.holdings)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:
-        """Take this rank's share of a whole state dict, or all of it where the module is whole."""
+        """Load this rank's share of a full state dict, or all of it if the module is full here."""
         self.settle()
         if self.is_whole_here:
             self._module.load_state_dict(state, strict=strict)
@@ -312,7 +313,7 @@ class LocalModel:
             load_module(self._module, WholeState(entries), self.holdings, strict=strict)
 
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Of state that ``optimizers`` have for whole parameters, keep this rank's share.
+        """Cut the state that ``optimizers`` have for full parameters to this rank's share.
 
         Raises:
             ConfigError: some of them cannot update pieces of parameters.
@@ -324,13 +325,13 @@ class LocalModel:
                 mark_own_states(optimizer)
 
     def _try_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse those that need more than a rank has, also if what they train has been added or unfrozen since."""
+        """Refuse optimizers that need more than a rank has, also after parameters were added or unfrozen."""
         if self._updates_all:
             return
         new = {each: trained for each in optimizers if (trained := _trained_by(each)) != self._tried.get(each)}
         if not new:
             return
-        # Of all stages, so that all ranks refuse the same.
+        # Names of all stages' parameters, so that all ranks raise the same error.
         names = {parameter: name for name, parameter in self._module.named_parameters()}
 
         def updaters(parameter: nn.Parameter) -> list[Updater]:
@@ -351,22 +352,22 @@ class LocalModel:
 
     @property
     def _updates_all(self) -> bool:
-        """Whether optimizers see here what they would in one process."""
+        """Whether optimizers see the same parameters here as in a single process."""
         return not self._is_divided and self.sharded is None and self._parts is None
 
     @property
     def _is_divided(self) -> bool:
-        """Whether each rank updates some of the parameters."""
+        """Whether each rank updates only some of the parameters."""
         return self._mesh.pp > 1 or self._state.is_on
 
     @property
     def _divided_by(self) -> dict[str, object]:
-        """The options that let each rank update some of the parameters, with their values."""
+        """Options that let each rank update some of the parameters, with their values."""
         options: dict[str, object] = {"pipeline_parallel_degree": self._mesh.pp} if self._mesh.pp > 1 else {}
         return {**options, "shard_optimizer_state": True} if self._state.is_on else options
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End background work."""
         if self.sharded is not None:
             self.sharded.close()
 
@@ -385,7 +386,7 @@ def _all(contexts: Iterable[Callable[[], AbstractContextManager[None]]]) -> Iter
 
 @contextmanager
 def _no_new_states(optimizer: Optimizer) -> Iterator[None]:
-    """Who asks for a state makes one, also of parameters that this rank does not train."""
+    """Remove empty states on exit: reading ``optimizer.state[p]`` makes one, also for a ``p`` of another rank."""
     before = set(optimizer.state)
     try:
         yield
@@ -450,6 +451,6 @@ def _keeping(module: nn.Module, config: SMPConfig) -> ShardPolicy:
 def _with_values(
     members: Sequence[tuple[str, nn.Parameter]], delayed: DelayedModule
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """``members``, which have values when they are asked for, and not before: each unit is cut before the next."""
+    """``members``, materialised when the iteration begins and not before: each unit is sharded before the next one."""
     delayed.materialise(parameter for _, parameter in members)
     yield from members

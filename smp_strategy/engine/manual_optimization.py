@@ -1,15 +1,13 @@
-"""Training steps that run their backward and step their optimizers themselves (manual optimization).
+"""Manual optimization: training steps that run backward and step their optimizers themselves.
 
-In such a step, backward and optimizer steps stand in the midst of the user's code, which runs once per microbatch; but
-they concern the whole batch. Each of them is a *barrier*: the microbatches run up to it one after the other, then it
-is done once, then all go on. At a backward, the microbatches' losses are weighted by samples and their gradients added
-to ``.grad`` in the order of the microbatches: the numbers of one process that does the same.
+The user's code runs once per microbatch, but its backward and optimizer steps concern the whole batch. Each of them is
+a *barrier*: the microbatches run up to it one after the other, it is executed once, then all resume. At a backward, the
+losses are weighted by samples and the gradients added to ``.grad`` in the order of the microbatches, which gives the
+numbers of a single process.
 
-Gradients are out of reach for the microbatches of a step that computes them itself.
-
-Under manual optimization the parameters' gradients exist while the user's code runs, once per microbatch and on each
-stage a part. Code that reads or changes them there would do so several times, and with a part only. So whenever a
-microbatch has its turn, ``.grad`` is a stand-in that tells what to do instead.
+[Note: hidden gradients] Between barriers, code that read or changed ``.grad`` would do so once per microbatch, and with
+the gradients of a single stage only. So while a microbatch runs, ``.grad`` is a stand-in whose use is an error that
+names the alternatives.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,10 +32,10 @@ __all__ = ["HiddenGradients", "ManualSteps"]
 
 @final
 class HiddenGradients:
-    """Hides the gradients of ``parameters``, and shows them for a while.
+    """Hides the gradients of ``parameters``, and shows them for a while; see [Note: hidden gradients].
 
     Args:
-        parameters: whose gradients.
+        parameters: Parameters of this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -46,7 +44,7 @@ class HiddenGradients:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """They are hidden while this is open."""
+        """Context in which gradients are hidden."""
         self._hide()
         try:
             yield
@@ -55,7 +53,7 @@ class HiddenGradients:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside of :meth:`hidden`: they are shown while this is open."""
+        """Context inside of :meth:`hidden` in which gradients are visible."""
         self._show()
         try:
             yield
@@ -77,7 +75,7 @@ class HiddenGradients:
 
 
 class _GradientMetadata(Tensor):
-    """Has the metadata of a gradient, which is all that ``.grad =`` asks for."""
+    """Stand-in with the metadata of a gradient, which is all that assignment to ``.grad`` checks."""
 
     @staticmethod
     def __new__(cls, gradient: Tensor) -> "_GradientMetadata":
@@ -101,10 +99,10 @@ class _GradientMetadata(Tensor):
 
 @final
 class ManualSteps:
-    """What the code of a manual step can ask for.
+    """Runs manual steps, and the actions that their code asks for.
 
     Args:
-        calls: leads to the runtime, which exists from the first step on.
+        calls: Intercepted units; their runtime exists from the first step on.
     """
 
     def __init__(self, calls: UnitCalls) -> None:
@@ -117,19 +115,19 @@ class ManualSteps:
     def begin(
         self, parameters: Sequence[nn.Parameter], reduction: Reduction, sharded: ShardedModule | None = None
     ) -> None:
-        """The model is partitioned.
+        """Set up for the partitioned model.
 
         Args:
-            parameters: those that this rank holds, or a part of.
-            reduction: sums up their gradients.
-            sharded: those that a shard group holds together, if there are any.
+            parameters: Parameters that this rank holds, fully or in part.
+            reduction: Reduction of their gradients.
+            sharded: Parameters that are sharded over the shard group; ``None``: there are none.
         """
         self._reduction = reduction
         self._sharded = sharded
         self._hidden = HiddenGradients(parameters)
 
     def run(self, job: Job, microbatches: Sequence[Any]) -> StepRun:
-        """Run a step."""
+        """Run a manual step."""
         assert self._calls.runtime is not None
         assert self._hidden is not None
         self._weights = job.weights
@@ -147,7 +145,7 @@ class ManualSteps:
         return result
 
     def forward(self, job: Job, microbatches: Sequence[Any], sizes: tuple[int, ...]) -> ForwardStep:
-        """Run a step forward only, and let it wait for what comes back. Its losses are not weighted."""
+        """Run a step forward and pause it until its backward. Its losses are not weighted."""
         runtime, sharded = self._calls.runtime, self._sharded
         assert runtime is not None
         program = program_of(job.step, self._once_in_step, runtime.make_real)
@@ -178,20 +176,20 @@ class ManualSteps:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the caller is code of a step, dry or not."""
+        """Whether code of a step, dry or not, is the caller."""
         return self._calls.runtime is not None and self._calls.runtime.is_in_step
 
     def once(self, name: str, act: Callable[[list[Any]], Any], value: Any = None, *, also_dry: bool = False) -> Any:
-        """In the code of a step: wait for all microbatches, then do something once for the batch.
+        """In the code of a step: wait for all microbatches, then run ``act`` once for the batch.
 
         Args:
-            name: what it is, for messages. Microbatches that wait for different things are an error.
-            act: gets the ``value`` of each microbatch. Gradients are real and those of this rank meanwhile.
-            value: what this microbatch brings.
-            also_dry: do it in a dry run, too.
+            name: Name of the action, for messages. Microbatches that wait for different actions are an error.
+            act: Action on the ``value`` of each microbatch. Meanwhile ``.grad`` is the real gradient of this rank.
+            value: Contribution of this microbatch.
+            also_dry: Whether to run it in a dry run, too.
 
         Returns:
-            What ``act`` returns, in all microbatches. Outside of a step it is called at once.
+            Result of ``act``, in all microbatches. Outside of a step it runs at once.
         """
         runtime, hidden = self._calls.runtime, self._hidden
         if runtime is None or not runtime.is_in_step:
@@ -217,19 +215,19 @@ class ManualSteps:
             self._calls.runtime.barriers.backward(losses, factor, retain_graph=retain_graph)
 
     def mean(self, values: Sequence[Any]) -> Tensor:
-        """In an action of :meth:`once`: the mean over the batch of a number of each microbatch, real everywhere."""
+        """In an action of :meth:`once`: mean over the batch of one number per microbatch, real everywhere."""
         assert self._calls.runtime is not None
         real = [torch.as_tensor(value).reshape(()) for value in self._calls.runtime.make_real(list(values))]
         stacked = torch.stack(real)
         return (stacked * stacked.new_tensor(self._weights)).sum()
 
     def over_replicas(self, value: Tensor) -> Tensor:
-        """The mean of the replicas' ``value``. Collective."""
+        """Mean of ``value`` over the replicas. Collective."""
         if self._sharded is not None:
             self._sharded.let_go()
         return value if self._reduction is None else self._reduction.over_replicas(value)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make the gradients of ``parameters`` whole: summed over stages and averaged over replicas; collective."""
+        """Sum the gradients of ``parameters`` over stages and average them over replicas; collective."""
         if self._reduction is not None:
             self._reduction.reduce_some(parameters)

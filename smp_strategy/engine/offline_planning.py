@@ -1,10 +1,10 @@
-"""Decide a partition without ranks and without memory: on a laptop, for a model that is larger than its memory.
+"""Offline planning: a partition without ranks, on a laptop, for a model that is larger than its memory.
 
-The model may be on the meta device. Units need no values (:mod:`smp_strategy.model.trace.shape_inference`); what code
-above them computes with (masks, rotary tables) is small and gets memory, with zeros, while the step runs dry.
+The model may be on the meta device. Units need no values (:mod:`smp_strategy.model.trace.shape_inference`); tensors
+that code above them computes with (masks, rotary tables) are small and get memory, with zeros, during the dry run.
 
-Layers that ranks would split are split meanwhile, as the first rank would have them, and whole again afterwards. They
-are chosen by what the step does, too, which is watched where it costs nothing: on the meta device, if the model is.
+Layers that ranks would split are split temporarily, as on the first rank. Their choice depends on the step, too, which
+is observed where that costs nothing: on the meta device, if the model is there.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ def plan_partition(
     machine: Machine | str = "cpu",
     **options: Any,
 ) -> Partition:
-    """The partition that a run of ``num_stages`` ranks would decide on, or what one by hand or from a file costs.
+    """Partition that a run with ``num_stages`` stages would have: the best one, or a given one with its costs.
 
     A model of 30 billion parameters takes seconds and some megabytes::
 
@@ -62,19 +62,19 @@ def plan_partition(
         )
 
     Args:
-        module: the whole module, on the CPU or on the meta device.
-        step: what a training step does with a microbatch.
-        microbatch: an example; tensors on the meta device count as zeros. With `prescaled_batch=False` it has the
-            samples of all ranks of a tensor-parallel group.
-        num_stages: number of pipeline stages.
-        loss_of: picks the loss out of what ``step`` returns.
-        optimizers: what will train the module; without any, two moments per parameter are assumed.
-        machine: what models times: a nominal machine (``"cpu"``, ``"cuda"``) or one of your own.
-        options: of the run, as for ``SMPStrategy``.
+        module: Full module, on the CPU or on the meta device.
+        step: Training step on a microbatch.
+        microbatch: Example; tensors on the meta device count as zeros. With `prescaled_batch=False` it has the samples
+            of all ranks of a tensor-parallel group.
+        num_stages: Number of pipeline stages.
+        loss_of: Picks the loss out of the result of ``step``.
+        optimizers: Optimizers of the module; without any, two moments per parameter are assumed.
+        machine: Model of computation times: a nominal machine (``"cpu"``, ``"cuda"``) or one of your own.
+        options: Options of the run, as for ``SMPStrategy``.
 
     Raises:
-        ConfigError: of the options, or there are fewer units than stages.
-        UnsupportedError: the step looks at values, and the module has none.
+        ConfigError: the options do not go together, or there are fewer units than stages.
+        UnsupportedError: the step reads values, and the module has none.
     """
     config = SMPConfig.from_options(**{"pipeline_parallel_degree": num_stages, **options})
     config.check(num_stages)
@@ -104,7 +104,7 @@ def trace_program(
     optimizers: Sequence[Optimizer] = (),
     machine: Machine | str = "cpu",
 ) -> PlanningInput:
-    """What is partitioned: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
+    """Planning problem: a microbatch of the module with its costs. Arguments as for :func:`plan_partition`."""
     device, dp_shard = torch.device("cpu"), config.sharded_data_parallel_degree
     shape = MeshShape(pp=num_stages, dp=dp_shard, dp_shard=dp_shard, tp=config.tensor_parallel_degree)
     units = choose_placed_units(config, module, num_stages)
@@ -141,7 +141,7 @@ def _split(
     microbatch: Any,
     loss_of: Callable[[Any], Tensor | None],
 ) -> Iterator[None]:
-    """In here layers are those of the first of the ranks that would split them."""
+    """Context in which layers are split as on the first tensor-parallel rank."""
     if config.tensor_parallel_degree == 1:
         yield
         return
@@ -168,11 +168,11 @@ def _split(
 def _run(
     step: Callable[[Any], Any], microbatch: Any, loss_of: Callable[[Any], Tensor | None], surroundings: DryRunInput
 ) -> None:
-    """Run the step for somebody who watches."""
+    """Run the step for a caller that observes it."""
     module = surroundings.module
     without_values = [each for each in (*module.parameters(), *module.buffers()) if each.is_meta]
     if without_values:
-        # Nothing is computed there. What fails looks at values, or has some elsewhere, and does better with zeros.
+        # Free, as nothing is computed. A step that fails reads values, or has some on another device: zeros serve it.
         with suppress(Exception), torch.device("meta"), Snapshot(modules=module.modules()):
             step(pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), microbatch))
             return
@@ -190,7 +190,7 @@ def _real(leaf: Any) -> Any:
 
 @contextmanager
 def _glue_in_memory(module: nn.Module, units: Sequence[Unit], device: torch.device) -> Iterator[None]:
-    """Parameters and buffers of code above the units are on ``device`` in here, zero where they have no values."""
+    """Context in which parameters and buffers of the glue are on ``device``, zero if they have no values."""
     of_units = {id(tensor) for unit in units for tensor in unit.tensors}
     inside = {id(part) for unit in units for part in unit.module.modules()}
     before: list[tuple[dict[str, Any], str, Tensor]] = []

@@ -1,9 +1,15 @@
-"""From an ordinary module to the share of each rank: decided in the first step, and kept for every later run.
+"""Parallelization: an ordinary module becomes the local model of each rank, in the first step and for all later runs.
 
-A trace needs a batch, so nothing is decided before there is one. Then, in this order: what has no values yet is looked
-at, layers are split, the partition is decided, every rank lets go of what is not its own, and calls of units go to the
-runtime of this rank's stage. From then on a rank has a smaller model, and the partition is that of smaller models: one
-for each part, which know of each other in split layers only.
+[Note: order of parallelization] A trace needs a batch, so nothing is decided before there is one. Then:
+
+1. tensors without values are checked: all must be able to get some;
+2. layers are split, because the partition must know the sizes of their parts;
+3. the partition is decided (:mod:`smp_strategy.engine.decide`);
+4. every rank frees the values of other ranks (:mod:`smp_strategy.engine.local_model`);
+5. calls of units go to the runtime of this rank's stage.
+
+From then on a rank has a smaller model. With tensor parallelism there is one such model per part, each with its own
+pipeline and all with the same partition; they meet in split layers only.
 """
 
 import itertools
@@ -61,36 +67,36 @@ __all__ = ["FirstStep", "Parallelizer"]
 
 
 class FirstStep(NamedTuple):
-    """What the first step is to do."""
+    """Step of a new kind, with its batch."""
 
     kind: str
-    """Steps of one kind probably take the same path."""
+    """Kind of step; steps of the same kind probably take the same path."""
     step: Step
     """The user's code for one microbatch."""
     microbatches: Sequence[Any]
-    """What it gets."""
+    """Microbatches of its batch."""
     loss_of: Callable[[Any], Tensor | None] | None = None
-    """Picks the loss out of what ``step`` returns."""
+    """Picks the loss out of the result of ``step``."""
 
 
 @final
 class Parallelizer:
-    """See the module docstring.
+    """Decides how a module is parallelized, and builds this rank's local model and runtime accordingly.
 
     Args:
-        config: all options.
-        module: whole on every rank until :meth:`take_share`.
-        units: its units.
-        mesh: where the ranks stand.
-        calls: where calls of the units arrive.
-        delayed: what of the module has no values yet.
-        given: what is decided already.
-        report: called with text for the user, the same on every rank.
+        config: All options.
+        module: Module, full on every rank until :meth:`take_share`.
+        units: Its units.
+        mesh: Process mesh.
+        calls: Interception of unit calls.
+        delayed: Tensors of the module without values yet.
+        given: Decisions of the user.
+        report: Called with text for the user, the same on every rank.
 
     Attributes:
-        partition: which unit goes to which stage, once it is decided.
-        treatments: what becomes of what units keep for backward.
-        costs: what calls cost: measured, once the partition is decided, or modelled.
+        partition: Stage of each unit; ``None`` until it is decided.
+        treatments: Activation policies of units.
+        costs: Costs of calls: modelled, or measured once the partition is decided.
     """
 
     def __init__(
@@ -127,38 +133,38 @@ class Parallelizer:
 
     @property
     def plans(self) -> PlanCache:
-        """After which steps run; exist once the partition is decided."""
+        """Plan cache; exists once the partition is decided."""
         assert self._plans is not None
         return self._plans
 
     def close(self) -> None:
-        """Let go of process groups; what was decided can still be asked for."""
+        """Release process groups; decisions can still be read."""
         if self._group is not None:
             self._group.close()
 
     def begin(self, what: str) -> None:
-        """A step begins: see :meth:`TensorGroup.begin`."""
+        """Begin a step: see :meth:`TensorGroup.begin`."""
         if self._group is not None:
             self._group.begin(what)
 
     def in_hook(self) -> AbstractContextManager[None]:
-        """Code of the user runs in here: see :meth:`TensorGroup.in_hook`."""
+        """Context of the user's code in a hook: see :meth:`TensorGroup.in_hook`."""
         return nullcontext() if self._group is None else self._group.in_hook()
 
     def cut(self, batch: Any, known: BatchSource | None, *, is_joint: bool) -> tuple[list[Any], tuple[int, ...]]:
-        """Microbatches and their sizes, of the samples of all ranks that split layers between them. Collective.
+        """Microbatches and their sizes, from the samples of all ranks of the tensor-parallel group. Collective.
 
         Args:
-            batch: what this rank has read.
-            known: what the data loader says of its samples.
-            is_joint: these ranks have all read this batch; else see :func:`join`.
+            batch: Batch that this rank has read.
+            known: Facts that the data loader knows about its samples.
+            is_joint: Whether all these ranks have read this batch; else see :func:`join`.
         """
         if not (is_joint or self._config.prescaled_batch or self._group is None):
             batch, known = join(batch, self._group, known)
         return split(batch, self._config.num_microbatches(self._mesh.pp), known)
 
     def warn_of_fewer(self, num_run: int) -> None:
-        """Tell that the batches of a run have fewer samples than microbatches are asked for; ``num_run`` are run."""
+        """Warn that a batch has fewer samples than microbatches are asked for; ``num_run`` microbatches are run."""
         wanted = self._config.microbatches
         if wanted is not None and num_run < wanted:
             warnings.warn(
@@ -168,13 +174,13 @@ class Parallelizer:
             )
 
     def report_batch(self, num_samples: int) -> None:
-        """Say once how many samples a training step sees, given those of this replica's batch."""
+        """Report once the number of samples in a training step, given those of this replica's batch."""
         if not self._has_counted and self._mesh.shape.world_size > 1:
             self._has_counted = True
             self._report(render_batch(num_samples, self._mesh.shape))
 
     def surroundings(self, optimizers: Sequence[Optimizer]) -> DryRunInput:
-        """What dry runs run on."""
+        """Module and environment of dry runs."""
         return DryRunInput(
             module=self._module,
             units=self._units,
@@ -187,13 +193,16 @@ class Parallelizer:
         )
 
     def decide(self, first: FirstStep, optimizers: Sequence[Optimizer]) -> None:
-        """Split layers, and make the partition, unless one is kept. Collective over all ranks."""
+        """Split layers and decide the partition, unless there is one already. Collective over all ranks.
+
+        See [Note: order of parallelization].
+        """
         self._delayed.prepare(self._units, optimizers)
         if self._group is not None:
             self._split_layers(first, optimizers, self._group)
         if self.partition is not None:
             return
-        # What is planned, and told, is what will run: batches may have fewer samples than microbatches are asked for.
+        # Plan and report the microbatches that will run: a batch may have too few samples for the option.
         config, num_run = self._config, len(first.microbatches)
         if first.kind in ("train", "manual") and num_run < config.num_microbatches(self._mesh.pp):
             config = replace(config, microbatches=num_run)
@@ -220,7 +229,7 @@ class Parallelizer:
 
     @property
     def split_report(self) -> SplitReport | None:
-        """What became of each layer; ``None`` where none are split, or before the first step."""
+        """Report on each layer; ``None`` if none are split, or before the first step."""
         return None if self._split is None else self._split.report
 
     def _split_layers(self, first: FirstStep, optimizers: Sequence[Optimizer], group: TensorGroup) -> None:
@@ -234,7 +243,7 @@ class Parallelizer:
 
         before = None if self._split is None else dict(self._split.cuts)
         watched = None if self._split is None else self._split.watched
-        # Calls must reach the layers as they are afterwards, and not as they were when calls were intercepted.
+        # Interception keeps the `forward` of units as it was then; splitting changes it, so intercept again afterwards.
         self._calls.give_back()
         try:
             split = split_layers(
@@ -261,15 +270,15 @@ class Parallelizer:
 
     @property
     def needs_look(self) -> bool:
-        """Whether each new kind of step is to be looked at before it runs: see :meth:`look`."""
+        """Whether each new kind of step needs :meth:`look` before it runs."""
         return self._split is not None
 
     def look(self, kind: FirstStep, optimizers: Sequence[Optimizer]) -> None:
-        """Look at a later kind of step, which may use what the first one has not used.
+        """Dry run of a later kind of step, which may use tensors that the first one has not used.
 
         Raises:
-            UnsupportedError: code above the units computes with parts of split layers as if they were whole, or a hook
-                would, that has been registered since; units write to weights that are shards.
+            UnsupportedError: code above the units, or a hook registered since, computes with parts of split layers as
+                if they were full; or units write to sharded weights.
         """
         self._refuse_new_hooks()
         has_values = self._mesh.pp == 1 and self._mesh.shard_group is None
@@ -281,7 +290,7 @@ class Parallelizer:
         cuts = {} if self._split is None else self._split.cuts
         used_parts = {id(tensor) for tensor in run_step() if tensor in cuts}
         if used_parts and has_values:
-            # Code may call a layer that it has not called before: the layer knows what it has.
+            # A layer may read its own part: only the uses by other code are errors.
             used_parts &= read_by_others(dict(self._module.named_modules()), run_step)
         self._refuse_rewritten()
         found = [name for name, parameter in self._module.named_parameters() if id(parameter) in used_parts]
@@ -297,13 +306,13 @@ class Parallelizer:
         """Find out how far microbatches of a new kind of step may take turns. Collective over the replica's ranks.
 
         Args:
-            kind: of step.
-            optimizers: what trains the module.
-            keep_shared: modules whose attributes add up over microbatches.
+            kind: Step of the new kind.
+            optimizers: Optimizers of the module.
+            keep_shared: Modules whose attributes accumulate over microbatches.
         """
         assert self.partition is not None
         surroundings = self.surroundings(optimizers)
-        # Steps that run their backward themselves stop at barriers, up to which one microbatch runs after the other.
+        # In manual steps microbatches run one after the other from barrier to barrier anyway.
         if self._config.skip_tracing or surroundings.num_microbatches == 1 or kind.kind == "manual":
             return
         glue, units = self._glue_and_units(keep_shared)
@@ -319,14 +328,14 @@ class Parallelizer:
         found = [each for each in rules if each is not None]
         if not found:
             return
-        # Stages that went by different rules would wait for each other.
+        # Stages under different rules would deadlock. Without a gate, microbatches run one after the other.
         rule = found[0] if len(set(rules)) == 1 else found[0]._replace(gate=None)
         self.plans.turn_rules[kind.kind] = rule
         if rule.gate is None:
             self._report(render_order(kind.kind, rule.names))
 
     def refuse_rescaled(self) -> None:
-        """Training begins.
+        """Before training: refuse embeddings with ``max_norm`` if there are several replicas.
 
         Raises:
             UnsupportedError: replicas would rescale rows of an embedding each in its own way.
@@ -341,11 +350,11 @@ class Parallelizer:
             )
 
     def _refuse_rewritten(self) -> None:
-        """Units have run dry.
+        """After a dry run: refuse units that write to sharded weights.
 
         Raises:
-            UnsupportedError: one of them writes to a weight that is put together for each use, of which a rank keeps
-                nothing but its part of what was there before.
+            UnsupportedError: a unit writes to a weight that is gathered for each use, of which a rank keeps only its
+                shard of the earlier values.
         """
         rewritten = sorted(self._oracle.rewritten)
         if rewritten and self._mesh.shard_group is not None:
@@ -369,22 +378,22 @@ class Parallelizer:
             )
 
     def _agree(self, is_so: bool) -> bool:
-        """Whether something is true on all ranks that split layers between them. Collective over these."""
+        """Whether something is true on all ranks of the tensor-parallel group. Collective over it."""
         if self._group is None:
             return is_so
         return not self._group.most(torch.tensor([not is_so], dtype=torch.uint8, device="cpu")).item()
 
     def _agree_on_trace(self, trace: Trace) -> Trace:
-        """``trace`` as the first rank of those that split layers between them knows it. Collective over these."""
+        """``trace`` of the first rank of the tensor-parallel group. Collective over it."""
         if self._group is None:
             return trace
         first = self._group.objects(trace)[0]
         return Trace(first.events, first.loss)
 
     def take_share(self, copies: Iterable[nn.Module], *, everyone_sees: bool) -> LocalModel:
-        """Let go of what belongs to other ranks; see :class:`~smp_strategy.engine.local_model.LocalModel`."""
+        """Free the values of other ranks; see :class:`~smp_strategy.engine.local_model.LocalModel`."""
         assert self.partition is not None
-        # Anew each time: buffers may have been replaced in the meantime.
+        # Not kept from an earlier run: buffers may have been replaced since.
         ownership = Ownership(
             self._module, self._units, self.partition.stage_of, self._mesh.pp, used_by_glue=self._used_by_glue
         )
@@ -400,16 +409,16 @@ class Parallelizer:
         )
 
     def transport(self, timeout: timedelta | None) -> Transport | None:
-        """What carries values between the stages, where there are several."""
+        """Point-to-point transport between the stages; ``None`` if there is a single one."""
         return Transport(self._mesh.stage_ranks, self._mesh.pp_group, timeout) if self._mesh.pp > 1 else None
 
     def runtime(self, share: LocalModel, transport: Transport | None, keep_shared: Iterable[nn.Module]) -> Runtime:
-        """What runs the user's code on this rank's stage.
+        """Runtime that executes the user's code on this rank's stage.
 
         Args:
-            share: what this rank has of the module.
-            transport: see :meth:`transport`.
-            keep_shared: modules whose attributes add up over microbatches.
+            share: Local model.
+            transport: See :meth:`transport`.
+            keep_shared: Modules whose attributes accumulate over microbatches.
         """
         assert self.partition is not None
         glue, units = self._glue_and_units(keep_shared)
@@ -436,7 +445,7 @@ class Parallelizer:
         return MicrobatchState(glue, units, lambda: self._calls.exposed_parts, self._calls.switches)
 
     def _activations(self, glue: Sequence[nn.Module]) -> UnitWrapper:
-        """What becomes of what units, and parts of them, keep for backward."""
+        """Wrapper that applies the activation policies of units and of their submodules."""
 
         def reached(unit: nn.Module) -> tuple[Sequence[nn.Module], Sequence[Any]]:
             return glue, reached_by_hooks(list(unit.modules()))

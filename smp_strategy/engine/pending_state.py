@@ -1,7 +1,7 @@
-"""What of a state that was loaded waits until it is known which rank holds what.
+"""Pending state: loaded state that waits for the partition, which decides which rank holds what.
 
-Before the first step every rank has the whole module, so values go there, where there is memory. The state of
-optimizers, gradients, and parameters without memory wait: after the partition each rank takes its share of them.
+Before the first step every rank has the full module, so values go there, if it has memory. The state of optimizers,
+gradients, and parameters without memory are pending: after the partition each rank loads its share of them.
 """
 
 from collections.abc import Mapping
@@ -21,25 +21,25 @@ __all__ = ["PendingState", "PendingOptimizerState"]
 
 
 class PendingOptimizerState(NamedTuple):
-    """The state of an optimizer."""
+    """Loaded state of an optimizer."""
 
     source: Source
     number: int
-    """Of the optimizer there."""
+    """Number of the optimizer in the source."""
     names: Mapping[nn.Parameter, str]
-    """What parameters are called there."""
+    """Names of the parameters in the source."""
 
     def read(self) -> dict[nn.Parameter, Any]:
-        """All of it, on the host."""
+        """Full state, on the host."""
         return read_optimizer(self.source, self.number, self.names)
 
 
 @final
 class PendingState:
-    """See the module docstring.
+    """Loaded state of module, optimizers and gradients until the partition is decided.
 
     Attributes:
-        optimizers: those whose state waits.
+        optimizers: Pending state by optimizer.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,15 @@ class PendingState:
         self._gradients: Source | None = None
 
     def expect_module(self, source: Source, *, strict: bool) -> None:
-        """Parameters without memory get their values from ``source``."""
+        """Let parameters without memory get their values from ``source``."""
         self._module = source, strict
 
     def expect_gradients(self, source: Source) -> None:
-        """Training goes on with the gradients that ``source`` has."""
+        """Let training continue with the gradients of ``source``."""
         self._gradients = source
 
     def give_whole(self, delayed: DelayedModule) -> None:
-        """Let parameters without memory have whole values already: copies of the module are made of them."""
+        """Give full values to parameters without memory now, because copies of the module are made from them."""
         if self._module is None:
             return
         names = {tensor: f"{MODULE}.{name}" for tensor, name in delayed.expected.items()}
@@ -67,20 +67,20 @@ class PendingState:
         delayed.take(values)
 
     def give_optimizers(self) -> None:
-        """There is no first step: let optimizers have all of the state that waits, as in one process."""
+        """Load all pending state into the optimizers, as in a single process: there is no first step."""
         for optimizer in self.optimizers:
             optimizer.load_state_dict(self.whole(optimizer))
         self.optimizers.clear()
 
     def whole(self, optimizer: Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with all of what waits for ``optimizer``."""
+        """``optimizer.state_dict()`` with all of its pending state."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
         kept = {numbers[parameter]: value for parameter, value in self.optimizers[optimizer].read().items()}
         return {**optimizer.state_dict(), "state": dict(sorted(kept.items()))}
 
     def load(self, holdings: LocalShards) -> None:
-        """Take this rank's share of everything that waits."""
+        """Load this rank's share of all pending state."""
         if self._module is not None:
             source, strict = self._module
             load_module(holdings.module, source, holdings, strict=strict)

@@ -1,4 +1,4 @@
-"""Cache of plans: one for every path that steps take, and every number of microbatches."""
+"""Plan cache: one schedule for each path that steps take and each number of microbatches."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, final, get_args
@@ -21,41 +21,41 @@ from smp_strategy.reports.explain.text import timetable
 
 __all__ = ["PlanCache", "StepOrder", "policy_of"]
 
-# A step that never repeats a path or a size of batch must not fill the memory.
+# Bound of the cache: steps may never repeat a path or a batch size.
 MOST_PLANS = 256
 
 
 def policy_of(partition: Partition) -> Policy:
-    """The policy that ``partition`` was made for."""
+    """Scheduling policy that ``partition`` was made for."""
     names = {name: name for name in get_args(PolicyName)}
     return Policy(names[partition.schedule], partition.chunks_per_stage, partition.active_microbatches)
 
 
 class StepOrder(NamedTuple):
-    """The order of work of one step."""
+    """Schedule of a step."""
 
     plan: Plan | None = None
-    """``None``: program order, as no path is known yet, or microbatches depend on each other."""
+    """Plan; ``None``: program order, because no path is known yet or microbatches depend on each other."""
     gate: int | None = None
-    """After how many events a microbatch waits for those before it to end, if it does."""
+    """Number of events after which a microbatch waits until earlier ones have ended; ``None``: it does not wait."""
     expected: Sequence[object] | None = None
     """Signatures of the events that the plan was made for."""
 
 
 @final
 class PlanCache:
-    """See the module docstring.
+    """Plans of a module's steps, by path and number of microbatches.
 
     Args:
-        config: all options.
-        partition: where units are, and under which policy.
-        costs: how long calls take.
-        report: told the first timetable of a training step, where there are several stages.
-        agree: makes a trace the same on all ranks that split layers between them. Their parts, hence their costs, may
-            differ, but they must keep one order.
+        config: All options.
+        partition: Stages of units, and the scheduling policy.
+        costs: Costs of calls.
+        report: Called with the first timetable of a training step, if there are several stages.
+        agree: Makes a trace equal on all ranks of a tensor-parallel group. Their parts, hence their costs, may differ,
+            but their order must be the same.
 
     Attributes:
-        turn_rules: of kinds of steps in which microbatches depend on each other.
+        turn_rules: Rules for kinds of steps in which microbatches depend on each other.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class PlanCache:
         self._plans: dict[tuple[int, int], Plan] = {}
 
     def order_of(self, kind: str, num_microbatches: int) -> StepOrder:
-        """The order of work of the next step.
+        """Schedule of the next step.
 
         Args:
-            kind: steps of one kind probably take the same path.
-            num_microbatches: of its batch.
+            kind: Kind of step; steps of the same kind probably take the same path.
+            num_microbatches: Number of microbatches in its batch.
         """
         plan, rule = self.of(kind, num_microbatches), self.turn_rules.get(kind)
         if plan is None:
@@ -98,17 +98,17 @@ class PlanCache:
         return StepOrder(plan, gate, self._traces[kind].path)
 
     def learn(self, kind: str, trace: Trace) -> None:
-        """A step of ``kind`` has taken the path of ``trace``: the next one is planned for it."""
+        """Record that a step of ``kind`` took the path of ``trace``: the next one is planned for it."""
         if kind not in self._traces or self._traces[kind].signature != trace.signature:
             self._traces[kind] = self._agree(trace)
 
     def of(self, kind: str, num_microbatches: int) -> Plan | None:
-        """The order of work for the next step of ``kind``; ``None`` where no path is known."""
+        """Plan for the next step of ``kind``; ``None`` if no path is known."""
         trace = self._traces.get(kind)
         return None if trace is None else self.plan(trace, num_microbatches)
 
     def plan(self, trace: Trace, num_microbatches: int) -> Plan:
-        """The order of work for steps that take the path of ``trace``."""
+        """Plan for steps that take the path of ``trace``."""
         key = (trace.signature, num_microbatches)
         if key not in self._plans:
             if len(self._plans) >= MOST_PLANS:

@@ -1,4 +1,4 @@
-"""Run a step in the order that is planned for it, and learn its path for the next one."""
+"""Execution of a step under the schedule planned for it; the plan cache learns its path for the next one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,14 +19,14 @@ def run_step(
     """Run ``job`` with every microbatch.
 
     Args:
-        runtime: of this rank's stage.
-        plans: of the module's steps.
-        kind: steps of one kind probably take the same path.
-        job: what is done with every microbatch.
-        microbatches: of the batch.
+        runtime: Runtime of this rank's stage.
+        plans: Plan cache of the module's steps.
+        kind: Kind of step; steps of the same kind probably take the same path.
+        job: Work on every microbatch.
+        microbatches: Microbatches of the batch.
 
     Returns:
-        The results, the plan (``None``: the step ran in program order) and when this stage did what.
+        Results, plan (``None``: the step ran in program order), and times of this stage's actions.
     """
     order = plans.order_of(kind, len(microbatches))
     if order.plan is not None:

@@ -1,4 +1,4 @@
-"""What the user is shown once: the mesh, and the partition with its reasons."""
+"""Startup report, shown once: the mesh, the partition with its reasons, samples per step, why stages do not overlap."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ __all__ = ["render_batch", "render_layout", "render_order"]
 
 
 def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, split: SplitReport | None = None) -> str:
-    """The mesh, what was decided, and the stages as plain text.
+    """Mesh, decisions and stages as plain text.
 
     Args:
-        shape: the mesh.
-        partition: what was decided.
-        config: all options.
-        split: what became of each layer, where layers are split.
+        shape: Mesh shape.
+        partition: Partition that was decided.
+        config: All options.
+        split: Report on each layer, if layers are split.
     """
     lines = (shape.draw(), *summary(partition), *_sharding(shape, config, bool(partition.units)))
     splits = [] if split is None else [Unwrapped(split)]
@@ -27,22 +27,22 @@ def render_layout(shape: MeshShape, partition: Partition, config: SMPConfig, spl
 
 
 def render_batch(num_samples: int, shape: MeshShape) -> str:
-    """How many samples a training step sees.
+    """Number of samples in a training step, in a sentence.
 
     Args:
-        num_samples: of one replica's batch.
-        shape: the mesh.
+        num_samples: Samples in the batch of a single replica.
+        shape: Mesh shape.
     """
     replicas = f"{shape.dp} replicas read {num_samples} each" if shape.dp > 1 else "one replica reads them all"
     return f"A training step sees {num_samples * shape.dp} samples: {replicas}. Accumulated batches come on top."
 
 
 def render_order(kind: str, names: Sequence[str]) -> str:
-    """Why microbatches do not take turns.
+    """Reason why microbatches do not take turns, in a sentence.
 
     Args:
-        kind: of step.
-        names: where they leave what the next one finds.
+        kind: Kind of step.
+        names: Attributes or variables in which a microbatch leaves state for the next one.
     """
     where = f"`{'`, `'.join(names[:3])}`" if names else "attributes or variables"
     return (
@@ -53,7 +53,7 @@ def render_order(kind: str, names: Sequence[str]) -> str:
 
 
 def _sharding(shape: MeshShape, config: SMPConfig, has_units: bool) -> list[str]:
-    """What ranks share out among each other."""
+    """Sentences on the sharding of parameters, gradients and optimizer state."""
     found = []
     if config.shard_optimizer_state and shape.dp == shape.dp_shard:
         those = "replica only" if shape.dp == 1 else "shard group, whose ranks have their parts of the state already"

@@ -1,13 +1,14 @@
-"""What comes out of a step, and how its gradients are handed over.
+"""Results of a step, and the handover of its gradients to ``.grad``.
 
 A step computes its gradients before it is known what they are added to: Lightning and Accelerate run the step first,
-then ``zero_grad``, then ``backward``. So they are kept aside until ``backward``. Sums of floating-point numbers depend
-on their order, though: where the gradients will be added to those of earlier batches, the step already continues with
-a copy of them, and what is handed over is the new sum.
+then ``zero_grad``, then ``backward``. So they are kept aside until ``backward``. Floating-point sums depend on their
+order, though: if the gradients will be added to those of earlier batches, the step accumulates onto a copy of these,
+and the new sum is handed over.
 
-[Note: commit] The returned loss has one node in its graph, and the backward of that node adds ``incoming gradient *
-gradient of the mean loss`` to ``.grad``. So whatever is done to the loss before ``backward()`` (division by the
-accumulated batches, a weight, a user's own backward) acts on the gradients as in a single process.
+[Note: commit] The returned loss has a single node in its graph. The backward of that node multiplies the gradient of
+the mean loss by the incoming gradient and adds the product to ``.grad``. So anything done to the loss before
+``backward()`` (division by the accumulated batches, a weight, a user's own backward) acts on the gradients as in a
+single process.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,10 +31,10 @@ __all__ = ["Accumulated", "EvalStep", "TrainStep", "accumulating", "loss_that_co
 @final
 @dataclass(frozen=True)
 class EvalStep:
-    """Results of a step that hands over no gradients, the same on every rank of a replica."""
+    """Results of a step that hands over no gradients, equal on all ranks of a replica."""
 
     outputs: list[Any]
-    """What the step returned for each microbatch, with real detached tensors."""
+    """Output of the step for each microbatch, with real detached tensors."""
     sizes: tuple[int, ...]
     """Samples in each microbatch."""
 
@@ -41,17 +42,17 @@ class EvalStep:
 @final
 @dataclass(frozen=True)
 class Accumulated:
-    """The gradients of a step."""
+    """Gradients of a step."""
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    """Of the parameters that have one; on top of ``base``."""
+    """Gradients by parameter, of the parameters that have one; on top of ``base``."""
     base: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
-    """What they continue: the earlier ``.grad`` and its version."""
+    """Earlier ``.grad`` that a gradient continues, and its version."""
 
 
 @contextmanager
 def accumulating(parameters: Sequence[nn.Parameter], *, continues: bool) -> Iterator[Accumulated]:
-    """Catch the gradients that are added to ``parameters`` while this is open; ``.grad`` is put back."""
+    """Catch the gradients that are added to ``parameters`` in this context; on exit ``.grad`` is put back."""
     before = [parameter.grad for parameter in parameters]
     found = Accumulated()
     for parameter, gradient in zip(parameters, before, strict=True):
@@ -73,27 +74,28 @@ class TrainStep:
     """Results of a training step, and its gradients until they are handed over."""
 
     outputs: list[Any]
-    """What the step returned for each microbatch, with real detached tensors."""
+    """Output of the step for each microbatch, with real detached tensors."""
     sizes: tuple[int, ...]
     """Samples in each microbatch."""
     loss: Tensor | None
-    """Mean over the samples of the batch, to which skipped microbatches add nothing; a scalar, the same on every rank
-    of a replica. ``None``: all were skipped."""
+    """Mean over the samples of the batch, to which skipped microbatches add nothing; scalar, equal on all ranks of a
+    replica. ``None``: all were skipped."""
     _accumulated: Accumulated
     _factor: float
     _reduction: Reduction
     _averages: BucketedAllReduce | None = None
-    """On their way already, where it was known before that they would be needed."""
+    """All-reduces that began during the step, if it was known that they would be needed."""
 
     def commit(self, grad_output: Tensor, *, reduce: bool) -> None:
         """Add ``grad_output`` times the gradient of the mean loss to ``.grad`` of this rank's parameters.
 
         Args:
-            grad_output: gradient of whatever is minimised with respect to the loss; a scalar.
-            reduce: this was the last step before the optimizer's: add up what several stages hold, and average over
+            grad_output: Gradient of the minimised value with respect to the loss; scalar.
+            reduce: Whether the optimizer steps next: then sum over the stages that hold a parameter, and average over
                 the replicas. Collective over the ranks.
         """
         given = grad_output.item()
+        # Compared in the dtype of the loss, so that the expected factor multiplies nothing.
         scale = 1.0 if given == grad_output.new_tensor(self._factor).item() else given / self._factor
         averaged, notes = self._averaged()
         self._reduction.begin_backward(averaged)
@@ -105,8 +107,11 @@ class TrainStep:
             self._reduction.reduce(notes)
 
     def _averaged(self) -> tuple[Collection[nn.Parameter], Notes | None]:
-        """Put averages into the place of gradients, where there are some; says of which parameters, and what came
-        with them."""
+        """Replace gradients by averages over the replicas, if there are some.
+
+        Returns:
+            Parameters with averages, and the buffer notes that came with them.
+        """
         if self._averages is None:
             return (), None
         found, notes = self._reduction.finish(self._averages)
@@ -124,6 +129,7 @@ class TrainStep:
                     "Gradients of earlier batches were changed in place between `training_step` and `backward`, while "
                     "batches are accumulated. Change them in `on_before_optimizer_step`."
                 )
+            # `gradient` is the new sum. It replaces `base`; a scale, however, must not act on `base`.
             if parameter.grad is base and scale == 1.0:
                 parameter.grad = gradient
                 return

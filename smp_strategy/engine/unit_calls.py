@@ -1,7 +1,7 @@
-"""Calls of units go through the runtime; hooks that the user registered on them stay outside of it.
+"""Interception of unit calls: they go through the runtime, while the user's hooks on units stay outside of it.
 
 The ``forward`` of each unit is replaced on the instance, so ``unit(...)`` still runs its hooks, on every stage, with
-placed tensors. Nothing else of the model is touched, and :meth:`UnitCalls.give_back` leaves no trace. Meanwhile
+placed tensors. Nothing else of the model is changed, and :meth:`UnitCalls.give_back` leaves no trace. Meanwhile,
 collectives that the user calls outside of steps are watched.
 """
 
@@ -38,18 +38,18 @@ __all__ = ["UnitCalls"]
 
 @final
 class UnitCalls:
-    """The way from the model's calls to the runtime.
+    """Intercepted units of a model, with the runtime that answers their calls.
 
     Args:
-        halves: lets units compute in half precision, if they are to.
+        halves: Mixed precision of units; ``None``: there is none.
 
     Attributes:
-        runtime: who answers calls of units; ``None``: the units themselves, as if nothing had been replaced.
-        leftovers: what units leave in attributes, and who uses it.
-        switches: what is known of plain values that steps change.
-        halves: as given.
-        outside: answers calls of units outside of steps, given the unit's name and what they are without it.
-        in_hook: whether a hook of the user runs, in which weights are watched: units must not notice that.
+        runtime: Runtime that answers unit calls; ``None``: units run themselves, as if nothing had been replaced.
+        leftovers: Exposed attributes of units, and their uses.
+        switches: Plain values that steps change, as far as known.
+        halves: As given.
+        outside: Answers unit calls outside of steps, given the unit's name and a function with the ordinary answer.
+        in_hook: Whether a hook of the user runs, in which weights are watched: units must not notice that.
     """
 
     def __init__(self, halves: MixedPrecision | None = None) -> None:
@@ -69,35 +69,35 @@ class UnitCalls:
 
     @property
     def are_intercepted(self) -> bool:
-        """Whether calls come here."""
+        """Whether unit calls are intercepted."""
         return bool(self._units)
 
     @property
     def are_in_step(self) -> bool:
-        """Whether the user's step or a unit runs just now, and no hook of the user in it."""
+        """Whether the user's step or a unit runs now, and no hook of the user in it."""
         return self._is_in_step and not self.in_hook
 
     def refuse_inside_of_step(self, what: str) -> None:
-        """Raise if the user's step runs just now, and no hook of the user in it.
+        """Raise if the user's step runs now, and no hook of the user in it.
 
         Args:
-            what: is asked for, for the message.
+            what: Subject of the message.
         """
         if self.are_in_step:
             raise SMPError(f"{what} is asked for inside of a step. Ask after it: in a hook, or in a callback.")
 
     def unit_around(self, part: nn.Module) -> str | None:
-        """Name of the unit that ``part`` is a part of, if it is of one."""
+        """Name of the unit that contains ``part``; ``None``: no unit does."""
         return next((name for name, unit in self._units.items() if _holds(unit, part)), None)
 
     def intercept(self, units: Sequence[Unit]) -> None:
-        """Let calls of ``units`` come here."""
+        """Intercept calls of ``units``."""
         self._watched_collectives = WatchedCollectives()
         for unit in units:
             self._intercept(unit)
 
     def give_back(self) -> None:
-        """Let calls of the units reach them directly, as before; ends the runtime."""
+        """Undo the interception, and close the runtime."""
         self.close()
         if self._parts is not None:
             self._parts.give_back()
@@ -114,7 +114,7 @@ class UnitCalls:
             self.halves.let_go()
 
     def close(self) -> None:
-        """End the runtime's threads; collectives are not watched any more."""
+        """Close the runtime's threads, and stop watching collectives."""
         if self._watched_collectives is not None:
             self._watched_collectives.close()
         if self.runtime is not None:
@@ -157,22 +157,22 @@ class UnitCalls:
     def recompute_inside(
         self, parts: Mapping[str, tuple[nn.Module, ActivationPolicy]], activations: UnitWrapper, device: torch.device
     ) -> None:
-        """Let ``parts`` of units, by their names, be computed again in backward, each for itself."""
+        """Checkpoint ``parts``, submodules of units by name, each on its own: backward recomputes them."""
         self._parts = SubmoduleCalls(activations, device, lambda: self.runtime is not None and self.runtime.is_in_unit)
         self._parts.intercept(parts)
 
     def expose(self) -> None:
-        """Let attributes of units in which others were found to read be a part of what calls return."""
+        """Make exposed attributes of units a part of what their calls return."""
         for name, places in self.leftovers.found.items():
             self._callees[name] = dataclasses.replace(self._callees[name], exposed=tuple(places.values()))
 
     @property
     def exposed_parts(self) -> list[nn.Module]:
-        """Modules inside of units that have exposed attributes."""
+        """Submodules of units that have exposed attributes."""
         return [each.part for places in self.leftovers.found.values() for each in places.values()]
 
     def compile(self, name: str) -> None:
-        """Let the unit ``name`` run through ``torch.compile`` from now on."""
+        """Run the unit ``name`` through ``torch.compile`` from now on."""
         callee = self._callees[name]
         assert callee.module is not None
         compiled = self._in_its_precision(callee.module, torch.compile(self._forwards[name]))

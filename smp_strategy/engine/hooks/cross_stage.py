@@ -1,18 +1,21 @@
-"""All weights and gradients in sight of the user's hooks, although each stage has only its own.
+"""Cross-stage view: hooks see all weights and gradients, although each stage has only its own.
 
-Hooks that average weights, clip them, log norms or rescale gradients are written for one process: they go over
-``model.parameters()``. While such a hook runs, on every stage alike, every parameter, buffer and gradient is a
-:class:`~smp_strategy.model.guarded_tensors.StageTensor`, and operations on them come here:
+Hooks that average weights, clip them, log norms or rescale gradients iterate over ``model.parameters()`` as in a single
+process. While such a hook runs, on every stage alike, every parameter, buffer and gradient is a
+:class:`~smp_strategy.model.guarded_tensors.StageTensor`. Its *home* is the set of stages that have the values.
 
-* what concerns tensors of one home runs there, and its result lives there; elsewhere only metadata are known;
-* what changes a tensor runs in its home; other operands travel there;
-* what mixes homes otherwise runs in the home of the largest operand;
-* what Python reads (``.item()``, ``if norm > 1``), or puts into a tensor that every stage has, travels to all;
-* what draws random numbers moves on the global generators of all stages, as those of one process.
+[Note: where hooks compute] Operations on such tensors come here.
 
-So averages and clipping cost no communication, numbers are the same everywhere, and results that the user keeps
-(shadow weights, backups, copies of the model) stay where they are, for later hooks. Calls of the model itself run on
-their stages as in a step.
+* [1] If Python reads values (``.item()``, ``if norm > 1``), a tensor that every stage has is changed, or the shape of
+  the result depends on values, then operands are sent to all stages, and all compute.
+* [2] An operation that changes a tensor runs in the home of that tensor; other operands are sent there.
+* [3] Any other operation runs in the smallest home among its operands, the largest operand's if several are as small.
+  Its result lives there; other stages know metadata only.
+* [4] An operation that draws random numbers advances the global generators of all stages, as in a single process.
+
+So averaging and clipping cost no communication, numbers are equal everywhere, and results that the user keeps (shadow
+weights, backups, copies of the model) stay where they are, for later hooks. Calls of the model itself run on their
+stages as in a step.
 """
 
 import zlib
@@ -47,27 +50,27 @@ _READS = (
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _SAME_METADATA = (_DATA.__get__, Tensor.detach, Tensor.clone)
-# Message tags of hooks begin where those of microbatches cannot come.
+# First message tag of hooks, above all tags of microbatches.
 TAGS = 1 << 30
-# In names of operations that write random numbers to a given tensor.
+# Parts of the names of operations that fill a given tensor with random numbers.
 _RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "geometric", "cauchy", "nomial", "rrelu")
 
 
 @final
 class HookView:
-    """See the module docstring. Enter it on all stages of a replica alike.
+    """View of all parameters across stages during a hook. Enter it on all stages of a replica alike.
 
     Args:
-        parameters: all parameters of the module, in the same order on every rank.
-        ownership: who holds what.
-        mesh: where the ranks stand.
-        transport: carries values between the stages.
-        foresight: knows results by metadata.
-        sharded: parameters that each stage holds together with other ranks; whole while the view is open.
-        parts: those of layers that are split over ranks; likewise.
+        parameters: All parameters of the module, in the same order on every rank.
+        ownership: Map from parameters to stages.
+        mesh: Process mesh.
+        transport: Point-to-point transport between the stages.
+        foresight: Inference of results by metadata.
+        sharded: Parameters that each stage shards over ranks; full from their first use on.
+        parts: Parameters of layers that are split over ranks; likewise.
 
     Attributes:
-        generators: follow what is drawn on some stages.
+        generators: Global generators, which follow draws on some of the stages.
     """
 
     def __init__(
@@ -92,12 +95,12 @@ class HookView:
         self._whole = ExitStack()
         self._transport = transport
         self._foresight = foresight
-        # What travelled, in order: the same on all stages, or they do not run the same code.
+        # All transfers in order: equal on all stages if these run the same code.
         self._path: list[str] = []
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is open, operations on parameters and on what was made of them come here."""
+        """Context in which operations on parameters and on tensors made of them come here."""
         self._open()
         try:
             yield
@@ -106,7 +109,7 @@ class HookView:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While this is open, inside of :meth:`shown`, parameters are as they are outside of hooks."""
+        """Context inside of :meth:`shown` in which parameters are as outside of hooks."""
         self._close()
         try:
             yield
@@ -127,7 +130,7 @@ class HookView:
         self._gradients.clear()
 
     def _make_whole(self) -> None:
-        """Before the first use of anything: what is spread over ranks."""
+        """Gather sharded and split parameters before the first use of anything."""
         if (self._sharded is None or self._sharded.is_whole) and (self._parts is None or self._parts.is_whole):
             return
         self._unwatch()
@@ -156,7 +159,7 @@ class HookView:
                 StageTensor.unwatch(tensor)
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Carry out an operation on tensors with a home."""
+        """Carry out an operation on tensors with a home; see [Note: where hooks compute]."""
         self._make_whole()
         if func == _GRADIENT.__get__:
             return self._gradient(args[0])
@@ -171,14 +174,14 @@ class HookView:
             return self._call(func, name, args, kwargs)
 
     def run(self, hook: Callable[[], Any]) -> Any:
-        """Run ``hook``; what it returns has values on every stage."""
+        """Run ``hook``; its result has values on every stage."""
         with self.shown():
             result = hook()
             self.agree()
             return self.real(result)
 
     def agree(self) -> None:
-        """Make sure that the hook did the same on all stages; collective.
+        """Verify that the hook did the same on all stages; collective.
 
         Raises:
             UnsupportedError: it did not.
@@ -203,7 +206,7 @@ class HookView:
         return pytree.tree_map(collect, tree)
 
     def held(self, tree: Any) -> Any:
-        """``tree`` with what this rank has of each of its tensors that live on stages."""
+        """``tree`` with a :class:`HeldTensor` of this rank's share for each tensor that lives on stages."""
 
         def hold(leaf: Any) -> Any:
             leaf = self._settled(leaf)
@@ -225,8 +228,9 @@ class HookView:
         homed = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
         target = _changed(name, args, kwargs, homed)
         if name in _READS or (target is not None and not isinstance(target, StageTensor)):
-            # A tensor that every stage has is changed alike on every stage.
+            # [1] A tensor that every stage has must change alike on every stage.
             return self._with_values(func, leaves, structure)
+        # [2] and [3]
         few = min(len(_home(tensor).holders) for tensor in homed)
         largest = max((t for t in homed if len(_home(t).holders) == few), key=lambda tensor: tensor.numel())
         holders = _home(largest if target is None else target).holders
@@ -238,7 +242,7 @@ class HookView:
             made = self._run(func, leaves, structure, holders, draws=False)
             return self._make(made, spec_of(leaves[0]), holders)
         foreseen = self._foresight.of(func, leaves, structure)
-        if foreseen is None:
+        if foreseen is None:  # [1]
             return self._with_values(func, leaves, structure)
         made = self._run(func, leaves, structure, holders, foreseen.draws)
         found = pytree.tree_leaves(made) if self._mesh.stage in holders else [None] * len(foreseen.leaves)
@@ -251,24 +255,24 @@ class HookView:
         return pytree.tree_unflatten(results, foreseen.structure)
 
     def _with_values(self, func: Any, leaves: list[Any], structure: Any) -> Any:
-        """Let every stage do it, with the values of all operands."""
+        """Let every stage run ``func``, with the values of all operands."""
         values = [self._everywhere(leaf) if isinstance(leaf, StageTensor) else leaf for leaf in leaves]
         args, kwargs = unflatten_call(values, structure)
         return func(*args, **kwargs)
 
     def _run(self, func: Any, leaves: list[Any], structure: Any, holders: frozenset[int], draws: bool) -> Any:
-        """What ``func`` returns, where the values are; ``None`` elsewhere."""
+        """Result of ``func`` on the stages ``holders``; ``None`` elsewhere."""
         made = None
         if self._mesh.stage in holders:
             args, kwargs = unflatten_call(leaves, structure)
             with in_plain_sight(), torch.no_grad():
                 made = func(*args, **kwargs)
-        if draws:
+        if draws:  # [4]
             self.generators.follow(holders, leaves)
         return made
 
     def _for_each(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """One by one: the tensors may live on different stages."""
+        """Run a ``_foreach_`` operation tensor by tensor: they may live on different stages."""
         num = len(args[0])
         results = []
         for number in range(num):
@@ -331,14 +335,14 @@ class HookView:
     # Where tensors are
 
     def _settled(self, leaf: Any) -> Any:
-        """A placed tensor (the model was called in the hook) gets a home like everything else here."""
+        """``leaf`` with a home, if it is a placed tensor (the hook has called the model)."""
         if not isinstance(leaf, PlacedTensor):
             return leaf
         value = None if leaf.origin is None else leaf.origin[1].detach()
         return self._make(value, leaf.spec, frozenset({leaf.program.lives_on(leaf)}))
 
     def _moved(self, leaf: Any, holders: frozenset[int]) -> Any:
-        """``leaf``, in the home ``holders``."""
+        """``leaf`` with the home ``holders``."""
         if not isinstance(leaf, StageTensor) or holders <= _home(leaf).holders:
             return leaf
         if len(holders) > 1:
@@ -348,7 +352,7 @@ class HookView:
         return self._make(value, spec_of(leaf), holders)
 
     def _at(self, tensor: StageTensor, stage: int) -> Tensor | None:
-        """The values of ``tensor`` on ``stage``; ``None`` elsewhere."""
+        """Values of ``tensor`` on ``stage``; ``None`` elsewhere."""
         home = _home(tensor)
         source = stage if stage in home.holders else min(home.holders)
         with in_plain_sight():
@@ -356,7 +360,7 @@ class HookView:
             return self._sent(value, spec_of(tensor), source, [stage], home.name)
 
     def _everywhere(self, tensor: StageTensor) -> Tensor:
-        """The values of ``tensor`` on every stage, those of its first holder: all read the same bits."""
+        """Values of ``tensor`` on every stage, sent by its first holder so that all read the same bits."""
         home = _home(tensor)
         with in_plain_sight():
             value = tensor.detach().clone() if self._mesh.stage == min(home.holders) else None
@@ -371,7 +375,8 @@ class HookView:
     def _sent(
         self, value: Tensor | None, spec: TensorSpec, source: int, targets: Collection[int], name: str
     ) -> Tensor | None:
-        """``value``, which stage ``source`` has, on the stages ``targets``; ``None`` elsewhere."""
+        """Send ``value`` from stage ``source`` to the stages ``targets``; returns it there, and ``None`` elsewhere."""
+        # Every stage counts every transfer, so sender and receiver use the same tag.
         stage, tag = self._mesh.stage, TAGS + len(self._path)
         self._path.append(f"{name} from stage {source}")
         if stage == source:
@@ -383,7 +388,7 @@ class HookView:
         return self._transport.receive(spec, source, tag).wait() if stage in targets else None
 
     def _make(self, value: Tensor | None, spec: TensorSpec, holders: frozenset[int]) -> Tensor:
-        """A tensor that lives with ``holders``: ``value`` there, elsewhere something with these metadata."""
+        """Tensor that lives on ``holders``: ``value`` there, elsewhere a placeholder with the metadata ``spec``."""
         if isinstance(value, StageTensor):
             return value
         if value is None or self._mesh.stage not in holders:
@@ -416,7 +421,7 @@ def _placeholder(spec: TensorSpec) -> Tensor:
 
 
 def _changed(name: str, args: Any, kwargs: Any, homed: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that the operation changes in place."""
+    """Tensor that the operation changes in place; ``None``: it changes none."""
     if kwargs.get("out") is not None:
         out: Tensor = kwargs["out"]
         return out

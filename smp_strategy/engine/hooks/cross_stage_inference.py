@@ -1,7 +1,7 @@
-"""What does an operation return, by metadata, on a stage that does not have the values?
+"""Cross-stage shape inference: metadata of a result on stages that do not have the operands' values.
 
-The operation runs once on fake tensors; later ones with the same metadata are answered from memory. Numbers with a
-fraction are not told apart: they do not change metadata.
+An operation runs once on fake tensors; calls with equal metadata are then answered from a cache. Its key ignores the
+values of floats and complex numbers, because they do not change metadata.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,17 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 __all__ = ["Argument", "InferredResult", "CrossStageInference", "spec_of"]
 
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout)
-# Shapes that change from call to call must not fill the memory.
+# Bound of the cache: shapes may change with every call.
 MOST_ANSWERS = 1 << 12
 
 
 @final
 @dataclass(frozen=True)
 class InferredResult:
-    """The result of an operation."""
+    """Inferred result of an operation."""
 
     leaves: tuple[Any, ...]
-    """Flattened: a :class:`TensorSpec` for a tensor that is made, ``Argument`` for one that is given, or a constant."""
+    """Flattened: a :class:`TensorSpec` per new tensor, an :class:`Argument` per returned operand, or a constant."""
     structure: Any
     draws: bool
     """Whether it draws random numbers."""
@@ -41,21 +41,21 @@ class InferredResult:
 @final
 @dataclass(frozen=True)
 class Argument:
-    """A result that is one of the arguments."""
+    """Result that is one of the arguments."""
 
     number: int
 
 
 @final
 class CrossStageInference:
-    """Answers and remembers."""
+    """Infers results by metadata, with a cache."""
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._known: dict[Any, InferredResult | None] = {}
 
     def of(self, func: Any, leaves: Sequence[Any], structure: Any) -> InferredResult | None:
-        """The result of ``func`` for flattened arguments; ``None`` if only their values could tell."""
+        """Result of ``func`` for flattened arguments; ``None`` if it depends on their values."""
         given = [spec_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         keys = [_key(leaf) for leaf in given]
         if any(key is None for key in keys):
@@ -78,7 +78,7 @@ class CrossStageInference:
                 fakes = [imitate(leaf) for leaf in given]
                 args, kwargs = unflatten_call(fakes, structure)
                 results, form = pytree.tree_flatten(func(*args, **kwargs))
-        except Exception:  # whatever the operation says about tensors without values
+        except Exception:  # operations that need values may raise anything
             return None
         numbers = {id(fake): number for number, fake in enumerate(fakes) if isinstance(fake, Tensor)}
 
@@ -92,7 +92,7 @@ class CrossStageInference:
 
 @final
 class _Draws(TorchDispatchMode):
-    """Notices whether anything in here draws random numbers."""
+    """Detects operations that draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,14 +106,14 @@ class _Draws(TorchDispatchMode):
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """The metadata of ``tensor`` as they are where its values are; gradients play no part."""
+    """Metadata that ``tensor`` has in its home, without ``requires_grad``."""
     home = home_of(tensor)
     stride = tensor.stride() if home is None or home.is_here else home.stride
     return TensorSpec(tuple(tensor.size()), tuple(stride), tensor.dtype, tensor.device, False)
 
 
 def _key(leaf: Any) -> Any:
-    """What of an argument the answer depends on; ``None``: it cannot be told."""
+    """Part of an argument that the result depends on; ``None``: unknown."""
     if isinstance(leaf, TensorSpec):
         return leaf
     if isinstance(leaf, slice):

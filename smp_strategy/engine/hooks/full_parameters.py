@@ -1,12 +1,12 @@
-"""Whole weights and gradients in sight of the user's hooks, although ranks have pieces or parts of them.
+"""Full parameters in hooks, as by FSDP's ``summon_full_params``, but gathered on first use.
 
-Hooks are written for one process. From the first use in a hook on, parameters and gradients that a shard group holds
-together, or of whose layers each rank has a part, are whole; when the hook is over each rank keeps its own of what has
-become of them. A hook that uses none costs one small message. Where layers are split, sizes are a use as well: those
-of a part are not what a hook has in mind.
+Hooks are written for a single process. At the first use in a hook, all parameters and gradients that are sharded over a
+shard group, or split over tensor-parallel ranks, are gathered; after the hook each rank keeps its own part of the
+changed values. A hook without a use costs one small message. With split layers, reading a size is a use as well,
+because a hook expects the sizes of full parameters.
 
-A hook that uses weights, or calls the model, on some ranks only is an error on all of them, and nobody waits for ever:
-ranks compare what they are about to do. While a hook calls units of the model their layers compute with their parts.
+A hook that uses weights, or calls the model, on some ranks only raises an error on all ranks and blocks none: ranks
+compare what they are about to do. While a hook calls units of the model, their layers compute with their parts.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,40 +24,40 @@ from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 
 __all__ = ["FullSplitLayers", "FullParameters"]
 
-# Where it is noted on a part what its use leads to.
+# Attribute of a watched part: the function that its first use calls.
 _MAKE_WHOLE = "_smp_make_whole"
 _NO_USE = (HARMLESS | BY_IDENTITY) - SIZES
 
 
 @contextmanager
 def _ordinary() -> Iterator[None]:
-    """Memory is looked at in here, whatever class tensors have, and what is made are ordinary tensors."""
+    """Context that accesses memory whatever class tensors have, and in which new tensors are ordinary ones."""
     with in_plain_sight(), torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _filled(tensor: Tensor, values: Tensor) -> Tensor:
-    """``tensor`` with ``values``, or these where the user has changed more than values."""
+    """``tensor`` with ``values``, or ``values`` themselves if the user has changed the dtype or device."""
     is_alike = tensor.dtype == values.dtype and tensor.device == values.device
     return tensor.copy_(values) if is_alike else values
 
 
 def _call(args: Any, kwargs: Any) -> str:
-    """A call of a unit in a hook, in words: ranks that make the same one have inputs of the same shapes."""
+    """Description of a unit call in a hook; ranks that make the same call have inputs of the same shapes."""
     shapes = [list(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     return f"a call of the model in a hook, with tensors of the shapes {shapes}"
 
 
 @final
 class FullSplitLayers:
-    """Shows hooks the whole of split layers.
+    """Shows hooks the full parameters of split layers.
 
     Args:
-        parts: what is split.
-        is_here: whether this rank's stage has a parameter.
+        parts: Parts of split layers.
+        is_here: Whether this rank's stage has a parameter.
 
     Attributes:
-        is_whole: whether parameters and gradients are whole just now.
+        is_whole: Whether parameters and gradients are full now.
     """
 
     def __init__(self, parts: ParameterParts, is_here: Callable[[Tensor], bool]) -> None:
@@ -72,10 +72,10 @@ class FullSplitLayers:
 
     @contextmanager
     def open(self, make_whole: Callable[[], None] | None = None) -> Iterator[None]:
-        """Code of the user runs in here. Collective over the ranks that have the parts.
+        """Context of user code. Collective over the ranks that have the parts.
 
         Args:
-            make_whole: called at the first use, to call :meth:`show`; ``None``: who opens this notices uses.
+            make_whole: Called at the first use; must call :meth:`show`. ``None``: the caller detects uses.
         """
         self._make_whole, self._is_used, self._is_open = make_whole, False, True
         self._watch()
@@ -89,13 +89,13 @@ class FullSplitLayers:
             self.hide()
 
     def note_use(self) -> None:
-        """A first use: it must be one on all ranks. Collective."""
+        """First use: an error unless all ranks make it. Collective."""
         self._is_used = True
         self._unwatch()
         self._agree_on_use(is_used=True)
 
     def show(self) -> None:
-        """Let parameters and gradients be whole. Collective."""
+        """Gather parameters and gradients. Collective."""
         self.is_whole = True
         with self._parts.group.meeting("whole weights in a hook"):
             self._show_here()
@@ -103,7 +103,7 @@ class FullSplitLayers:
             StageTensor.resize(parameter, self._parts.whole_shape(parameter))
 
     def hide(self) -> None:
-        """Let each rank have its part again, if they are whole, of what has become of them."""
+        """If parameters and gradients are full, let each rank have its part of the changed values again."""
         if self.is_whole:
             self._hide_here()
             for parameter in self._away:
@@ -111,7 +111,7 @@ class FullSplitLayers:
         self.is_whole = False
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which calls a unit, for units whose layers compute with their parts."""
+        """``function``, which calls a unit, with its layers computing with their parts."""
         if not self._is_open:
             return function
 
@@ -155,7 +155,7 @@ class FullSplitLayers:
         if self._make_whole is None:
             return
         for parameter in self._here:
-            if type(parameter) is nn.Parameter:  # others are watched by others
+            if type(parameter) is nn.Parameter:  # tensors of other classes (guarded, sharded) detect uses themselves
                 setattr(parameter, _MAKE_WHOLE, self._make_whole)
                 parameter.__class__ = _PartInHook
                 self._watched.append(parameter)
@@ -179,9 +179,9 @@ class FullSplitLayers:
 
 
 class _PartInHook(nn.Parameter):
-    """A part while a hook runs that has used none yet. Parameters take this class and leave it again."""
+    """Part of a split parameter in a hook before the first use. Parameters take this class temporarily."""
 
-    # Placed tensors leave operations that involve such a tensor to this class.
+    # Marker: placed tensors leave operations on such a tensor to this class.
     has_home = True
 
     @classmethod
@@ -213,7 +213,7 @@ class _PartInHook(nn.Parameter):
 
 @final
 class FullParameters:
-    """All weights and gradients of ``sharded`` units and of split layers in sight, where there is one stage."""
+    """Full parameters and gradients of ``sharded`` units and of split layers in hooks, if there is a single stage."""
 
     def __init__(self, sharded: ShardedModule | None, parts: FullSplitLayers | None) -> None:
         self._sharded = sharded
@@ -222,14 +222,14 @@ class FullParameters:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While this is open, they are whole from their first use on."""
+        """Context in which they are full from their first use on."""
         self._open()
         with self._whole:
             yield
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """While this is open, inside of :meth:`shown`, they are as they are outside of hooks."""
+        """Context inside of :meth:`shown` in which they are as outside of hooks."""
         self._whole.close()
         try:
             yield
@@ -237,7 +237,7 @@ class FullParameters:
             self._open()
 
     def collected(self, tree: Any) -> Any:
-        """``tree``, which has values on every rank."""
+        """``tree`` itself: every rank has its values."""
         return tree
 
     def _open(self) -> None:

@@ -1,4 +1,4 @@
-"""The view of the model that the user's hook gets which runs now: across stages, or of one stage's shards."""
+"""Hook views: the user's running hook sees the full model, across stages or over the shards of a single stage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,11 +22,11 @@ __all__ = ["Views"]
 
 @final
 class Views:
-    """The view of the hook that runs just now, if one does.
+    """View for the hook that runs now, if one does.
 
     Attributes:
-        foresight: what all views know about results.
-        states: shows what optimizers keep.
+        foresight: Inference of results by metadata, shared by all views.
+        states: Full state of optimizers, for hooks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Views:
         sharded: ShardedModule | None,
         parts: FullSplitLayers | None,
     ) -> None:
-        """The module is spread: see :class:`HookView` for the arguments. No transport: there is one stage."""
+        """Set up views of the partitioned module; see :class:`HookView`. ``transport=None``: a single stage."""
 
         def make() -> HookView | FullParameters:
             if transport is None:
@@ -60,11 +60,12 @@ class Views:
         return self._view is not None
 
     def run(self, hook: Callable[[], Any], runtime: Runtime) -> Any:
-        """Run ``hook`` with a view; what it returns has values on every stage. Calls of units go to ``runtime``."""
+        """Run ``hook`` with a view; its result has values on every stage. Calls of units go to ``runtime``."""
         assert self._make is not None
         view = self._view = self._make()
         try:
-            with self.states.shown():  # around the view: they are cut to where parameters are by then
+            # Outside of the view: states are cut to shards last, when parameters are back in their places.
+            with self.states.shown():
                 if isinstance(view, FullParameters):
                     with view.shown():
                         return hook()
@@ -74,7 +75,7 @@ class Views:
 
     @contextmanager
     def put_aside(self) -> Iterator[None]:
-        """Inside of a hook: let the library and the optimizers work on parameters as they do outside of hooks."""
+        """Context inside of a hook in which the library and optimizers work on parameters as outside of hooks."""
         view, self._view = self._view, None
         try:
             with nullcontext() if view is None else view.hidden(), self.states.hidden():
@@ -83,9 +84,9 @@ class Views:
             self._view = view
 
     def collected(self, tree: Any) -> Any:
-        """``tree``, made by the hook that runs, with values on the first rank of the replica; collective."""
+        """``tree``, made by the running hook, with values on the first rank of the replica; collective."""
         return tree if self._view is None else self._view.collected(tree)
 
     def held(self, tree: Any) -> Any:
-        """``tree``, made by the hook that runs, with :class:`HeldTensor` in the place of tensors that are spread."""
+        """``tree``, made by the running hook, with a :class:`HeldTensor` for each tensor that lives on stages."""
         return self._view.held(tree) if isinstance(self._view, HookView) else tree
