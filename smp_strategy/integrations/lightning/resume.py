@@ -20,18 +20,16 @@ The strategy's hooks for going on with a run: what it adds to a checkpoint, and 
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
 from smp_strategy.checkpoint.sources import EditedState
-from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.data.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
-from smp_strategy.integrations.lightning.collectives import CommunicationHooks
 from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.resume_progress import (
     dealt_out_again,
@@ -291,63 +289,76 @@ CHECKPOINT_KEY: Final = "smp_strategy"
 _GRADIENTS: Final = "gradients"
 
 
-class ResumeHooks(CommunicationHooks):
-    """See the module's docstring."""
+@final
+class ResumeHooks:
+    """The strategy's part of exact resumption: adds the extra state to checkpoints and applies it.
 
-    config: SMPConfig
-    _engine: Engine | None
-    _resumption: Resumption | None = None
-    _has_stepped: bool = True  # under manual optimization: an optimizer has used the gradients of the last batch
+    Args:
+        engine: returns the engine of the run.
+        trainer: returns Lightning's Trainer.
 
-    @property
-    def engine(self) -> Engine:
-        """The engine of the module that is being trained; exists from ``setup`` on."""
-        raise NotImplementedError
+    Attributes:
+        has_stepped: under manual optimization, whether an optimizer has used the gradients of the last batch.
+    """
 
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+    def __init__(self, engine: Callable[[], Engine], trainer: Callable[[], Any]) -> None:
+        self._engine = engine
+        self._trainer = trainer
+        self._resumption: Resumption | None = None
+        self.has_stepped = True
+
+    def begin_run(self, resumption: Resumption | None) -> None:
+        """Serve a new run; ``None`` for one that does not train."""
+        self._resumption = resumption
 
     @property
     def _is_accumulating(self) -> bool:
         """Whether the next batches add to the gradients of the last ones."""
         if self._resumption is None or self._resumption.is_over:
             return False
-        if not self._trainer.lightning_module.automatic_optimization:
-            return not self._has_stepped
-        return bool(self._trainer.fit_loop._should_accumulate())
+        trainer = self._trainer()
+        if not trainer.lightning_module.automatic_optimization:
+            return not self.has_stepped
+        return bool(trainer.fit_loop._should_accumulate())
 
-    def _add_own_state(self, checkpoint: dict[str, Any]) -> None:
-        """Add what plain Lightning passes over; on global rank 0 it is complete. Collective."""
-        own: dict[str, Any] = {**self.engine.state_dict(), "layout": self.engine.mesh.shape.degrees}
+    def add_state(self, checkpoint: dict[str, Any]) -> None:
+        """Add the state that plain Lightning ignores; it is complete on global rank 0. Collective."""
+        engine = self._engine()
+        own: dict[str, Any] = {**engine.state_dict(), "layout": engine.mesh.shape.degrees}
         if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
-            own[KEY] = self._resumption.collected(self._trainer)
-            if self._is_accumulating and self.config.state_dict_type == "sharded":
-                checkpoint[_GRADIENTS] = self.engine.held_state((), gradients=True).get(_GRADIENTS, {})
+            own[KEY] = self._resumption.collected(self._trainer())
+            if self._is_accumulating and engine.config.state_dict_type == "sharded":
+                checkpoint[_GRADIENTS] = engine.held_state((), gradients=True).get(_GRADIENTS, {})
             elif self._is_accumulating:
-                checkpoint[_GRADIENTS] = self.engine.full_gradients()
+                checkpoint[_GRADIENTS] = engine.full_gradients()
         checkpoint[CHECKPOINT_KEY] = own
 
-    def _load_own_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with it; Lightning's counters have been read."""
+    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load that state. Call it after Lightning's counters have been read."""
         own = checkpoint.get(CHECKPOINT_KEY)
         if own is None:
             return
-        self.engine.load_state(own)
+        engine = self._engine()
+        engine.load_state(own)
         if self._resumption is not None and KEY in own:
-            self._resumption.read(own, self._trainer)
+            self._resumption.read(own, self._trainer())
         if _GRADIENTS in checkpoint:
-            self.engine.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
+            engine.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
+
+    def restore_evaluation_loader(self, loader: Any) -> None:
+        """Restore the generators of a validation loader that Lightning has just made."""
+        if self._resumption is not None and self._trainer().validating:
+            self._resumption.set_evaluation(loader)
 
     def on_train_start(self) -> None:
-        """Go on with the data and the random numbers of an earlier run. See [Note: going on]."""
+        """Continue with the data and the random numbers of an earlier run. See [Note: going on]."""
         if self._resumption is not None:
-            own = self._resumption.training_starts(self._trainer, lambda: self.engine.load_gradients({}))
+            engine = self._engine()
+            own = self._resumption.training_starts(self._trainer(), lambda: engine.load_gradients({}))
             if own is not None:
-                self.engine.load_state(dict(own))  # a trial of validation has counted its batches
+                engine.load_state(dict(own))  # a trial of validation has counted its batches
 
     def on_train_end(self) -> None:
-        """Lightning lets go of the data."""
+        """Remember the positions of the loaders, which Lightning drops now."""
         if self._resumption is not None:
-            self._resumption.training_ends(self._trainer)
+            self._resumption.training_ends(self._trainer())

@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,16 +33,16 @@ from smp_strategy.data_parallel.step_hooks import evaluated_once, has_step_hooks
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import publish_own
 from smp_strategy.distributed.malloc import keep_freed_memory
-from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_sync import BatchSource
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.engine.degrees import check_degrees
 from smp_strategy.engine.engine import Engine
 from smp_strategy.engine.left_sharded import leave_spread, restore_left
-from smp_strategy.errors import PeerFailedError, SMPError
+from smp_strategy.errors import PeerFailedError
 from smp_strategy.integrations.lightning import steps
-from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks, unwrap
+from smp_strategy.integrations.lightning.checkpoint_hooks import unwrap
 from smp_strategy.integrations.lightning.data import DataRngSync, following
+from smp_strategy.integrations.lightning.delegating_strategy import DelegatingStrategy
 from smp_strategy.integrations.lightning.environment import backend_for, devices_of_launcher, submitit_environment
 from smp_strategy.integrations.lightning.launcher import make_launcher, start_new_job
 from smp_strategy.integrations.lightning.manual_optimization import ManualOptimization
@@ -59,15 +58,13 @@ from smp_strategy.integrations.lightning.resume import Resumption
 from smp_strategy.integrations.lightning.sigterm import StopSignal, end_as_stopped
 from smp_strategy.integrations.lightning.user_hooks import UserHooks, copies_of
 from smp_strategy.integrations.lightning.validation import grows_later, refuse_unsupported
+from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
 from smp_strategy.precision.grad_scaler import GradScaler
-from smp_strategy.reports.explain.explanation import Explanation
-from smp_strategy.reports.memory_report import MemoryReport
-from smp_strategy.reports.timeline.timeline import Timeline
 
 __all__ = ["StrategyHooks"]
 
 
-class StrategyHooks(CheckpointHooks):
+class StrategyHooks(DelegatingStrategy):
     """Train an unmodified LightningModule with its layers spread over pipeline ranks.
 
     Example::
@@ -98,8 +95,8 @@ class StrategyHooks(CheckpointHooks):
         **options: Any,
     ) -> None:
         start_new_job()
-        self.config = SMPConfig.from_options(**options)
         super().__init__(
+            SMPConfig.from_options(**options),
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment or submitit_environment(self.tree),
@@ -109,7 +106,6 @@ class StrategyHooks(CheckpointHooks):
         self.num_nodes = 1
         self.process_group_backend = process_group_backend
         self._timeout = timeout
-        self._engine: Engine | None = None
         self._data_stream: DataRngSync | None = None
         self._manual: ManualOptimization | None = None
         self._stop_signal: StopSignal | None = None
@@ -132,26 +128,6 @@ class StrategyHooks(CheckpointHooks):
     # Processes
 
     @property
-    def engine(self) -> Engine:
-        """The engine of the module that is being trained; exists from ``setup`` on."""
-        if self._engine is None:
-            raise SMPError(
-                "The pipeline exists once the strategy is set up, after `setup` and `configure_model` of the module, "
-                "but is needed before. Move what needs it to a later hook, e.g. `on_fit_start`."
-            )
-        return self._engine
-
-    @property
-    def mesh(self) -> ProcessMesh | None:
-        """Where the ranks stand, or ``None`` before ``setup``."""
-        return None if self._engine is None else self._engine.mesh
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether the user's step runs just now."""
-        return self._engine is not None and self._engine.is_in_step
-
-    @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
         assert self.parallel_devices is not None
@@ -161,6 +137,33 @@ class StrategyHooks(CheckpointHooks):
     def is_distributed(self) -> bool:
         """Whether there are replicas that share the data and the logged values; asked for just that."""
         return self.mesh is not None and self.distributed_sampler_kwargs["num_replicas"] > 1
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine; to user code, replicas. See :mod:`smp_strategy.integrations.lightning.world_size`."""
+        num_ranks = len(self.parallel_devices) if self.parallel_devices is not None else 0
+        if asked_by_lightning() or not num_ranks:
+            return num_ranks
+        return max(1, self._replica(num_ranks * self.num_nodes)[0] // self.num_nodes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all machines; to user code, replicas."""
+        num_ranks: int = super().world_size
+        return num_ranks if asked_by_lightning() else self._replica(num_ranks)[0]
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all; to user code that makes data, this replica among all."""
+        rank: int = super().global_rank
+        return self._replica(int(super().world_size), rank)[1] if asked_to_make_data() else rank
+
+    def _replica(self, num_ranks: int, rank: int = 0) -> tuple[int, int]:
+        """The number of replicas, and the index of the replica that ``rank`` belongs to."""
+        if self._data_stream is not None:
+            kwargs = self.distributed_sampler_kwargs
+            return int(kwargs["num_replicas"]), int(kwargs["rank"])
+        return find_replica(self.config, self.lightning_module, num_ranks, rank)
 
     def set_world_ranks(self) -> None:
         """Number the ranks; called when the Trainer has set devices and environment."""
@@ -195,8 +198,8 @@ class StrategyHooks(CheckpointHooks):
         if is_host(self.root_device):
             keep_freed_memory()
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
-        self._has_failed = self._is_torn = False
-        self._stopped_together = None
+        self._has_failed = False
+        self._checkpoints.begin_processes()
         # An earlier run may have left the module spread over the ranks. Everything from here on, callbacks that copy
         # it in `setup` for instance, meets an ordinary module.
         restore_left(self.lightning_module)
@@ -218,9 +221,8 @@ class StrategyHooks(CheckpointHooks):
         # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint)
-        self._resumption = (
-            Resumption(self._engine.mesh, self._data_stream, self.root_device, self.tree) if fitting else None
-        )
+        stream = self._data_stream
+        self._resume.begin_run(Resumption(self._engine.mesh, stream, self.root_device, self.tree) if fitting else None)
         if fitting:
             # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
             self.setup_optimizers(trainer)
@@ -236,7 +238,7 @@ class StrategyHooks(CheckpointHooks):
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._engine.known = lambda: self._read
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
-        self._begin_saving(trainer)
+        self._checkpoints.begin_run(trainer, self._stand_ins)
         self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
         signal = StopSignal.of(trainer, self.tree)
         if signal is not None:
@@ -316,59 +318,23 @@ class StrategyHooks(CheckpointHooks):
             plugin, self.config, lambda *given: self.engine.unscale(*given), lambda: map(unwrap, self.optimizers)
         )
 
-    def explain(self) -> Explanation:
-        """Why the units are where they are, from the first step on: ``print`` it, or ``save`` it as a page.
-
-        All ranks know it.
-        """
-        return self.engine.explain()
-
-    def timeline(self) -> Timeline:
-        """When each stage did what in the latest training step, beside its timetable: ``print`` it, or ``save`` it.
-
-        Call it on all ranks of a replica, after a training step: in a callback, say, or after `trainer.fit`. With
-        replicas every rank gets to know its own. ``save`` writes on global rank 0 only.
-
-        Raises:
-            SMPError: no training step has run after a timetable yet.
-        """
-        return self.engine.timeline()
-
-    def memory_report(self) -> MemoryReport:
-        """What each rank holds, counted, beside what was predicted: ``print`` it, or ``save`` it.
-
-        Call it on all ranks between steps, in a hook or a callback: after a run the module is whole again.
-        """
-        return self.engine.memory_report()
-
-    def save_partition(self, path: str | Path) -> None:
-        """Write which unit is on which stage to a file, on global rank 0; `load_partition` reads it.
-
-        Raises:
-            SMPError: it is not decided yet.
-        """
-        if self.engine.partition is None:
-            raise SMPError("The partition is decided in the first step, but is asked for before. Ask after it.")
-        if self.global_rank == 0:
-            self.engine.partition.save(path)
-
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all microbatches. See [Note: commit]."""
         module, batch = self.lightning_module, (*args, *kwargs.values())
         assert module is not None
-        self._look_after_saves()
+        self._checkpoints.check()
         context = self.precision_plugin.train_step_context
         if self._manual is not None:
-            self._has_stepped = False
-            with self._in_step():
+            self._resume.has_stepped = False
+            with self._checkpoints.in_step():
                 return steps.run_manual_step(self.engine, module, batch, context=context)
         number, length = steps.accumulation_window(module.trainer)
         if number == 0 and self._forgets_early:
             forget_gradients(map(unwrap, self.optimizers))
         scaler = self.precision_plugin.scaler
-        with self._in_step():
+        with self._checkpoints.in_step():
             return steps.run_training_step(
                 self.engine,
                 module,
@@ -401,7 +367,7 @@ class StrategyHooks(CheckpointHooks):
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
         if self._stop_signal is not None and self.engine.mesh.dp == 1:  # replicas may have more batches than others
             self._stop_signal.check()
-        with self._in_step():
+        with self._checkpoints.in_step():
             module, is_joint = self.lightning_module, self._is_joint
             return steps.run_eval_step(self.engine, module, name, args, context=context, is_joint=is_joint)
 
@@ -410,12 +376,12 @@ class StrategyHooks(CheckpointHooks):
         in_sight = self.engine.run_hook if self.engine.divides_updates else None
         if self._manual is not None and self.engine.mesh.pp > 1:  # inside of a step, which is no place for a view
             in_sight = None
-        with hooks_around_step(unwrap(optimizer), in_sight), self._in_step(), self.engine.views.put_aside():
+        with hooks_around_step(unwrap(optimizer), in_sight), self._checkpoints.in_step(), self.engine.views.put_aside():
             if self._manual is not None:
                 self._manual.reduce(optimizer)
             result = super().optimizer_step(optimizer, evaluated_once(closure, optimizer), model, **kwargs)
             self.engine.end_update(unwrap(optimizer))
-            self._has_stepped = True
+            self._resume.has_stepped = True
             return result
 
     @contextmanager
@@ -443,8 +409,7 @@ class StrategyHooks(CheckpointHooks):
             return dataloader
         assert self._data_stream is not None
         twin = following(dataloader, self._data_stream, self.tree, dp_rank=self.distributed_sampler_kwargs["rank"])
-        if self._resumption is not None and self._trainer.validating:
-            self._resumption.set_evaluation(twin)
+        self._resume.restore_evaluation_loader(twin)
         return twin
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -478,7 +443,7 @@ class StrategyHooks(CheckpointHooks):
         """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        self._end_saving()
+        self._checkpoints.end_run(failed=self._has_failed)
         self._stand_ins.close()
         self._manual = self._stop_signal = None
         if self._engine is not None:
