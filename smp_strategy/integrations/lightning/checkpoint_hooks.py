@@ -1,6 +1,6 @@
-"""The strategy's hooks for checkpoints, in both of their forms, which any layout reads.
+"""Saving and loading of Lightning checkpoints, full or sharded; every layout reads both forms.
 
-What Lightning calls, on all ranks::
+Lightning's calls, on all ranks::
 
     Trainer.save_checkpoint   lightning_module_state_dict, optimizer_state per optimizer, hooks of callbacks and module
                               save_checkpoint, barrier
@@ -8,8 +8,8 @@ What Lightning calls, on all ranks::
     ckpt_path=...             load_checkpoint, hooks of the module, load_model_state_dict, hooks of callbacks
                               load_optimizer_state_dict (fit only), hooks of loops and schedulers
 
-*Full*: global rank 0 gets all tensors and writes one ordinary file; other ranks see their names, shapes and types.
-*Sharded*: tensors stay where they are; the hooks see what each rank holds of them, and all ranks write a directory.
+*Full*: global rank 0 collects all tensors and writes one ordinary file; other ranks see their names, shapes and dtypes.
+*Sharded*: tensors stay on their ranks; hooks see each rank's blocks, and all ranks write a directory.
 """
 
 import os
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
-# What `smp` needs to give the state of optimizers in a full file names; Lightning passes over it.
+# Parameter names for the optimizer state in a full file, for the `smp` commands; Lightning ignores the entry.
 PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 
 
@@ -91,7 +91,7 @@ class CheckpointHooks:
     # Saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights under their plain names, as the module's docstring says. Collective."""
+        """All weights under their plain names; see the module docstring for the two forms. Collective."""
         self._refuse_alone()
         meet("trainer.save_checkpoint")
         if self._is_sharded:
@@ -99,14 +99,14 @@ class CheckpointHooks:
         return _described_elsewhere(self._engine().full_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """All of the optimizer's state: as one process has it, or what this rank holds of it. Collective."""
+        """The optimizer's state: all of it (full), or this rank's blocks (sharded). Collective."""
         if self._is_sharded:
             state: dict[str, Any] = self._engine().held_state((unwrap(optimizer),))["optimizer_0"]
             return state
         return _described_elsewhere(self._engine().full_optimizer_state(unwrap(optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write it, or begin to; the Trainer lets all ranks wait for each other afterwards. Collective."""
+        """Write a checkpoint, or begin to; the Trainer waits for all ranks afterwards. Collective."""
         self._resume.add_state(checkpoint)
         if not self._is_sharded and "optimizer_states" in checkpoint:
             checkpoint[PARAMETER_NAMES] = self._parameter_names()
@@ -126,7 +126,7 @@ class CheckpointHooks:
             self._save_full(checkpoint, filepath, path, storage_options, saves)
 
     def _parameter_names(self) -> list[list[list[str]]]:
-        """For each optimizer, and each of its groups, the names of the parameters, which PyTorch numbers."""
+        """Parameter names per optimizer and parameter group, in the order of PyTorch's parameter numbers."""
         module = self._strategy.lightning_module
         assert module is not None
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -143,7 +143,7 @@ class CheckpointHooks:
         self, checkpoint: dict[str, Any], given: Any, path: Path | None, options: Any, saves: AsyncSaves
     ) -> None:
         if saves.in_background:
-            # What is spread has been collected, into tensors that nobody else knows.
+            # Spread weights were collected into new tensors, which need no further copy.
             fresh = (
                 {id(leaf) for leaf in pytree.tree_leaves(checkpoint["state_dict"])} if self._engine().is_spread else ()
             )
@@ -176,9 +176,9 @@ class CheckpointHooks:
             self._saves.remove(path)
 
     def _refuse_alone(self) -> None:
-        """An error has ended the run, and a callback wants a checkpoint of that: if all ranks do, of the same step.
+        """Refuse a checkpoint after an error unless all ranks have stopped between the same steps.
 
-        Otherwise the error goes on its way, as if nobody had asked for one.
+        A refused checkpoint is warned of, and the error is raised as if no callback had asked for one.
         """
         error, trainer = sys.exception(), getattr(self._strategy.lightning_module, "_trainer", None)
         if error is None or trainer is None or trainer.state.status != "interrupted":
@@ -203,7 +203,7 @@ class CheckpointHooks:
     # Loading
 
     def recover_checkpoints(self, trainer: Any) -> None:
-        """Before anybody looks for the last one: put back those that a save has moved aside when it was killed."""
+        """Put back checkpoints that an interrupted save has moved aside, before anybody looks for the last one."""
         folders = {trainer.default_root_dir}
         for callback in trainer.checkpoint_callbacks:
             if (resolve := getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)) is not None:
@@ -214,16 +214,16 @@ class CheckpointHooks:
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None, plain: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
-        """Either form. Of a directory, tensors are read when they are used.
+        """Read a checkpoint of either form. Tensors of a directory are read lazily, at their first use.
 
         Args:
             checkpoint_path: file, directory or URL.
-            weights_only: whether nothing but tensors and plain values may be in it, so that no file can run code;
-                ``None``: as the option ``checkpoint_weights_only`` says.
+            weights_only: whether only tensors and plain values are allowed, so that no file can run code;
+                ``None``: the value of the option ``checkpoint_weights_only``.
             plain: Lightning's own ``load_checkpoint``.
 
         Raises:
-            CheckpointError: it is damaged, or has more in it than it may.
+            CheckpointError: it is damaged, or contains objects that are not allowed.
         """
         if self._saves is not None:
             self._saves.wait()
@@ -268,9 +268,9 @@ class CheckpointHooks:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's share of the optimizers' state and the engine's own."""
+        """Load this rank's part of the optimizers' state, and the engine's own."""
         states = checkpoint["optimizer_states"]
-        # Weights of others, which `smp import` has made a checkpoint of: training begins with them.
+        # A checkpoint that `smp import` has made from another tool's weights: training begins with them.
         is_new = not states and not checkpoint.get("global_step")
         if not is_new and len(states) != len(self._strategy.optimizers):
             raise CheckpointError(
@@ -286,15 +286,15 @@ class CheckpointHooks:
                 self._engine().load_optimizer_state(unwrap(optimizer), state)
         self._resume.load_state(checkpoint)
 
-    # Where
+    # Paths
 
     @property
     def _has_own_io(self) -> bool:
-        """Whether the user has a plugin that reads and writes files."""
+        """Whether the user has a ``CheckpointIO`` plugin."""
         return type(self._strategy.checkpoint_io) is not self._tree.fabric("plugins.io.torch_io").TorchCheckpointIO
 
     def _local(self, path: Any) -> Path | None:
-        """A path that the operating system knows; ``None``: it is a URL of something else."""
+        """The local path, or ``None`` for a URL of another storage."""
         if not self._tree.fabric("utilities.cloud_io")._is_local_file_protocol(path):
             return None
         return Path(str(path).removeprefix("file://").removeprefix("local://"))
@@ -344,15 +344,15 @@ def unwrap(optimizer: Any) -> Optimizer:
 
 
 def _is_by_name(state: Mapping[str, Any]) -> bool:
-    """Whether the state of an optimizer names parameters, and does not number them."""
+    """Whether the optimizer state identifies parameters by name instead of by number."""
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
 def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str, Any]:
-    """The content of a file, which one rank of each node reads as a whole first, to verify it. Collective.
+    """The content of a file, verified by a single rank per node that reads all of it. Collective.
 
     Raises:
-        CheckpointError: on all ranks; it is not there, damaged, or cannot be loaded without running code.
+        CheckpointError: on all ranks; the file is missing, damaged, or cannot be loaded without running code.
     """
     content, problem = None, None
     try:
@@ -374,14 +374,14 @@ def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str,
 
 
 def _is_forced_open() -> bool:
-    """Whether the environment says, as to PyTorch, that files may have anything in them."""
+    """Whether PyTorch's environment variable allows arbitrary objects in checkpoint files."""
     return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in ("1", "y", "yes", "true")
 
 
 def _described_elsewhere(state: dict[str, Any]) -> dict[str, Any]:
-    """``state``, which global rank 0 has, with tensors without memory on the others. Collective.
+    """``state`` of global rank 0, with meta tensors on the other ranks. Collective.
 
-    Hooks of the user, who drop or rename entries, find them on all ranks then.
+    So user hooks that drop or rename entries find them on all ranks.
     """
 
     def described(leaf: Any) -> Any:
@@ -392,7 +392,7 @@ def _described_elsewhere(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_all_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank holds, with everything else by name, shape and type only. Collective.
+    """This rank's tensors, plus name, shape and dtype of all others. Collective.
 
     A tensor with several names is one object under all of them.
     """

@@ -112,7 +112,7 @@ class CommunicationHooks:
             collectives.barrier("`strategy.barrier`")
 
     def _group(self, group: Any) -> Any:
-        """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""
+        """The process group for values; ``None``: nobody to exchange with. (LightningModule says WORLD for "default".)"""
         if not dist.is_initialized():
             return None
         if group is not None and group is not dist.group.WORLD:
@@ -121,5 +121,5 @@ class CommunicationHooks:
             return dist.group.WORLD
         if self.mesh.dp == 1:
             return None
-        # torch's gradient of a gather takes ranks of the default group.
+        # torch's backward of a gather takes ranks of the default group, which means the replicas inside a step.
         return dist.group.WORLD if self.is_in_step else self.mesh.dp_group

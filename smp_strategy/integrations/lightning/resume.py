@@ -1,21 +1,18 @@
-"""A run goes on as if it had not been interrupted: with the same batches and the same random numbers.
+"""Exact resumption: a resumed run sees the same batches and random numbers as an uninterrupted one.
 
-Lightning's checkpoints have weights, optimizers, schedulers, callbacks and counters. What they lack stands beside the
-engine's own state, in a dict that plain Lightning passes over:
+Lightning's checkpoints have weights, optimizers, schedulers, callbacks and counters. The missing state stands beside
+the engine's own, in a dict that plain Lightning ignores:
 
-1. where the random generators of the ranks are, and those of the data path ([Note: data stream]);
-2. how far each training data loader has come in its pass (:mod:`smp_strategy.integrations.data.resumable_loader`), and
-  what Lightning, which asks
-   a loader of unknown length for one batch in advance, has not used yet;
-3. the metrics that callbacks and schedulers go by.
+1. states of the ranks' random generators, and of the data stream ([Note: data stream]);
+2. the position of each training data loader (:mod:`smp_strategy.integrations.data.resumable_loader`), and the number
+   of batches that Lightning has fetched but not used (it prefetches one from a loader of unknown length);
+3. the metrics that callbacks and schedulers monitor.
 
-[Note: going on] It is read with the optimizers' state, when Lightning's counters have been read, and these are put in
-order (:mod:`smp_strategy.integrations.lightning.resume_progress`). It is applied when training starts: by then user
-code may have drawn what it likes in `setup`, and loaders may have been iterated. Nothing is drawn any more until the
-loop does what it would have done next. A pass that had been begun goes on from its place; and where the last one was
-complete, the next begins with the restored generators, however many Lightning has begun before.
-
-The strategy's hooks for going on with a run: what it adds to a checkpoint, and what it does with that.
+[Note: exact resume] The state is read together with the optimizers' state, after Lightning's counters, which are
+corrected then (:mod:`smp_strategy.integrations.lightning.resume_progress`). It is applied when training starts, because
+user code may draw random numbers in `setup`, and loaders may be iterated before; after that point nothing is drawn
+until the loop takes its next action. An interrupted epoch continues at its position. After a complete epoch, the next
+one begins with the restored generators, however many iterations Lightning has begun before.
 """
 
 import warnings
@@ -45,17 +42,17 @@ from smp_strategy.integrations.lightning.tree import Tree
 
 __all__ = ["CHECKPOINT_KEY", "KEY", "ResumeHooks", "Resumption"]
 
-# Where all this stands in the engine's part of a checkpoint.
+# Key of this state in the engine's part of a checkpoint.
 KEY: Final = "resume"
 
 
 class Resumption:
-    """Collects what a run needs to go on, and applies it.
+    """The state for exact resumption: collects it for a checkpoint, and applies it.
 
     Args:
-        mesh: this rank's place.
+        mesh: the process mesh.
         stream: the random numbers of the data path.
-        device: where this rank computes.
+        device: this rank's device.
         tree: the Lightning tree in use.
     """
 
@@ -79,14 +76,14 @@ class Resumption:
     # To a checkpoint
 
     def collected(self, trainer: Any) -> dict[str, Any]:
-        """What a run needs to go on, on global rank 0; elsewhere nothing. Collective."""
+        """The state for a checkpoint, on global rank 0; an empty dict elsewhere. Collective."""
         is_first = self._rank == self._data_ranks[self._data_rank][0]
         mine = of_rank(self._device), self._of_data_rank(trainer) if is_first else None
         of_run = self._of_run(trainer)  # metrics may be reduced over ranks
         found = collectives.collect(mine, 0, "what a run needs to go on")
         if self._rank != 0:
             return {}
-        if self._pending is not None:  # there was nothing left to train
+        if self._pending is not None:  # no training step has run since it was read
             return dict(self._pending[KEY])
         states, passes = [state for state, _ in found], [of_pass or {} for _, of_pass in found]
         return {
@@ -104,7 +101,7 @@ class Resumption:
         }
 
     def _places(self, trainer: Any) -> dict[str, Any]:
-        """Where passes over the training loaders are, and generators of all loaders."""
+        """Positions of the training loaders, and generators of all loaders."""
         fit = trainer.fit_loop
         loaders, evaluated = _loaders(fit), _loaders(fit.epoch_loop.val_loop)
         found: dict[str, Any] = {
@@ -122,7 +119,7 @@ class Resumption:
     def _of_run(self, trainer: Any) -> dict[str, Any]:
         fit = trainer.fit_loop
         metrics = dict(trainer.callback_metrics)
-        if is_epoch_read(fit):  # those of the epoch, which are told at its end
+        if is_epoch_read(fit):  # Lightning publishes those of the epoch at its end
             metrics |= fit.epoch_loop._results.metrics(on_step=False)["callback"]
         return {
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
@@ -131,29 +128,29 @@ class Resumption:
         }
 
     def training_ends(self, trainer: Any) -> None:
-        """Lightning lets go of the loaders' passes; a checkpoint may be asked for later."""
+        """Remember the positions of the loaders, which Lightning drops now: a checkpoint may follow."""
         self._at_end = self._places(trainer)
         self._progress_at_end = progress_of(trainer.fit_loop)
 
     # From a checkpoint
 
     def read(self, state: Mapping[str, Any], trainer: Any) -> None:
-        """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters."""
+        """Keep the engine's part of a checkpoint until training starts. Call it after Lightning has read its counters."""
         self._pending = state
         put_in_order(trainer.fit_loop, state[KEY]["progress"])
         places = self._mine(state[KEY])["loaders"]
         if places is not None:  # Lightning has those of global rank 0
             states = [place["loader"] for place in places if place is not None and "loader" in place]
             trainer.fit_loop._combined_loader_states_to_load = states
-        # Lightning says so of loaders that have no state of their own.
+        # Lightning warns of loaders without a `state_dict`; these are resumed here.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def training_starts(self, trainer: Any, forget_gradients: Callable[[], None]) -> Mapping[str, Any] | None:
-        """Go on from what was read, which is given back; ``None``: nothing was. See [Note: going on].
+        """Apply the state that was read, and return it; ``None`` without one. See [Note: exact resume].
 
         Args:
-            trainer: Lightning's.
-            forget_gradients: lets those that were read not be used.
+            trainer: Lightning's Trainer.
+            forget_gradients: discards the accumulated gradients that were read.
         """
         self._at_end = self._progress_at_end = None
         own, self._pending = self._pending, None
@@ -191,12 +188,12 @@ class Resumption:
         return own
 
     def set_evaluation(self, loader: Any) -> None:
-        """Let the generators of the next loader of validation go on; loaders are made when they are first used."""
+        """Restore the generators of the next validation loader; loaders are made at their first use."""
         if self._pending_evaluation:
             _set_generators(loader, self._pending_evaluation.pop(0))
 
     def _mine(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the rank has kept that read what this one reads, if as many shared the samples."""
+        """The saved state of the data rank that read this rank's samples, if the number of data ranks is the same."""
         found: Mapping[str, Any] = state["by_data_rank"][self._data_rank % len(state["by_data_rank"])]
         return found
 
@@ -211,7 +208,7 @@ class Resumption:
             elif found is not None:
                 found.begin_again()
         if places is None:
-            fit._resuming_from_checkpoint = False  # else the loop would use the pass that it has begun before
+            fit._resuming_from_checkpoint = False  # else the loop would use an iteration that it began before
         elif mine["are_consumed"]:
             fit._combined_loader._iterator._consumed = list(mine["are_consumed"])
 
@@ -244,7 +241,7 @@ class Resumption:
         self._tree.pytorch("utilities.rank_zero").rank_zero_warn(text)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
-        """Read again what the loop has read in advance."""
+        """Fetch again the batches that the loop had prefetched."""
         fetcher.reset()
         if fetcher.length is None:
             step = self._tree.pytorch("loops.fetchers")._DataFetcher.__next__
@@ -284,7 +281,7 @@ def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
             set_generators(generators, states)
 
 
-# Where the engine's own state stands in a checkpoint; plain Lightning passes over both.
+# Keys of the engine's own state in a checkpoint; plain Lightning ignores both.
 CHECKPOINT_KEY: Final = "smp_strategy"
 _GRADIENTS: Final = "gradients"
 
@@ -351,7 +348,7 @@ class ResumeHooks:
             self._resumption.set_evaluation(loader)
 
     def on_train_start(self) -> None:
-        """Continue with the data and the random numbers of an earlier run. See [Note: going on]."""
+        """Continue with the data and the random numbers of an earlier run. See [Note: exact resume]."""
         if self._resumption is not None:
             engine = self._engine()
             own = self._resumption.training_starts(self._trainer(), lambda: engine.load_gradients({}))

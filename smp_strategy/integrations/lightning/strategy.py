@@ -1,7 +1,8 @@
-"""The strategy: what Lightning calls, hook by hook, and which part of the library answers.
+"""The Lightning ``Strategy``: set-up, steps, data and tear-down of a run.
 
-No parallel logic stands here. The engine knows the mesh, the model and the schedule; the neighbours of this file know
-one subject each. The order in which Lightning calls (fit)::
+No parallel logic stands here. The engine knows the mesh, the model and the schedule; each neighbouring file knows one
+subject. Calls that a single part answers are in :mod:`smp_strategy.integrations.lightning.delegating_strategy`.
+Lightning's order of calls in ``fit``::
 
     Trainer(...)            set_world_ranks, _configure_launcher
     launcher.launch         setup_environment            the process group
@@ -9,12 +10,12 @@ one subject each. The order in which Lightning calls (fit)::
                             setup                        engine.attach: the mesh; optimizers, refusals
                             process_dataloader           per loader
     per batch               batch_to_device, training_step, [zero_grad], backward: see [Note: commit];
-                            under manual optimization all of it in training_step: see manual.py
-    checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint: see checkpoints.py
+                            under manual optimization all of it in training_step: see manual_optimization.py
+    checkpoints             lightning_module_state_dict, optimizer_state, save_checkpoint: see checkpoint_hooks.py
     end                     teardown                     the module is whole again
 
-``fit``, ``validate``, ``test`` and ``predict`` each run through all of it, so every hook may be called again. The
-model is partitioned inside the first step, on real shapes; until then it is whole on every rank.
+``fit``, ``validate``, ``test`` and ``predict`` repeat this order, so every hook may be called several times. The first
+step partitions the model, on real shapes; until then every rank has the whole model.
 """
 
 import gc
@@ -75,12 +76,12 @@ class StrategyHooks(DelegatingStrategy):
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: the Trainer fills them in.
-        process_group_backend: default: gloo, and for accelerators that no ranks share what torch recommends for them.
-        timeout: of the process groups; default: torch's.
+        process_group_backend: default: gloo, plus torch's default backend for accelerators that no ranks share.
+        timeout: timeout of the process groups; default: torch's.
         options: fields of ``SMPConfig``; the ``SMP_*`` environment has their defaults.
 
     Raises:
-        ConfigError: an option is unknown, wrong or contradicts another; all of them at once.
+        ConfigError: an option is unknown, wrong or contradicts another; one error lists all of them.
     """
 
     def __init__(
@@ -109,11 +110,11 @@ class StrategyHooks(DelegatingStrategy):
         self._data_stream: DataRngSync | None = None
         self._manual: ManualOptimization | None = None
         self._stop_signal: StopSignal | None = None
-        self._stand_ins = ExitStack()  # closed at the end of a run, which gives back what was replaced for it
+        self._patches = ExitStack()  # methods replaced for one run; closing it restores them
         self._may_reduce = True
         self._forgets_early = False
         self._is_joint = True
-        self._read: BatchSource | None = None  # of the batch that was moved last
+        self._read: BatchSource | None = None  # source of the batch that was moved last
         self._has_failed = False
         call_at_exit(self.leave)
 
@@ -135,7 +136,7 @@ class StrategyHooks(DelegatingStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are replicas that share the data and the logged values; asked for just that."""
+        """Whether several replicas share the data; Lightning asks this before it reduces logged values."""
         return self.mesh is not None and self.distributed_sampler_kwargs["num_replicas"] > 1
 
     @property
@@ -166,7 +167,7 @@ class StrategyHooks(DelegatingStrategy):
         return find_replica(self.config, self.lightning_module, num_ranks, rank)
 
     def set_world_ranks(self) -> None:
-        """Number the ranks; called when the Trainer has set devices and environment."""
+        """Set global rank and world size; called when the Trainer has set devices and environment."""
         environment = self.cluster_environment
         if environment is None:
             return
@@ -181,17 +182,17 @@ class StrategyHooks(DelegatingStrategy):
         self._launcher = make_launcher(self.tree, self.cluster_environment, self.num_processes, self.num_nodes)
 
     def refuse_before_start(self, trainer: Any) -> None:
-        """Refuse what this run could not train, as far as that can be told when no other rank is started yet."""
+        """Validate the degrees before other ranks are started, as far as the module is known by then."""
         module = self.lightning_module
         is_whole = module is not None and not grows_later(trainer, module, self.tree)
         check_degrees(self.config, self.num_nodes * self.num_processes, module if is_whole else None)
 
     def setup_environment(self) -> None:
-        """Join the other ranks."""
+        """Join the process group."""
         super().setup_environment()
         self.set_world_ranks()
-        # Unlike Lightning's own strategies this does not seed again: one process would not, and the data order of one
-        # process is promised. See [Note: data stream].
+        # No second seeding, unlike Lightning's own strategies: a single process does not seed twice, and its data order
+        # is promised. See [Note: data stream].
         distributed = self.tree.fabric("utilities.distributed")
         backend = self.process_group_backend or backend_for(self.parallel_devices or [])
         options = {} if self._timeout is None else {"timeout": self._timeout}
@@ -200,14 +201,14 @@ class StrategyHooks(DelegatingStrategy):
         distributed._init_dist_connection(self.cluster_environment, backend, **options)
         self._has_failed = False
         self._checkpoints.begin_processes()
-        # An earlier run may have left the module spread over the ranks. Everything from here on, callbacks that copy
-        # it in `setup` for instance, meets an ordinary module.
+        # An earlier run may have left the module spread over the ranks. Callbacks that copy it in `setup` need an
+        # ordinary module.
         restore_left(self.lightning_module)
 
     # Model and optimizers
 
     def setup(self, trainer: Any) -> None:
-        """Build the optimizers and hand everything to the engine."""
+        """Build the optimizers and attach module and optimizers to the engine."""
         assert self.accelerator is not None
         module = self.lightning_module
         assert module is not None
@@ -218,13 +219,13 @@ class StrategyHooks(DelegatingStrategy):
         self.model_to_device()
         self._engine = self._engine_for(module)
         self._engine.attach(module)
-        # Lightning deals out samples to predict unevenly: ranks that need each other's must have as many batches.
+        # Lightning divides samples for `predict` unevenly, but ranks that exchange samples need equally many batches.
         self._is_joint = self.config.prescaled_batch or trainer.state.fn == states.TrainerFn.PREDICTING
         self._data_stream = DataRngSync(self._engine.mesh, is_joint=self._is_joint)
         stream = self._data_stream
         self._resume.begin_run(Resumption(self._engine.mesh, stream, self.root_device, self.tree) if fitting else None)
         if fitting:
-            # Now that samples can be divided: `estimated_stepping_batches` makes the loaders.
+            # After the data stream exists: `estimated_stepping_batches` makes the loaders.
             self.setup_optimizers(trainer)
         mesh = self._engine.mesh
         spreads = mesh.pp * mesh.tp > 1 or mesh.shard_group is not None
@@ -238,46 +239,46 @@ class StrategyHooks(DelegatingStrategy):
             warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
         self._engine.known = lambda: self._read
         self._engine.copies = lambda: copies_of(module, trainer.callbacks)
-        self._checkpoints.begin_run(trainer, self._stand_ins)
-        self._install_stand_ins(trainer, module, is_manual=fitting and not module.automatic_optimization)
+        self._checkpoints.begin_run(trainer, self._patches)
+        self._install_patches(trainer, module, is_manual=fitting and not module.automatic_optimization)
         signal = StopSignal.of(trainer, self.tree)
         if signal is not None:
-            self._stand_ins.enter_context(signal.installed())
+            self._patches.enter_context(signal.installed())
             self._stop_signal = None if trainer.state.fn == states.TrainerFn.PREDICTING else signal
 
-    def _install_stand_ins(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
-        """Replace what has to know of other ranks in this run, on the instances."""
+    def _install_patches(self, trainer: Any, module: Any, *, is_manual: bool) -> None:
+        """Patch methods of metrics, hooks, optimizers and schedulers for this run, on the instances."""
         updates = MetricUpdates(self.engine, module)
-        self._stand_ins.callback(lambda: updates.remove(failed=self._has_failed))
+        self._patches.callback(lambda: updates.remove(failed=self._has_failed))
         updates.install()
         hooks = UserHooks(self.engine, module, self.tree)
-        self._stand_ins.callback(hooks.remove)
+        self._patches.callback(hooks.remove)
         hooks.install(trainer.callbacks)
         are_seen_in_step = any(has_step_hooks(unwrap(each)) for each in self.optimizers)
         self.engine.gradients_are_seen = is_manual or hooks.see_gradients or are_seen_in_step
         self._forgets_early = not hooks.see_old_gradients
         pairs = zip(map(unwrap, self.optimizers), self._lightning_optimizers, strict=True)
-        self._stand_ins.enter_context(switching_together(self.engine, pairs))
+        self._patches.enter_context(switching_together(self.engine, pairs))
         scaler = self.precision_plugin.scaler
         if is_manual:
             self._manual = ManualOptimization(self.engine, module, self.precision_plugin.train_step_context, scaler)
-            self._stand_ins.callback(self._manual.remove)
+            self._patches.callback(self._manual.remove)
             self._manual.install(
                 self.optimizers, self._lightning_optimizers, [config.scheduler for config in self.lr_scheduler_configs]
             )
         elif scaler is not None:
             schedulers = passing_over_skipped(module, scaler, self.optimizers, self.lr_scheduler_configs)
-            self._stand_ins.enter_context(schedulers)
+            self._patches.enter_context(schedulers)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Around `configure_model`: with `delayed_parameter_initialization` tensors get shapes only."""
+        """Enter the meta device around `configure_model` if `delayed_parameter_initialization` is set."""
         delayed = self.config.delayed_parameter_initialization
         with super().tensor_init_context(empty_init), torch.device("meta") if delayed else nullcontext():
             yield
 
     def model_to_device(self) -> None:
-        """Move the whole model; the engine moves the parts once it is partitioned, and what has no values yet."""
+        """Move the whole model. The engine moves the parts after partitioning, and meta tensors when they get values."""
         assert self.model is not None
         device = self.root_device
         if any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
@@ -298,7 +299,7 @@ class StrategyHooks(DelegatingStrategy):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin, which scales and clips by what all ranks have found."""
+        """The precision plugin; it scales losses and clips gradients by values that all ranks agree on."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -346,7 +347,7 @@ class StrategyHooks(DelegatingStrategy):
             )
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Backward of the loss that a step has returned, or, under manual optimization, of the microbatches' losses."""
+        """Backward of a step's loss, or, under manual optimization, of the losses of all microbatches."""
         plain = super().backward
         if self._manual is None or not self.engine.manual.is_in_step:
             return plain(closure_loss, optimizer, *args, **kwargs)
@@ -365,16 +366,16 @@ class StrategyHooks(DelegatingStrategy):
         return self._eval_step("predict_step", self.precision_plugin.predict_step_context, *args, *kwargs.values())
 
     def _eval_step(self, name: str, context: Any, *args: Any) -> Any:
-        if self._stop_signal is not None and self.engine.mesh.dp == 1:  # replicas may have more batches than others
+        if self._stop_signal is not None and self.engine.mesh.dp == 1:  # replicas may differ in their number of batches
             self._stop_signal.check()
         with self._checkpoints.in_step():
             module, is_joint = self.lightning_module, self._is_joint
             return steps.run_eval_step(self.engine, module, name, args, context=context, is_joint=is_joint)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may be around it."""
+        """Run the optimizer, which may evaluate the loss once; a user's hook of the same name may enclose the call."""
         in_sight = self.engine.run_hook if self.engine.divides_updates else None
-        if self._manual is not None and self.engine.mesh.pp > 1:  # inside of a step, which is no place for a view
+        if self._manual is not None and self.engine.mesh.pp > 1:  # inside a step there are no views
             in_sight = None
         with hooks_around_step(unwrap(optimizer), in_sight), self._checkpoints.in_step(), self.engine.views.put_aside():
             if self._manual is not None:
@@ -386,7 +387,7 @@ class StrategyHooks(DelegatingStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Batches in here do not end the accumulation window: their gradients stay on this replica."""
+        """Keep gradients on this replica: batches in here do not end the accumulation window."""
         self._may_reduce = False
         try:
             yield
@@ -397,14 +398,14 @@ class StrategyHooks(DelegatingStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Samples are divided among replicas, not among ranks, unless each part of a replica reads its own."""
+        """Divide samples among replicas; with ``prescaled_batch=False`` also among tensor-parallel ranks."""
         mesh = self.engine.mesh
         if self._is_joint:
             return {"num_replicas": mesh.dp, "rank": mesh.dp_rank}
         return {"num_replicas": mesh.dp * mesh.tp, "rank": mesh.dp_rank * mesh.tp + mesh.tp_rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Make all ranks of a replica draw alike. See [Note: data stream]."""
+        """Synchronise the random draws of a replica's ranks. See [Note: data stream]."""
         if not isinstance(dataloader, torch.utils.data.DataLoader):
             return dataloader
         assert self._data_stream is not None
@@ -413,7 +414,7 @@ class StrategyHooks(DelegatingStrategy):
         return twin
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move the batch with the user's transfer hooks, whose draws belong to the data path."""
+        """Move the batch with the user's transfer hooks, whose random draws belong to the data stream."""
         if self._data_stream is None:
             return super().batch_to_device(batch, device, dataloader_idx)
         self._data_stream.check(batch)
@@ -424,27 +425,27 @@ class StrategyHooks(DelegatingStrategy):
     # The end
 
     def on_train_end(self) -> None:
-        """A signal that came in the last step ends the run as well, before anything is let go of."""
+        """End the run if SIGTERM came in the last step, before anything is released."""
         if self._stop_signal is not None:
             self._stop_signal.end()
         super().on_train_end()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one ends, and see to it that they end."""
+        """Publish the error to the other ranks, and end child processes that wait for this one."""
         self._has_failed = True
         end_as_stopped(exception, self.tree)
         publish_own(exception)
         if self._launcher is not None:
-            # Ranks that only wait for this one cannot notice while it lives, and have nothing of their own to say.
+            # Ranks that only wait for this one cannot notice the error while it lives, and have none of their own.
             patience = 5.0 if isinstance(exception, PeerFailedError) else 1.0
             self._launcher.end_children(patience)  # type: ignore[attr-defined]
 
     def teardown(self) -> None:
-        """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one again."""
+        """End one of fit, validate, test, predict; another may follow. The module becomes an ordinary one."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._checkpoints.end_run(failed=self._has_failed)
-        self._stand_ins.close()
+        self._patches.close()
         self._manual = self._stop_signal = None
         if self._engine is not None:
             self._engine.detach(failed=self._has_failed)
@@ -456,10 +457,10 @@ class StrategyHooks(DelegatingStrategy):
         self.checkpoint_io.teardown()
 
     def leave(self) -> None:
-        """Let go of the process groups, when the process ends. See [Note: leaving]."""
+        """Destroy the process groups when the process ends. See [Note: leaving]."""
         if self._engine is None or self._has_failed:
             return
         self._engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # what earlier runs have left may hold groups, too
+        gc.collect()  # objects of earlier runs may hold groups, too
