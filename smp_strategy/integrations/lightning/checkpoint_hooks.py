@@ -59,7 +59,7 @@ class CheckpointHooks:
 
     Args:
         strategy: the Lightning strategy; its module, optimizers, ranks and ``CheckpointIO`` are those of the run.
-        config: all options.
+        config: returns the options; users may replace ``strategy.config`` between calls.
         tree: the Lightning tree in use.
         engine: returns the engine of the run.
         resume: adds and loads the state for exact resumption.
@@ -68,7 +68,7 @@ class CheckpointHooks:
     def __init__(
         self,
         strategy: "ParallelStrategy",
-        config: SMPConfig,
+        config: Callable[[], SMPConfig],
         tree: Tree,
         engine: Callable[[], Engine],
         resume: ResumeHooks,
@@ -86,7 +86,7 @@ class CheckpointHooks:
 
     @property
     def _is_sharded(self) -> bool:
-        return self._config.state_dict_type == "sharded"
+        return self._config().state_dict_type == "sharded"
 
     # Saving
 
@@ -228,7 +228,7 @@ class CheckpointHooks:
         if self._saves is not None:
             self._saves.wait()
         if weights_only is None:
-            weights_only = self._config.checkpoint_weights_only and not _is_forced_open()
+            weights_only = self._config().checkpoint_weights_only and not _is_forced_open()
         checkpoint_path = self._strategy.broadcast(checkpoint_path)
         path = self._local(checkpoint_path)
         with allowing_plain_values():
@@ -317,7 +317,7 @@ class CheckpointHooks:
 
     def begin_run(self, trainer: Any, patches: ExitStack) -> None:
         """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close."""
-        self._saves = AsyncSaves(self._engine().mesh.saving_group, in_background=self._config.async_save)
+        self._saves = AsyncSaves(self._engine().mesh.saving_group, in_background=self._config().async_save)
         kept = KeptCheckpoints(self._saves, self._local)
         patches.callback(kept.remove)
         kept.install(trainer.callbacks, trainer.loggers)

@@ -112,7 +112,7 @@ class CommunicationHooks:
             collectives.barrier("`strategy.barrier`")
 
     def _group(self, group: Any) -> Any:
-        """The process group for values; ``None``: nobody to exchange with. (LightningModule says WORLD for "default".)"""
+        """The process group for values, or ``None`` for nobody. (LightningModule passes WORLD for "default".)"""
         if not dist.is_initialized():
             return None
         if group is not None and group is not dist.group.WORLD:

@@ -48,9 +48,13 @@ class DelegatingStrategy(Host):
         self.config = config
         self._engine: Engine | None = None
         self._communication = CommunicationHooks(self.tree, lambda: self._engine)
-        self._resume = ResumeHooks(lambda: self.engine, lambda: self.lightning_module.trainer)  # type: ignore[union-attr]
-        self._checkpoints = CheckpointHooks(self, config, self.tree, lambda: self.engine, self._resume)
+        self._resume = ResumeHooks(lambda: self.config, lambda: self.engine, self._trainer_of_module)
+        self._checkpoints = CheckpointHooks(self, lambda: self.config, self.tree, lambda: self.engine, self._resume)
         super().__init__(**arguments)
+
+    def _trainer_of_module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     # Engine and reports
 

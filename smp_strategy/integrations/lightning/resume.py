@@ -22,6 +22,7 @@ from typing import Any, Final, final
 import torch
 
 from smp_strategy.checkpoint.sources import EditedState
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
@@ -135,7 +136,7 @@ class Resumption:
     # From a checkpoint
 
     def read(self, state: Mapping[str, Any], trainer: Any) -> None:
-        """Keep the engine's part of a checkpoint until training starts. Call it after Lightning has read its counters."""
+        """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters by now."""
         self._pending = state
         put_in_order(trainer.fit_loop, state[KEY]["progress"])
         places = self._mine(state[KEY])["loaders"]
@@ -291,6 +292,7 @@ class ResumeHooks:
     """The strategy's part of exact resumption: adds the extra state to checkpoints and applies it.
 
     Args:
+        config: returns the options.
         engine: returns the engine of the run.
         trainer: returns Lightning's Trainer.
 
@@ -298,7 +300,10 @@ class ResumeHooks:
         has_stepped: under manual optimization, whether an optimizer has used the gradients of the last batch.
     """
 
-    def __init__(self, engine: Callable[[], Engine], trainer: Callable[[], Any]) -> None:
+    def __init__(
+        self, config: Callable[[], SMPConfig], engine: Callable[[], Engine], trainer: Callable[[], Any]
+    ) -> None:
+        self._config = config
         self._engine = engine
         self._trainer = trainer
         self._resumption: Resumption | None = None
@@ -324,7 +329,7 @@ class ResumeHooks:
         own: dict[str, Any] = {**engine.state_dict(), "layout": engine.mesh.shape.degrees}
         if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
             own[KEY] = self._resumption.collected(self._trainer())
-            if self._is_accumulating and engine.config.state_dict_type == "sharded":
+            if self._is_accumulating and self._config().state_dict_type == "sharded":
                 checkpoint[_GRADIENTS] = engine.held_state((), gradients=True).get(_GRADIENTS, {})
             elif self._is_accumulating:
                 checkpoint[_GRADIENTS] = engine.full_gradients()

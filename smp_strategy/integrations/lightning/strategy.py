@@ -278,7 +278,7 @@ class StrategyHooks(DelegatingStrategy):
             yield
 
     def model_to_device(self) -> None:
-        """Move the whole model. The engine moves the parts after partitioning, and meta tensors when they get values."""
+        """Move the whole model; the engine moves parts after partitioning, and meta tensors when they get values."""
         assert self.model is not None
         device = self.root_device
         if any(tensor.is_meta for tensor in (*self.model.parameters(), *self.model.buffers())):
