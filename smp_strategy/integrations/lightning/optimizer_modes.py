@@ -1,8 +1,7 @@
-"""``train`` and ``eval`` of optimizers that have them: hooks call these on what ``configure_optimizers`` has returned.
+"""``train`` and ``eval`` of schedule-free optimizers: all ranks switch modes together.
 
-They are replaced on the instances while a run lasts, and the ranks switch together
-(:mod:`smp_strategy.data_parallel.step_hooks`). Those of a ``LightningOptimizer`` are of its class, so they are
-replaced as well.
+User hooks call these methods on their optimizers. During a run they are patched on the instances
+(:mod:`smp_strategy.data_parallel.step_hooks`), of the optimizer and of its ``LightningOptimizer``.
 """
 
 import functools
@@ -21,11 +20,11 @@ __all__ = ["switching_together"]
 
 @contextmanager
 def switching_together(engine: Engine, optimizers: Iterable[tuple[Optimizer, Any]]) -> Iterator[None]:
-    """In here all ranks switch together.
+    """Patch ``train`` and ``eval`` of the optimizers while this is open.
 
     Args:
-        engine: trains the module.
-        optimizers: the user's, each with its LightningOptimizer.
+        engine: the engine of the run.
+        optimizers: pairs of an optimizer and its LightningOptimizer.
     """
     replaced = []
     for optimizer, wrapped in optimizers:
