@@ -131,7 +131,7 @@ def _set_restarting(fit: Any, value: bool) -> None:
     # The private attribute, because the fit loop's property depends on `max_steps`.
     fit._restarting = value
     fit.epoch_loop.restarting = value
-    fit.epoch_loop.val_loop.restarting = True  # no sanity-check counters in the middle of a run
+    fit.epoch_loop.val_loop.restarting = True  # Lightning then skips the sanity check
 
 
 def dealt_out_again(
