@@ -36,7 +36,7 @@ TREES: Final = {
     "lightning.pytorch.strategies": "lightning.pytorch",
     "pytorch_lightning.strategies": "pytorch_lightning",
 }
-# Imported module of Accelerate: module to patch then. `accelerate.accelerator` imports torch and is complete no earlier.
+# Imported module of Accelerate: module to patch then, `accelerate.accelerator` being incomplete any earlier.
 ACCELERATE: Final = {
     "accelerate.launchers": "accelerate.accelerator",
     "accelerate.utils.launch": "accelerate.utils.launch",
