@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from smp_strategy.activations.checkpoint_state import random_of_now
 from smp_strategy.activations.policy import ActivationPolicy
 from smp_strategy.activations.unit_wrapper import UnitCall, UnitWrapper
+from smp_strategy.distributed.rng_state import replay_from_now
 from smp_strategy.model.patching import Patches
 
 __all__ = ["SubmoduleCalls"]
@@ -57,7 +57,7 @@ class SubmoduleCalls:
                 )
             if not self._is_on():
                 return original(*args, **kwargs)
-            random = random_of_now(self._device) if treatment.preserve_rng_state else None
+            random = replay_from_now(self._device) if treatment.preserve_rng_state else None
             call = UnitCall(name, part, None, random=random)
             return self._activations.recomputed(call, treatment, original)(*args, **kwargs)
 

@@ -15,11 +15,12 @@ from torch import nn
 from smp_strategy.activations.checkpoint import Recomputed
 from smp_strategy.activations.checkpoint_groups import CheckpointGroups
 from smp_strategy.activations.checkpoint_inputs import CheckpointInputs
-from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now, random_of_now
+from smp_strategy.activations.checkpoint_state import Bystanders, ModuleSnapshot, autocast_of_now
 from smp_strategy.activations.copy_stream import copies_of
 from smp_strategy.activations.offload import Offload
 from smp_strategy.activations.policy import KEEP, ActivationPolicy, Treatments
 from smp_strategy.activations.selective import Products
+from smp_strategy.distributed.rng_state import replay_from_now
 from smp_strategy.model.trace.parametrize_cache import cache_of_now
 from smp_strategy.model.trace.pytree import flatten, flatten_call
 
@@ -106,7 +107,7 @@ class UnitWrapper:
             random = None
             if treatment.preserve_rng_state:
                 # It may draw after all: what was predicted of it goes by its arguments, and its attributes can change.
-                random = call.random or random_of_now(self._device, only_torch=True)
+                random = call.random or replay_from_now(self._device, only_torch=True)
             once = Recomputed(
                 call.name,
                 function,

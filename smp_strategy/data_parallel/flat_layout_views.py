@@ -5,23 +5,13 @@ stand behind each other in one tensor already are found to be that tensor.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from smp_strategy.data_parallel.flat_layout import Slot
 
-__all__ = ["Run", "common_base", "elements", "view"]
-
-
-class Run(NamedTuple):
-    """Elements of a parameter that stand behind each other in memory, in a buffer and in the parameter."""
-
-    start: int
-    """The number of the first of them in the parameter."""
-    values: Tensor
-    """One-dimensional, a view of the buffer."""
+__all__ = ["common_base", "elements", "view"]
 
 
 def view(flat: Tensor, slot: Slot) -> Tensor:

@@ -25,17 +25,17 @@ from smp_strategy.model.trace.context_containers import collectors
 from smp_strategy.model.trace.events import Trace
 from smp_strategy.model.trace.prediction import Callee, ValueNeededError
 from smp_strategy.model.trace.shape_inference import ShapeInference
-from smp_strategy.model.trace.undo_attributes import attributes_restored, refill, tensors_restored
+from smp_strategy.model.trace.snapshot import Snapshot
 from smp_strategy.model.trace.undo_iterators import iterators_rewound
-from smp_strategy.model.trace.undo_objects import objects_restored
 from smp_strategy.model.trace.undo_variables import variables_restored
 from smp_strategy.model.units import Unit
 from smp_strategy.pipeline.glue_parameters import GlueUses
+from smp_strategy.pipeline.job import Step
 from smp_strategy.pipeline.kept_tensors import refuse_kept
-from smp_strategy.pipeline.microbatch_runner import Step
 from smp_strategy.pipeline.microbatch_state import MicrobatchState, reached_by_hooks
 from smp_strategy.pipeline.runtime import Runtime
 from smp_strategy.pipeline.stage import Stage
+from smp_strategy.pipeline.surveys import survey
 from smp_strategy.pipeline.user_collectives import Replicas
 from smp_strategy.planning.profiling.recorded_calls import CallLog, RecordedCall
 
@@ -188,7 +188,7 @@ def _survey(
             try:
                 with undone(step, surroundings, computes=computes), uses:
                     with private.learning(step):
-                        trace = runtime.survey(step, copy.deepcopy(microbatch), loss_of)
+                        trace = survey(runtime, step, copy.deepcopy(microbatch), loss_of)
                     calls_made = tuple(log.calls)
                     if surroundings.num_microbatches > 1 and not computes and not leftovers.has_news:
                         _try_another(runtime, private, step, copy.deepcopy(microbatch), loss_of)
@@ -220,7 +220,7 @@ def _try_another(
         UnsupportedError: it uses a tensor of the first one.
     """
     with refuse_kept(), suppress(ValueNeededError), private.learning(step):
-        runtime.survey(step, microbatch, loss_of)
+        survey(runtime, step, microbatch, loss_of)
 
 
 def rescaled_tables(units: Sequence[Unit]) -> Iterator[Tensor]:
@@ -265,15 +265,13 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
     # Those of other stages, where the module is spread already, cannot change here.
     present = [b for owner in module.modules() for b in owner._buffers.values() if b is not None and home_of(b) is None]
     buffers = [(buffer, _version(buffer), buffer.clone()) for buffer in present]
-    collected = [(container, container.copy()) for _, container in collectors()]
+    collected = [container for _, container in collectors()]
     switches = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
     inside = [part for unit in units for part in unit.module.modules()]
     held = [value for part in module.modules() for value in vars(part).values()]
     with (
         iterators_rewound(map(vars, module.modules())),
-        attributes_restored(module.modules()),
-        objects_restored(held),
-        tensors_restored(inside),
+        Snapshot(modules=module.modules(), objects=held, tensors_of=inside, containers=collected),
         redirect_stdout(io.StringIO()),
     ):
         try:
@@ -281,8 +279,6 @@ def _untouched(module: nn.Module, units: Sequence[Unit], computes: bool) -> Iter
         finally:
             for parameter, requires_grad in switches:
                 parameter.requires_grad_(requires_grad)
-            for container, contents in collected:
-                refill(container, contents)
             with torch.no_grad():
                 for buffer, version, value in buffers:
                     # Replicas agree on a buffer whose version goes up, so one that has not changed keeps its version.

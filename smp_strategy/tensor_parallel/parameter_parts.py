@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 
 __all__ = ["ParameterParts"]

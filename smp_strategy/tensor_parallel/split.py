@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.attention import SomeHeads
 from smp_strategy.tensor_parallel.layers.base import AmongParts, CannotSplit

@@ -10,7 +10,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.parameter_parts import ParameterParts
 from smp_strategy.tensor_parallel.plan.hooks import hook_problem

@@ -1,7 +1,7 @@
-"""Copies in host memory of what is to be written, in memory that is used again and again.
+"""Staging buffers: host copies of the tensors to be written, in memory that is reused by the next save.
 
-Memory that a process gets for the first time is filled with zeros by the system first, page by page, which takes longer
-than copying; so it is kept from one save to the next.
+Memory that a process gets for the first time is filled with zeros by the system, page by page, which takes longer than
+copying.
 """
 
 import ctypes
@@ -21,10 +21,10 @@ _ALIGNMENT: Final = 64  # bytes
 
 @final
 class StagingBuffers:
-    """Memory for copies of tensors of given shapes.
+    """Host memory for copies of tensors of given shapes.
 
     Args:
-        like: tensors of these shapes and dtypes. Where they are on an accelerator, the memory is pinned, if it can be.
+        like: Tensors of these shapes and dtypes. If one is on an accelerator, the memory is pinned, where possible.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -39,7 +39,7 @@ class StagingBuffers:
         ]
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is memory for such tensors."""
+        """Whether the buffers have the shapes and dtypes of ``tensors``."""
         return len(tensors) == len(self._copies) and all(
             copy.shape == tensor.shape and copy.dtype == tensor.dtype
             for copy, tensor in zip(self._copies, tensors, strict=True)
@@ -47,9 +47,9 @@ class StagingBuffers:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the values of tensors; they may be changed afterwards."""
+        """Copy the values of ``tensors``, which may be changed afterwards."""
         devices = set()
-        # torch's own copy reads what it overwrites, the C library's does not; but torch's may use several threads.
+        # torch's copy reads the memory that it overwrites, memmove does not; but torch's may use several threads.
         alone = torch.get_num_threads() == 1
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if alone and _is_plain(tensor):
@@ -63,18 +63,18 @@ class StagingBuffers:
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself where its values are in a row in host memory, or a copy."""
+    """The tensor itself if it is contiguous in host memory, else a copy that is."""
     tensor = tensor.detach()
     return tensor if _is_plain(tensor) else tensor.cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor whose values are in a row in host memory, to be read or written."""
+    """The bytes of a tensor that is contiguous in host memory, to be read or written."""
     if not tensor.nbytes:
         return memoryview(b"")
-    # By its address: a tensor whose memory numpy has seen cannot let go of it any more, which shards do.
+    # By address: a storage that numpy has seen cannot be resized to 0 any more, which shards need.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    array.tensor = tensor  # lives as long as its memory is looked at
+    array.tensor = tensor  # keeps the memory alive as long as the view
     return memoryview(array).cast("B")
 
 
@@ -86,6 +86,6 @@ def _memory(size: int, *, is_pinned: bool) -> "np.ndarray[tuple[int], np.dtype[n
     if is_pinned:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        except RuntimeError:  # there is not so much of it; the copy takes longer then
+        except RuntimeError:  # not enough pinned memory; the copy is slower then
             pass
     return np.empty(size, dtype=np.uint8)

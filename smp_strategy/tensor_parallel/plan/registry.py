@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from smp_strategy.errors import ConfigError
-from smp_strategy.tensor_parallel.cut import Cut
+from smp_strategy.model.shard_layout import Cut
 from smp_strategy.tensor_parallel.group import TensorGroup
 from smp_strategy.tensor_parallel.layers.base import CannotSplit
 from smp_strategy.tensor_parallel.plan.plan import LayerBlock, SplitKind
