@@ -22,6 +22,7 @@ import torch.distributed as dist
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
+from smp_strategy.model.patching import Patches
 
 __all__ = ["KeptCheckpoints", "AsyncSaves"]
 
@@ -154,7 +155,7 @@ class KeptCheckpoints:
         self._saves = saves
         self._local = local
         self._callbacks: list[Any] = []
-        self._replaced: list[tuple[Any, str]] = []
+        self._patches = Patches()
 
     def install(self, callbacks: Iterable[Any], loggers: Iterable[Any]) -> None:
         """Replace the methods."""
@@ -168,15 +169,12 @@ class KeptCheckpoints:
 
     def remove(self) -> None:
         """Restore the methods."""
-        for owner, name in self._replaced:
-            del vars(owner)[name]
-        self._replaced.clear()
+        self._patches.give_back()
 
     def _replace(self, owner: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
         original = getattr(owner, name, None)
         if callable(original) and name not in vars(owner):
-            vars(owner)[name] = stand_in(original)
-            self._replaced.append((owner, name))
+            self._patches.put(owner, name, stand_in(original))
 
     def _linking(self, original: Any) -> Any:
         def link(trainer: Any, filepath: Any, linkpath: Any) -> None:

@@ -26,6 +26,7 @@ from torchmetrics import Metric
 
 from smp_strategy.integrations.lightning.logging_loggers import merge_arguments, noting
 from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
+from smp_strategy.model.patching import Patches
 from smp_strategy.pipeline.join_results import StepArgument
 
 __all__ = ["DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
@@ -83,18 +84,12 @@ class LogRecorder:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Record ``module.log``, ``module.log_dict`` (which calls it) and the others while this is open."""
-        # On the instance, bypassing nn.Module.__setattr__: a `log` that the user overrides is called at replay only.
-        own = vars(self._module)
-        before = {name: own[name] for name in own.keys() & {"log", "print"}}  # patches of a hook around this step
-        object.__setattr__(self._module, "log", self._note)
-        object.__setattr__(self._module, "print", self._noting(self._print, "print"))
-        try:
-            with noting(getattr(self._module, "loggers", ()), self._noting):
-                yield
-        finally:
-            for name in ("log", "print"):
-                object.__delattr__(self._module, name)
-            own.update(before)
+        # On the instance, so that a `log` that the user overrides is called at replay only. A hook around this step may
+        # have patched it already.
+        with Patches() as patches, noting(getattr(self._module, "loggers", ()), self._noting):
+            patches.put(self._module, "log", self._note)
+            patches.put(self._module, "print", self._noting(self._print, "print"))
+            yield
 
     @contextmanager
     def notes(self) -> Iterator[Notes]:

@@ -21,6 +21,7 @@ from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.steps import Context
+from smp_strategy.model.patching import Patches
 from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["ManualOptimization"]
@@ -41,7 +42,7 @@ class ManualOptimization:
         self._module = module
         self._context = context
         self._scaler = scaler
-        self._before: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
 
     def install(self, optimizers: Sequence[Optimizer], wrapped: Sequence[Any], schedulers: Sequence[Any]) -> None:
         """Replace the methods.
@@ -53,33 +54,28 @@ class ManualOptimization:
         """
         for index, pair in enumerate(zip(optimizers, wrapped, strict=True)):
             for optimizer, step in zip(pair, (self._step(pair[0]), pair[1].step), strict=True):
-                self._replace(optimizer, "step", self._step_once(step, f"`step` of optimizer {index}"))
-                self._replace(
+                self._patches.put(optimizer, "step", self._step_once(step, f"`step` of optimizer {index}"))
+                self._patches.put(
                     optimizer, "zero_grad", self._once(optimizer.zero_grad, f"`zero_grad` of optimizer {index}")
                 )
                 for name in _other_steps(pair[0]):
-                    self._replace(
+                    self._patches.put(
                         optimizer, name, self._refused(getattr(pair[0], name), f"`{name}` of {type(pair[0]).__name__}")
                     )
         for index, scheduler in enumerate(schedulers):
             name = f"`step` of learning rate scheduler {index}"
             is_skipped = functools.partial(self._is_skipped, scheduler)
-            self._replace(scheduler, "state_dict", _without_methods(scheduler.state_dict))
+            self._patches.put(scheduler, "state_dict", _without_methods(scheduler.state_dict))
             step = self._once(scheduler.step, name, averaged=True, in_hooks=True, unless=is_skipped)
-            self._replace(scheduler, "step", step)
+            self._patches.put(scheduler, "step", step)
         module = self._module
         for name in ("toggle_optimizer", "untoggle_optimizer"):
-            self._replace(module, name, self._once(getattr(module, name), f"`{name}`", also_dry=True))
-        self._replace(module, "clip_gradients", self._once(self._clip(module.clip_gradients), "`clip_gradients`"))
+            self._patches.put(module, name, self._once(getattr(module, name), f"`{name}`", also_dry=True))
+        self._patches.put(module, "clip_gradients", self._once(self._clip(module.clip_gradients), "`clip_gradients`"))
 
     def remove(self) -> None:
         """Restore the methods."""
-        for owner, name, before in reversed(self._before):
-            if before is None:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = before[0]
-        self._before.clear()
+        self._patches.give_back()
 
     def backward(self, plain: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> None:
         """The strategy's ``backward`` in a step.
@@ -111,11 +107,6 @@ class ManualOptimization:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with self._engine.views.put_aside():
             self._engine.manual.reduce_gradients(parameters)
-
-    def _replace(self, owner: Any, name: str, method: Any) -> None:
-        own = vars(owner)
-        self._before.append((owner, name, (own[name],) if name in own else None))
-        own[name] = method
 
     def _once(
         self,

@@ -31,6 +31,7 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.metric_values import is_settling, noted_forward, see_state
+from smp_strategy.model.patching import Patches
 
 __all__ = ["MetricUpdates", "metrics_of", "share_value"]
 
@@ -46,18 +47,18 @@ class MetricUpdates:
     def __init__(self, engine: Engine, module: nn.Module) -> None:
         self._engine = engine
         self._metrics = metrics_of(module)
-        self._before: list[tuple[Metric, str, Any]] = []
+        self._patches = Patches()  # bypasses Metric.__setattr__, which reserves some names
 
     def install(self) -> None:
         """Patch the metrics, on the instances."""
         for metric in self._metrics:
             if isinstance(metric.dist_sync_fn, _FromReplicas):
                 metric.dist_sync_fn = None
-            self._replace(metric, "forward", self._with_forward(metric))
-            self._replace(metric, "update", self._with_values(metric.update, lambda: None))
-            self._replace(metric, "compute", self._with_sums(metric))
+            self._patches.put(metric, "forward", self._with_forward(metric))
+            self._patches.put(metric, "update", self._with_values(metric.update, lambda: None))
+            self._patches.put(metric, "compute", self._with_sums(metric))
             if metric.process_group is None:
-                self._replace(metric, "process_group", self._engine.mesh.dp_group)
+                self._patches.put(metric, "process_group", self._engine.mesh.dp_group)
 
     def remove(self, *, failed: bool) -> None:
         """Restore the methods, and share the states of metrics inside units. Collective, unless the run ``failed``."""
@@ -68,18 +69,7 @@ class MetricUpdates:
                 _share_sums(metric, stage, mesh)
             if metric.process_group is mesh.dp_group and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = _FromReplicas(mesh.dp_group)
-        for metric, name, before in reversed(self._before):
-            if before is None:
-                del metric.__dict__[name]
-            else:
-                metric.__dict__[name] = before[0]
-        self._before.clear()
-
-    def _replace(self, metric: Metric, name: str, value: Any) -> None:
-        # Bypass Metric.__setattr__, which reserves some names.
-        own = metric.__dict__
-        self._before.append((metric, name, (own[name],) if name in own else None))
-        own[name] = value
+        self._patches.give_back()
 
     def _with_forward(self, metric: Metric) -> Callable[..., Any]:
         forward = functools.wraps(metric.forward)(noted_forward(metric, metric.forward))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from smp_strategy.data_parallel.step_hooks import MODES, has_to_switch
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.model.patching import Patches
 
 __all__ = ["switching_together"]
 
@@ -26,19 +27,14 @@ def switching_together(engine: Engine, optimizers: Iterable[tuple[Optimizer, Any
         engine: the engine of the run.
         optimizers: pairs of an optimizer and its LightningOptimizer.
     """
-    replaced = []
-    for optimizer, wrapped in optimizers:
-        for mode in MODES:
-            if callable(method := getattr(optimizer, mode, None)):
-                switch = _together(engine, optimizer, mode, method)
-                for owner in (optimizer, wrapped):
-                    vars(owner)[mode] = switch
-                    replaced.append((owner, mode))
-    try:
+    with Patches() as patches:
+        for optimizer, wrapped in optimizers:
+            for mode in MODES:
+                if callable(method := getattr(optimizer, mode, None)):
+                    switch = _together(engine, optimizer, mode, method)
+                    for owner in (optimizer, wrapped):
+                        patches.put(owner, mode, switch)
         yield
-    finally:
-        for owner, mode in replaced:
-            del vars(owner)[mode]
 
 
 def _together(engine: Engine, optimizer: Optimizer, mode: str, method: Callable[[], Any]) -> Callable[[], Any]:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import Patches
 from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
 from smp_strategy.precision.loss_scale import ScalingRules
 
@@ -152,20 +153,16 @@ def passing_over_skipped(
         optimizers: the optimizers of the fit.
         configs: Lightning's scheduler configs.
     """
-    hook, before = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")
+    hook = module.lr_scheduler_step
     by_step = {id(config.scheduler) for config in configs if config.interval == "step"}
 
     def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
         if id(scheduler) not in by_step or not any(map(scaler.has_skipped, optimizers)):
             hook(scheduler, metric)
 
-    object.__setattr__(module, "lr_scheduler_step", lr_scheduler_step)
-    try:
+    with Patches() as patches:
+        patches.put(module, "lr_scheduler_step", lr_scheduler_step)
         yield
-    finally:
-        object.__delattr__(module, "lr_scheduler_step")
-        if before is not None:
-            object.__setattr__(module, "lr_scheduler_step", before)
 
 
 class ClipGradNorm(Protocol):

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import Patches
 
 __all__ = ["StopSignal", "end_as_stopped", "have_all_stopped", "is_at_terminal"]
 
@@ -62,12 +63,10 @@ class StopSignal:
     def installed(self) -> Iterator[None]:
         """Replace Lightning's signal handler and its broadcast while this is open."""
         connector, loop = self._trainer._signal_connector, self._trainer.fit_loop.epoch_loop
-        connector._sigterm_notifier_fn = self._note
-        loop._broadcast_sigterm_tensor = self.check
-        try:
+        with Patches() as patches:
+            patches.put(connector, "_sigterm_notifier_fn", self._note)
+            patches.put(loop, "_broadcast_sigterm_tensor", self.check)
             yield
-        finally:
-            del connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor
 
     def _note(self, signum: Any, frame: Any) -> None:
         """Handle the signal."""

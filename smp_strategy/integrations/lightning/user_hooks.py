@@ -23,6 +23,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metrics import share_value
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import Patches
 
 __all__ = ["UserHooks", "copies_of"]
 
@@ -60,19 +61,20 @@ class UserHooks:
         self._engine = engine
         self._module = module
         self._tree = tree
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
+        self._patched: set[str] = set()
 
     @property
     def see_gradients(self) -> bool:
         """Whether a patched hook runs while there are gradients."""
-        return any(name in _WITH_GRADIENTS for _, name, _ in self._replaced) or self._is_users(
+        return bool(self._patched & _WITH_GRADIENTS) or self._is_users(
             "backward", self._module, self._tree.pytorch("core.module").LightningModule
         )
 
     @property
     def see_old_gradients(self) -> bool:
         """Whether a patched hook runs between a step and the ``zero_grad`` of the previous gradients."""
-        return any(name in _WITH_OLD_GRADIENTS for _, name, _ in self._replaced)
+        return bool(self._patched & _WITH_OLD_GRADIENTS)
 
     def install(self, callbacks: Iterable[Any]) -> None:
         """Replace the hooks of the module and of ``callbacks``, on the instances."""
@@ -87,16 +89,13 @@ class UserHooks:
         for names, stand_in in stand_ins:
             for name in names:
                 if self._is_users(name, owner, kind):
-                    self._replaced.append((owner, name, vars(owner).get(name)))
-                    object.__setattr__(owner, name, stand_in(getattr(owner, name)))
+                    self._patched.add(name)
+                    self._patches.put(owner, name, stand_in(getattr(owner, name)))
 
     def remove(self) -> None:
         """Restore the hooks."""
-        for owner, name, before in self._replaced:
-            object.__delattr__(owner, name)
-            if before is not None:
-                object.__setattr__(owner, name, before)
-        self._replaced.clear()
+        self._patches.give_back()
+        self._patched.clear()
 
     def _is_users(self, name: str, owner: Any, kind: type) -> bool:
         is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
