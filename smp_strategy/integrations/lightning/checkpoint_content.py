@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor, Readable
 
-__all__ = ["Directory", "divided", "listed", "put_together", "snapshot"]
+__all__ = ["Directory", "split_checkpoint", "collect_optimizers", "join_checkpoint", "snapshot"]
 
 _MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
 _MARK: Final = "smp_strategy/spread"
@@ -38,7 +38,7 @@ class Directory(Readable, Protocol):
         """The keys of each entry in nested dicts, or its name alone."""
 
 
-def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split into the state that all ranks store and the rest for global rank 0; ``checkpoint`` is not changed."""
     rest = dict(checkpoint)
     state: dict[str, Any] = {_MODULE: _with_aliases(_all_held(rest.pop(_MODULE)))}
@@ -59,8 +59,8 @@ def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return {**state, _SPREAD: found} if found else state, rest
 
 
-def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of :func:`divided`, with lazily read tensors.
+def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of :func:`split_checkpoint`, with lazily read tensors.
 
     Args:
         stored: the tensors and objects of the ranks.
@@ -79,10 +79,10 @@ def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = pytree.tree_map(
         lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
     )
-    return listed({**whole, **parts})
+    return collect_optimizers({**whole, **parts})
 
 
-def listed(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def collect_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Collect ``optimizer_<n>`` entries, as converted directories have them, into the list of optimizer states."""
     numbers = sorted(int(key.rpartition("_")[2]) for key in checkpoint if _is_optimizer(key))
     if numbers and _OPTIMIZERS not in checkpoint:

@@ -39,7 +39,12 @@ from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
 from smp_strategy.integrations.lightning.async_saves import AsyncSaves, KeptCheckpoints
-from smp_strategy.integrations.lightning.checkpoint_content import divided, listed, put_together, snapshot
+from smp_strategy.integrations.lightning.checkpoint_content import (
+    collect_optimizers,
+    join_checkpoint,
+    snapshot,
+    split_checkpoint,
+)
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.sigterm import have_all_stopped
 from smp_strategy.integrations.lightning.tree import Tree
@@ -81,7 +86,7 @@ class CheckpointHooks:
         self._saves: AsyncSaves | None = None
         # An error has come out of a step: ranks may be in different places of it.
         self._is_torn = False
-        # Whether all ranks were stopped by the error that ends the run; None: nobody has asked.
+        # Result of the vote on saving after an error; None: no vote yet.
         self._stopped_together: bool | None = None
 
     @property
@@ -134,7 +139,7 @@ class CheckpointHooks:
         return [[[names.get(each, "") for each in group["params"]] for group in of_one] for of_one in groups]
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Path, saves: AsyncSaves) -> None:
-        state, rest = divided(checkpoint)
+        state, rest = split_checkpoint(checkpoint)
         if saves.in_background and self._strategy.global_rank == 0:
             rest = snapshot(rest)
         saves.save_sharded(path, state, rest=rest, note=self._note(checkpoint))
@@ -234,11 +239,13 @@ class CheckpointHooks:
         with allowing_plain_values():
             if path is not None and is_sharded(path):
                 directory = CheckpointReader.open(path)
-                checkpoint = put_together(directory, directory.rest(weights_only=weights_only))
+                checkpoint = join_checkpoint(directory, directory.rest(weights_only=weights_only))
             elif path is None or self._has_own_io:
                 checkpoint = plain(checkpoint_path, weights_only=weights_only)
             else:
-                checkpoint = listed(_read_by_all(path, weights_only, verifies=self._strategy.local_rank == 0))
+                checkpoint = collect_optimizers(
+                    _read_by_all(path, weights_only, verifies=self._strategy.local_rank == 0)
+                )
         if "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"{checkpoint_path} has no `state_dict`, so it is none of Lightning's checkpoints (there are "

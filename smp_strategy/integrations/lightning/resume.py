@@ -30,13 +30,13 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.data.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
 from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.resume_progress import (
-    dealt_out_again,
-    do_due,
-    go_on_adding,
-    go_on_after,
+    continue_sums,
+    correct_counters,
+    do_due_work,
     is_epoch_read,
     progress_of,
-    put_in_order,
+    redistribute_positions,
+    set_batch_counters,
     sums_of,
 )
 from smp_strategy.integrations.lightning.tree import Tree
@@ -138,7 +138,7 @@ class Resumption:
     def read(self, state: Mapping[str, Any], trainer: Any) -> None:
         """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters by now."""
         self._pending = state
-        put_in_order(trainer.fit_loop, state[KEY]["progress"])
+        correct_counters(trainer.fit_loop, state[KEY]["progress"])
         places = self._mine(state[KEY])["loaders"]
         if places is not None:  # Lightning has those of global rank 0
             states = [place["loader"] for place in places if place is not None and "loader" in place]
@@ -178,14 +178,14 @@ class Resumption:
         self._stream.set_state(unpacked(mine["stream"]))
         trainer._logger_connector._callback_metrics.update(state["metrics"])
         if is_same:
-            go_on_adding(fit.epoch_loop._results, mine["sums"])
+            continue_sums(fit.epoch_loop._results, mine["sums"])
         if mine["loaders"] is not None:
             if state["last_reload_epoch"] is not None:
                 fit._last_train_dl_reload_epoch = state["last_reload_epoch"]
             self._fetch_ahead(fit._data_fetcher)
         is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
         keeps = is_overridden("on_validation_model_zero_grad", trainer.lightning_module)
-        do_due(fit, state["progress"], (lambda: None) if keeps else forget_gradients)
+        do_due_work(fit, state["progress"], (lambda: None) if keeps else forget_gradients)
         return own
 
     def set_evaluation(self, loader: Any) -> None:
@@ -225,10 +225,10 @@ class Resumption:
         num_now = len(self._data_ranks)
         if num_now == num_before:
             return places
-        found, told = dealt_out_again(places, [batch_size_of(loader) for loader in loaders], num_before, num_now)
+        found, told = redistribute_positions(places, [batch_size_of(loader) for loader in loaders], num_before, num_now)
         lengths = [place["num_given"] for place in found if place is not None]
         if lengths:
-            go_on_after(fit.epoch_loop.batch_progress, max(lengths))
+            set_batch_counters(fit.epoch_loop.batch_progress, max(lengths))
         self._warn(
             f"The checkpoint was written in the middle of an epoch whose samples {num_before} ranks shared; now "
             f"{num_now} share them. The run goes on after {max(lengths, default=0)} batches of each"

@@ -4,11 +4,11 @@
 callback saves after a batch, but before the validation, metric-driven scheduler steps and epoch-end hooks that are due
 then. A run that `max_steps` has stopped counts the epoch as done, and under `max_steps` Lightning trains on one batch
 too many after the end of an epoch. So the checkpoint records the progress of the last batch (:func:`progress_of`), and
-a resumed run first lets the loop do the missing work (:func:`do_due`): everything happens once.
+a resumed run first lets the loop do the missing work (:func:`do_due_work`): everything happens once.
 
-*Data positions with another number of data-parallel ranks* (:func:`dealt_out_again`). Samplers that divide one order of
-all samples (torch's DistributedSampler, Lightning's default) have consumed its first ``batches x batch size x ranks``
-samples, whichever rank has read which. The new ranks skip as many of their own batches as make up these samples::
+*Data positions with another number of data-parallel ranks* (:func:`redistribute_positions`). Samplers that divide one
+order of all samples (torch's DistributedSampler, Lightning's default) have consumed its first ``batches x batch size x
+ranks`` samples, whichever rank has read which. The new ranks skip as many batches as make up these samples::
 
     4 ranks, batches of 8        12 batches each: 384 samples
     2 ranks, batches of 16       12 batches each
@@ -23,13 +23,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "dealt_out_again",
-    "do_due",
-    "go_on_adding",
-    "go_on_after",
+    "redistribute_positions",
+    "do_due_work",
+    "continue_sums",
+    "set_batch_counters",
     "is_epoch_read",
     "progress_of",
-    "put_in_order",
+    "correct_counters",
     "sums_of",
 ]
 
@@ -60,7 +60,7 @@ def _is_complete(val_loop: Any) -> bool:
     return bool(val_loop.batch_progress.is_last_batch and done >= 1) or done >= sum(val_loop.max_batches)
 
 
-def put_in_order(fit: Any, progress: Mapping[str, bool]) -> None:
+def correct_counters(fit: Any, progress: Mapping[str, bool]) -> None:
     """Correct the counters of the loops, which Lightning has just read from a checkpoint.
 
     Args:
@@ -85,7 +85,7 @@ def put_in_order(fit: Any, progress: Mapping[str, bool]) -> None:
     _set_restarting(fit, True)
 
 
-def do_due(fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
+def do_due_work(fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
     """Do the work that was due when the checkpoint was written, or let the loop do it. Call it when training starts.
 
     Args:
@@ -134,7 +134,7 @@ def _set_restarting(fit: Any, value: bool) -> None:
     fit.epoch_loop.val_loop.restarting = True  # Lightning then skips the sanity check
 
 
-def dealt_out_again(
+def redistribute_positions(
     places: Sequence[Mapping[str, Any] | None], batch_sizes: Sequence[int | None], num_before: int, num_now: int
 ) -> tuple[list[dict[str, Any] | None], str | None]:
     """Convert positions of data loaders to another number of data-parallel ranks.
@@ -169,7 +169,7 @@ def dealt_out_again(
     return found, "; ".join(told) or None
 
 
-def go_on_after(batches: Any, number: int) -> None:
+def set_batch_counters(batches: Any, number: int) -> None:
     """Set Lightning's batch counters of this epoch to ``number``."""
     for name in ("ready", "started", "processed", "completed"):
         setattr(batches.current, name, number)
@@ -191,7 +191,7 @@ def sums_of(results: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def go_on_adding(results: Any, sums: Mapping[str, Mapping[str, Any]]) -> None:
+def continue_sums(results: Any, sums: Mapping[str, Mapping[str, Any]]) -> None:
     """Add the next logged values to ``sums``."""
     left = dict(sums)
     update = results.update_metrics
