@@ -1,8 +1,8 @@
-"""Pipeline parallelism for unmodified PyTorch Lightning modules.
+"""Pipeline, sharded data and tensor parallelism for unmodified Lightning modules and Accelerate scripts.
 
-``import torch`` reaches this package on every machine where it is installed (see :mod:`smp_strategy._autoload`), and
-Hydra reads its options while no model exists yet. So this file imports nothing heavy: public names are looked up when
-they are first used, and the only thing done at import is to make ``Trainer(strategy="smp")`` known to Lightning.
+``import torch`` imports this package on every machine where it is installed (see :mod:`smp_strategy._autoload`), and
+Hydra reads its options before any model exists. So this file imports nothing heavy: public names are imported at their
+first use, and the import itself only registers ``Trainer(strategy="smp")`` with Lightning.
 """
 
 import sys

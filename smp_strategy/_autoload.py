@@ -1,20 +1,20 @@
-"""Make ``Trainer(strategy="smp")``, and layouts for Accelerate, work in a script that never imports this package.
+"""Autoload: ``Trainer(strategy="smp")`` and Accelerate layouts work in scripts that never import this package.
 
-Lightning has no entry point for strategies that is read before the first Trainer resolves its strategy, and Accelerate
-has none at all. Every process of theirs imports torch, though, and torch calls the entry points of the group
-``torch.backends`` at the end of its own import. So :func:`autoload` stands there, and installs a hook that registers
-"smp" as soon as Lightning's strategy registry is imported, and that hands modules of Accelerate to
-:mod:`smp_strategy.integrations.accelerate.launch` as soon as they are. ``import smp_strategy`` calls it too, for
-processes where that mechanism is off.
+Lightning reads no entry point for strategies before the first Trainer resolves its strategy, and Accelerate has none at
+all. But their processes import torch, which calls the entry points of the group ``torch.backends`` at the end of its
+import. :func:`autoload` is such an entry point. It installs an import hook that registers "smp" when Lightning's
+strategy registry is imported, and that passes modules of Accelerate to
+:mod:`smp_strategy.integrations.accelerate.launch` when they are imported. ``import smp_strategy`` calls it, too, for
+processes in which torch's mechanism is off.
 
 Three rules, each learned from a failure:
 
 1. Only the standard library: torch is still half imported when this runs.
-2. Nothing may escape: an exception here would break ``import torch`` for the whole environment.
+2. No exception may escape: it would break ``import torch`` for the whole environment.
 3. Never touch a module that is still being imported.
 
-``SMP_AUTOLOAD=0`` switches it off. The name "smp" is then unknown to Lightning, and Accelerate knows of no layout that
-the script does not give; strategy and plugin objects work as before.
+``SMP_AUTOLOAD=0`` switches it off. Then Lightning does not know the name "smp", and Accelerate only layouts given in
+the script; strategy and plugin objects work as before.
 """
 
 import importlib.util
@@ -31,12 +31,12 @@ import smp_strategy.config.start_folder  # noqa: F401  (as early as can be)
 
 __all__ = ["autoload"]
 
-# The module that holds the registry, and the name of the tree that it belongs to.
+# Module of the strategy registry: name of its Lightning tree.
 TREES: Final = {
     "lightning.pytorch.strategies": "lightning.pytorch",
     "pytorch_lightning.strategies": "pytorch_lightning",
 }
-# What is imported of Accelerate, and what is changed then: its accelerator imports torch, and is not ready before.
+# Imported module of Accelerate: module to patch then, `accelerate.accelerator` being incomplete any earlier.
 ACCELERATE: Final = {
     "accelerate.launchers": "accelerate.accelerator",
     "accelerate.utils.launch": "accelerate.utils.launch",
@@ -45,8 +45,8 @@ ACCELERATE: Final = {
 
 
 def autoload() -> None:
-    """Meet the modules above when they are imported, now or later. Never raises; repeating it is free."""
-    # Torch imports the package to get here, so importing it and being called by torch cannot be told apart.
+    """Register with the modules above, now if they are imported, else when they are. Never raises; idempotent."""
+    # Torch imports the package before it calls this, so one variable switches off both ways to get here.
     if os.environ.get("SMP_AUTOLOAD", "1") == "0":
         return
     with suppress(Exception):
@@ -62,13 +62,13 @@ def _meet(module: ModuleType) -> None:
     try:
         register(module)
     except Exception as error:
-        # Lightning will not know "smp", and Accelerate's launcher not `smp_config`: both say so. A script would not.
+        # Lightning and Accelerate's launcher report the unknown "smp" and `smp_config`; a plain script would not.
         if os.environ.get("ACCELERATE_USE_SMP"):
             print(f"smp_strategy cannot be chosen by ACCELERATE_USE_SMP here: {error!r}", file=sys.stderr)
 
 
 def register(module: ModuleType) -> None:
-    """Do what is to be done now that ``module``, one of those above, has been imported."""
+    """Register with ``module``, one of the modules above, which has just been imported."""
     if module.__name__ in TREES:
         register_strategy(module)
         return
@@ -78,7 +78,7 @@ def register(module: ModuleType) -> None:
 
 
 def register_strategy(module: ModuleType) -> None:
-    """Put "smp" into the strategy registry of ``module``; the strategy itself is built when a Trainer asks for it."""
+    """Add "smp" to the strategy registry of ``module``; the strategy class is made when a Trainer asks for it."""
     registry = module.StrategyRegistry
     if "smp" in registry:
         return
@@ -93,7 +93,7 @@ def register_strategy(module: ModuleType) -> None:
 
 
 class RegistryFinder(MetaPathFinder):
-    """Lets the usual finders find the modules above, and calls :func:`register` once such a module has run."""
+    """Import hook: calls :func:`register` after one of the modules above has been executed."""
 
     def __init__(self) -> None:
         self._searching: set[str] = set()
@@ -101,7 +101,7 @@ class RegistryFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find ``name`` with the other finders; for all modules but those above, do nothing."""
+        """Find one of the modules above with the other finders; ``None`` for any other module."""
         if name not in (*TREES, *ACCELERATE) or name in self._searching:
             return None
         self._searching.add(name)  # find_spec() below asks this finder again
@@ -116,8 +116,8 @@ class RegistryFinder(MetaPathFinder):
 
 
 def _call_after_execution(loader: Any) -> None:
-    # The loader is replaced by nothing but one method of this one instance, so that everything else that asks the
-    # module for its loader (inspect, importlib.resources) meets the genuine one.
+    # One method is patched on the loader's instance, so that other users of the loader (inspect, importlib.resources)
+    # get the genuine object.
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

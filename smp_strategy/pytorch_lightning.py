@@ -1,4 +1,4 @@
-"""The strategy for scripts that write ``import pytorch_lightning``. See :mod:`smp_strategy.integrations.lightning`."""
+"""``SMPStrategy`` for scripts that write ``import pytorch_lightning``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,1 +1,10 @@
-"""Frameworks: Lightning, Accelerate, Hydra, and the calls of SageMaker's library."""
+"""Framework integrations: the only packages that know a training framework.
+
+In reading order::
+
+    lightning/      SMPStrategy for PyTorch Lightning, in both of its trees
+    accelerate/     SMPPlugin for Accelerate, its launcher, and the Hugging Face Trainer
+    hydra/          config group ``smp``: resolvers and recipes
+    sagemaker.py    save_checkpoint and resume_from_checkpoint, as in SageMaker's library
+    data/           resumable data loaders, for Lightning and Accelerate
+"""

@@ -1,27 +1,43 @@
-"""Monkey patching: temporary replacement of methods of single modules."""
+"""Monkey patching: temporary replacement of methods and attributes of single objects."""
 
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, Self, final
 
 from torch import nn
 
 __all__ = ["Patches"]
 
+_ABSENT: Final = object()
+
 
 @final
 class Patches:
-    """Active replacements. They are attributes of the instances; the classes are untouched."""
+    """Active replacements. They are attributes of the instances; the classes are untouched.
+
+    A context manager, which undoes them at its end.
+    """
 
     def __init__(self) -> None:
-        # Module, name, and the instance's own attribute of that name, if it had one.
-        self._before: list[tuple[nn.Module, str, Any]] = []
+        # Object, name, and the instance's own attribute of that name, if it had one.
+        self._before: list[tuple[object, str, Any]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.give_back()
+
+    def put(self, owner: object, name: str, value: Any) -> None:
+        """Set ``owner.<name>`` on the instance, bypassing ``__setattr__``. Copies of ``owner`` keep ``value``."""
+        own = vars(owner)
+        self._before.append((owner, name, own.get(name, _ABSENT)))
+        own[name] = value
 
     def replace(self, module: nn.Module, method: Callable[..., Any], name: str = "forward") -> None:
-        """Redirect calls of ``module.<name>`` to ``method``."""
+        """Redirect calls of ``module.<name>`` to ``method``. Copies of ``module`` call their own method."""
         original = getattr(module, name)
-        self._before.append((module, name, vars(module).get(name)))
 
         @functools.wraps(original)
         def instead(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -31,13 +47,13 @@ class Patches:
                 return types.MethodType(own, called)(*args, **kwargs)
             return method(*args, **kwargs)
 
-        vars(module)[name] = types.MethodType(instead, module)
+        self.put(module, name, types.MethodType(instead, module))
 
     def give_back(self) -> None:
         """Undo all replacements, the latest first."""
-        for module, name, own in reversed(self._before):
-            if own is None:
-                vars(module).pop(name, None)
+        for owner, name, before in reversed(self._before):
+            if before is _ABSENT:
+                vars(owner).pop(name, None)
             else:
-                vars(module)[name] = own
+                vars(owner)[name] = before
         self._before.clear()

@@ -48,7 +48,7 @@ _LISTS = ("tensor_list", "gather_list", "input_list", "scatter_list", "output_te
 # Frames between a call and what is done instead.
 _BETWEEN = frozenset({__name__, c10d.__name__, "torch.distributed.c10d_logger"})
 _PACKAGE = f"{__name__.partition('.')[0]}."
-_DOORS = (f"{_PACKAGE}lightning", f"{_PACKAGE}accelerate")
+_DOORS = (f"{_PACKAGE}integrations.lightning", f"{_PACKAGE}integrations.accelerate")
 
 
 @final

@@ -1,11 +1,24 @@
-"""The Lightning door: :class:`SMPStrategy`, for either of Lightning's two trees.
+"""PyTorch Lightning integration: :class:`SMPStrategy`, for either of Lightning's two trees.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with classes that do not know each
-other. So a strategy is made per tree, from one set of hooks; nothing here imports Lightning before a tree is named.
+``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with unrelated classes. So a strategy
+class is made per tree, from the same code; nothing here imports Lightning before a tree is named. In reading order::
 
-Reading order: ``strategy`` (what Lightning calls, in one place), then what it delegates to: ``steps`` and ``logs``
-(microbatches behind one step), ``gradients``, ``data``, ``communication``, ``refusals``, ``launcher`` with
-``command``, and ``environment``.
+    strategy, delegating_strategy   Lightning's Strategy API: a run, its steps and data; calls passed on to parts
+    strategy_class, tree            the class for one of the two trees; lazy imports from it
+    validation                      unsupported Lightning features
+    steps                           a step per microbatch, merged into one result
+    logging, logging_loggers        self.log, self.print and loggers: recorded in steps, logged once
+    metrics, metric_values          torchmetrics objects, and their values for the whole batch
+    user_hooks                      module and callback hooks see the weights of all stages
+    precision_plugin                loss scaling and clipping over all ranks
+    manual_optimization             backward and optimizer calls of the user's step, once per batch
+    optimizer_modes                 train and eval of schedule-free optimizers
+    data, world_size                the data stream of a replica; ranks for Lightning, replicas for users
+    collectives                     reduce, all_gather, broadcast, barrier
+    checkpoint_hooks                save and load; checkpoint_content: split a checkpoint; async_saves: in background
+    resume, resume_progress         exact resumption; counters, positions and means in the middle of an epoch
+    launcher, child_processes       start the ranks of a machine, watch and end them
+    environment, sigterm            submitit, torchrun, backends; stop all ranks before the same step
 """
 
 from typing import TYPE_CHECKING, Any

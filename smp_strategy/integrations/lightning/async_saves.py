@@ -1,14 +1,12 @@
-"""How the checkpoints of a run become files, now or beside the training, and what waits until they are there.
+"""Asynchronous saves: checkpoints are written in the background, and follow-up actions wait for the files.
 
-With ``async_save`` a checkpoint is not there yet when Lightning goes on, which therefore would delete the one before
-too early, link to nothing, take its name for free, and tell loggers of a file that they do not find. All of that waits
-here: for the files on global rank 0, in the order in which it was asked for, and for loggers until the main thread
-comes by. If a save fails nothing of it happens, so that the checkpoint before stays.
+With ``async_save``, Lightning continues before the checkpoint exists. It would delete the previous one too early, link
+to a missing file, consider the name free, and announce the file to loggers. :class:`AsyncSaves` defers these actions:
+file operations run on global rank 0 after the write, in the order of the calls; loggers are told from the main thread.
+If a save fails, its actions are dropped, so the previous checkpoint stays.
 
-What callbacks that keep checkpoints, and loggers that are told of them, do with files that are not there yet.
-
-:class:`AsyncSaves` lets it wait. On the way a link gets its new target at once: Lightning removes the old link first,
-and a run that is killed in between has no last checkpoint.
+:class:`KeptCheckpoints` patches callbacks and loggers to do so. It also replaces links atomically: Lightning removes
+the old link first, and a run that is killed in between has no last checkpoint.
 """
 
 import copy
@@ -24,29 +22,30 @@ import torch.distributed as dist
 from smp_strategy.checkpoint.storage import atomic_commit as commit
 from smp_strategy.checkpoint.storage.async_save import BackgroundSave
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
+from smp_strategy.model.patching import Patches
 
 __all__ = ["KeptCheckpoints", "AsyncSaves"]
 
 
 @final
 class AsyncSaves:
-    """See the module docstring.
+    """Checkpoint writer of a run, with a queue of actions that wait for the save in flight.
 
     Args:
-        group: all ranks, on the host; nobody else uses it.
-        in_background: whether training goes on while files are written.
+        group: returns a host process group of all ranks, used for nothing else.
+        in_background: whether training continues while files are written.
     """
 
     def __init__(self, group: Callable[[], dist.ProcessGroup], *, in_background: bool) -> None:
         self._writer = ShardedWriter(group)
         self._background = BackgroundSave()
         self.in_background = in_background
-        # What will be there, or will not, when everything that waits is done.
+        # Whether each path will exist after all deferred actions.
         self._foreseen: dict[Path, bool] = {}
         self._announcements: list[Callable[[], None]] = []
 
     def save(self, path: Path, write: Callable[[], None]) -> None:
-        """Let ``write`` make the checkpoint ``path``, after the one in flight."""
+        """Write the checkpoint ``path`` by calling ``write``, after the save in flight."""
         self.wait()
         if not self.in_background:
             write()
@@ -59,55 +58,55 @@ class AsyncSaves:
 
         Args:
             path: the directory.
-            state: what this rank has, see :class:`~smp_strategy.checkpoint.storage.writer.ShardedWriter`.
-            rest: everything else, which global rank 0 writes; nobody changes it any more.
-            note: for people and tools, in the manifest.
+            state: this rank's part, see :class:`~smp_strategy.checkpoint.storage.writer.ShardedWriter`.
+            rest: everything else, written by global rank 0; it must not change any more.
+            note: information for people and tools, in the manifest.
         """
         self.wait()
         prepared = self._writer.prepare(state, copy=self.in_background)
         self.save(path, lambda: prepared.write(path, rest=rest, note=note))
 
     def remove(self, path: Path, how: Callable[[], None] | None = None) -> None:
-        """Remove a checkpoint, once the one in flight is there. On one rank.
+        """Remove a checkpoint of either form after the save in flight. On a single rank.
 
         Args:
-            path: of either form.
-            how: if that is for somebody else to do.
+            path: the checkpoint.
+            how: removes it instead, e.g. the user's ``CheckpointIO``.
         """
         self._later(how or (lambda: commit.remove(path)), path, leaves=False)
 
     def link(self, target: Path, link: Path) -> None:
-        """Let ``link`` lead to the checkpoint ``target``, once that is there. On one rank."""
+        """Point ``link`` to the checkpoint ``target`` after the save in flight. On a single rank."""
         if _absolute(target) != _absolute(link):
             self._later(lambda: commit.link(target, link), link, leaves=True)
 
     def announce(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` on the main thread, once the checkpoint in flight is there."""
+        """Call ``tell`` on the main thread after the save in flight."""
         self._announcements.append(tell)
         self.check()
 
     def exists(self, path: Path) -> bool:
-        """Whether ``path`` is taken once everything that waits is done."""
+        """Whether ``path`` will exist after all deferred actions."""
         return self._foreseen.get(_absolute(path), path.exists())
 
     def check(self) -> None:
-        """Raise the error of a save that has failed meanwhile, and make announcements."""
+        """Raise the error of a failed save, or make the announcements of a completed one."""
         with self._forgetting():
             self._background.check()
         if not self._background.is_busy:
             self._settle()
 
     def wait(self) -> None:
-        """Until everything is there, or an error is raised."""
+        """Wait for the save in flight and its actions; raise the error of a failed save."""
         with self._forgetting():
             self._background.wait()
         self._settle()
 
     def end(self, *, failed: bool) -> None:
-        """Wait, for nobody comes by any more; from now on saves are over when their call returns.
+        """Wait for the save in flight; later saves are synchronous.
 
         Args:
-            failed: the run ends with an error, which is more important than one of a save.
+            failed: whether the run ends with an error; then the error of a save becomes a warning.
         """
         self.in_background = False
         try:
@@ -124,7 +123,7 @@ class AsyncSaves:
 
     @contextmanager
     def _forgetting(self) -> Iterator[None]:
-        """What was to be is not, if a save has failed."""
+        """Drop announcements and expectations if a save has failed."""
         try:
             yield
         except BaseException:
@@ -140,26 +139,26 @@ class AsyncSaves:
 
 
 def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path))  # links are names of their own
+    return Path(os.path.abspath(path))  # not `resolve`, which would follow links
 
 
 @final
 class KeptCheckpoints:
-    """Stands in for methods of the callbacks and loggers of one run, on the instances.
+    """Patches the callbacks and loggers of a run, on the instances, to respect saves in flight.
 
     Args:
-        saves: writes what they keep.
-        local: the path of a file that the operating system knows, else ``None``.
+        saves: the checkpoint writer.
+        local: returns the local path of a checkpoint, or ``None`` for another storage.
     """
 
     def __init__(self, saves: AsyncSaves, local: Callable[[Any], Path | None]) -> None:
         self._saves = saves
         self._local = local
         self._callbacks: list[Any] = []
-        self._replaced: list[tuple[Any, str]] = []
+        self._patches = Patches()
 
     def install(self, callbacks: Iterable[Any], loggers: Iterable[Any]) -> None:
-        """Replace them."""
+        """Replace the methods."""
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
             self._replace(callback, "_link_checkpoint", self._linking)
@@ -169,16 +168,13 @@ class KeptCheckpoints:
             self._replace(logger, "after_save_checkpoint", self._announcing)
 
     def remove(self) -> None:
-        """Give them back."""
-        for owner, name in self._replaced:
-            del vars(owner)[name]
-        self._replaced.clear()
+        """Restore the methods."""
+        self._patches.give_back()
 
     def _replace(self, owner: Any, name: str, stand_in: Callable[[Any], Any]) -> None:
         original = getattr(owner, name, None)
         if callable(original) and name not in vars(owner):
-            vars(owner)[name] = stand_in(original)
-            self._replaced.append((owner, name))
+            self._patches.put(owner, name, stand_in(original))
 
     def _linking(self, original: Any) -> Any:
         def link(trainer: Any, filepath: Any, linkpath: Any) -> None:
@@ -210,7 +206,7 @@ class KeptCheckpoints:
 
 
 def _as_it_is(callback: Any) -> Any:
-    """A copy: when it is looked at the callback speaks of the next checkpoint already, which is not there."""
+    """A snapshot of a callback, which may describe the next checkpoint by the time the logger reads it."""
     copied = copy.copy(callback)
     for name, value in vars(copied).items():
         if isinstance(value, dict):

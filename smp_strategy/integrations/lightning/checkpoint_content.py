@@ -1,17 +1,17 @@
-"""What of a Lightning checkpoint goes to which part of a directory, and how it becomes one dict again.
+"""Layout of a sharded Lightning checkpoint: split the checkpoint dict into stored tensors and ``meta.pt``, and back.
 
-Lightning, its callbacks and the user put together one dict. Tensors that are spread over ranks (:class:`HeldTensor`)
-are stored by the ranks that have them, under the names that Lightning's own directories use; everything else is
-``meta.pt``, which global rank 0 writes as it is::
+Lightning, its callbacks and the user build one dict. Tensors that are spread over ranks (:class:`HeldTensor`) are
+stored by their ranks, under the names that Lightning's own directories use. Global rank 0 writes everything else,
+unchanged, to ``meta.pt``::
 
     state_dict              state_dict.<name>
     optimizer_states[0]     optimizer_0.state.<name>.<key>, optimizer_0.param_groups
-    current_model_state     current_model_state.<name>      a dict of spread tensors: from a callback that averages
-    anything else           meta.pt; in the place of a spread tensor deep inside of it stands {MARK: <number>},
-                            and the tensor is spread.<number>
+    current_model_state     current_model_state.<name>      a dict of spread tensors, e.g. of an averaging callback
+    anything else           meta.pt; a spread tensor nested in it becomes {MARK: <number>}, and is stored as
+                            spread.<number>
 
-What is loaded is such a dict again, in which tensors are read when they are used (:class:`LazyStoredTensor`), so that
-hooks of the user may drop, rename and change them.
+Loading returns such a dict, with lazily read tensors (:class:`LazyStoredTensor`), so that user hooks may drop, rename
+and change them.
 """
 
 import copy
@@ -24,22 +24,22 @@ from torch.utils import _pytree as pytree
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor, Readable
 
-__all__ = ["Directory", "divided", "listed", "put_together", "snapshot"]
+__all__ = ["Directory", "split_checkpoint", "collect_optimizers", "join_checkpoint", "snapshot"]
 
 _MODULE, _OPTIMIZERS, _SPREAD = "state_dict", "optimizer_states", "spread"
 _MARK: Final = "smp_strategy/spread"
 
 
 class Directory(Readable, Protocol):
-    """An opened checkpoint of many files."""
+    """An opened sharded checkpoint."""
 
     @property
     def paths(self) -> Mapping[str, tuple[Any, ...]]:
-        """The way to each entry in dicts of dicts, or its name alone."""
+        """The keys of each entry in nested dicts, or its name alone."""
 
 
-def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state for the ranks to store together, and the rest for one to write; ``checkpoint`` stays as it is."""
+def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split into the state that all ranks store and the rest for global rank 0; ``checkpoint`` is not changed."""
     rest = dict(checkpoint)
     state: dict[str, Any] = {_MODULE: _with_aliases(_all_held(rest.pop(_MODULE)))}
     for number, optimizer in enumerate(rest.pop(_OPTIMIZERS, ())):
@@ -59,12 +59,12 @@ def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     return {**state, _SPREAD: found} if found else state, rest
 
 
-def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint that was :func:`divided`, with tensors that are read when they are used.
+def join_checkpoint(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Inverse of :func:`split_checkpoint`, with lazily read tensors.
 
     Args:
-        stored: by the ranks.
-        rest: everything else.
+        stored: the tensors and objects of the ranks.
+        rest: the content of ``meta.pt``.
     """
     parts: dict[Any, Any] = {}
     values: dict[str, Any] = {name: LazyStoredTensor.of(stored, name) for name in stored.tensors}
@@ -79,11 +79,11 @@ def put_together(stored: Directory, rest: Mapping[str, Any]) -> dict[str, Any]:
     whole: dict[str, Any] = pytree.tree_map(
         lambda node: spread[node[_MARK]] if _is_mark(node) else node, dict(rest), is_leaf=_is_mark
     )
-    return listed({**whole, **parts})
+    return collect_optimizers({**whole, **parts})
 
 
-def listed(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """``checkpoint`` with its optimizers in a list; a directory that was made one file has them one by one."""
+def collect_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Collect ``optimizer_<n>`` entries, as converted directories have them, into the list of optimizer states."""
     numbers = sorted(int(key.rpartition("_")[2]) for key in checkpoint if _is_optimizer(key))
     if numbers and _OPTIMIZERS not in checkpoint:
         states = [checkpoint.pop(f"optimizer_{number}") for number in numbers]
@@ -92,10 +92,10 @@ def listed(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def snapshot(tree: Any, is_fresh: Callable[[Tensor], bool] = lambda tensor: False) -> Any:
-    """A copy in host memory, which stays as it is while training goes on.
+    """A copy in host memory, unaffected by further training.
 
     Args:
-        tree: what is to be saved. Tensors that are the same memory, as tied weights are, stay that.
+        tree: the nested content of a checkpoint. Tensors that share memory (tied weights) share it in the copy, too.
         is_fresh: whether a tensor is such a copy already.
     """
     memo: dict[int, Any] = {}
@@ -129,7 +129,7 @@ def _is_spread_dict(value: Any) -> bool:
 
 
 def _all_held(tree: Any) -> Any:
-    """What this rank has to store. An ordinary tensor is the same on all ranks, so that each has all of it."""
+    """The tensors that this rank stores. An ordinary tensor is replicated, so each rank has all of it."""
     if isinstance(tree, Mapping):
         held = {key: _all_held(value) for key, value in tree.items()}
         return {key: value for key, value in held.items() if not isinstance(value, HeldTensor) or value.blocks}
@@ -137,7 +137,7 @@ def _all_held(tree: Any) -> Any:
 
 
 def _with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Names that hooks have seen each by itself, of one tensor, as a name and its aliases."""
+    """Merge entries of the same tensor into one name with aliases; hooks have seen every name as an entry."""
     names: dict[int, list[str]] = {}
     for name, value in state.items():
         if isinstance(value, HeldTensor):
@@ -156,7 +156,7 @@ def _with_aliases(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _way_of(name: str) -> tuple[str, ...]:
-    """To what a writer has called ``name`` without telling where it was."""
+    """The keys of an entry whose writer has stored a flat ``name`` only."""
     part, _, inside = name.partition(".")
     if _is_optimizer(part) and inside.startswith("state."):
         parameter, _, key = inside.removeprefix("state.").rpartition(".")

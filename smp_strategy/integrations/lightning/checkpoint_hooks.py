@@ -1,6 +1,6 @@
-"""The strategy's hooks for checkpoints, in both of their forms, which any layout reads.
+"""Saving and loading of Lightning checkpoints, full or sharded; every layout reads both forms.
 
-What Lightning calls, on all ranks::
+Lightning's calls, on all ranks::
 
     Trainer.save_checkpoint   lightning_module_state_dict, optimizer_state per optimizer, hooks of callbacks and module
                               save_checkpoint, barrier
@@ -8,17 +8,17 @@ What Lightning calls, on all ranks::
     ckpt_path=...             load_checkpoint, hooks of the module, load_model_state_dict, hooks of callbacks
                               load_optimizer_state_dict (fit only), hooks of loops and schedulers
 
-*Full*: global rank 0 gets all tensors and writes one ordinary file; other ranks see their names, shapes and types.
-*Sharded*: tensors stay where they are; the hooks see what each rank holds of them, and all ranks write a directory.
+*Full*: global rank 0 collects all tensors and writes one ordinary file; other ranks see their names, shapes and dtypes.
+*Sharded*: tensors stay on their ranks; hooks see each rank's blocks, and all ranks write a directory.
 """
 
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -33,61 +33,92 @@ from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.lazy_tensor import LazyStoredTensor
 from smp_strategy.checkpoint.storage.reader import CheckpointReader, is_sharded
 from smp_strategy.checkpoint.storage.torch_load import allowing_plain_values
+from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.rendezvous import meet
+from smp_strategy.engine.engine import Engine
 from smp_strategy.errors import CheckpointError, PeerFailedError, UnsupportedError
 from smp_strategy.integrations.lightning.async_saves import AsyncSaves, KeptCheckpoints
-from smp_strategy.integrations.lightning.checkpoint_content import divided, listed, put_together, snapshot
+from smp_strategy.integrations.lightning.checkpoint_content import (
+    collect_optimizers,
+    join_checkpoint,
+    snapshot,
+    split_checkpoint,
+)
 from smp_strategy.integrations.lightning.resume import ResumeHooks
 from smp_strategy.integrations.lightning.sigterm import have_all_stopped
+from smp_strategy.integrations.lightning.tree import Tree
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 __all__ = ["CheckpointHooks", "unwrap"]
 
-# What `smp` needs to give the state of optimizers in a full file names; Lightning passes over it.
+# Parameter names for the optimizer state in a full file, for the `smp` commands; Lightning ignores the entry.
 PARAMETER_NAMES: Final = "smp_strategy/parameter_names"
 
 
-class CheckpointHooks(ResumeHooks):
-    """The strategy's hooks that save and load. See the module's docstring."""
+@final
+class CheckpointHooks:
+    """Saving and loading of one strategy, in both forms.
 
-    _saves: AsyncSaves | None = None
-    _has_failed: bool
-    # An error has come out of a step: ranks may be in different places of it.
-    _is_torn = False
-    # Whether all ranks were stopped by the error that ends the run; None: nobody has asked.
-    _stopped_together: bool | None = None
-    _stand_ins: ExitStack
+    Args:
+        strategy: the Lightning strategy; its module, optimizers, ranks and ``CheckpointIO`` are those of the run.
+        config: returns the options; users may replace ``strategy.config`` between calls.
+        tree: the Lightning tree in use.
+        engine: returns the engine of the run.
+        resume: adds and loads the state for exact resumption.
+    """
+
+    def __init__(
+        self,
+        strategy: "ParallelStrategy",
+        config: Callable[[], SMPConfig],
+        tree: Tree,
+        engine: Callable[[], Engine],
+        resume: ResumeHooks,
+    ) -> None:
+        self._strategy = strategy
+        self._config = config
+        self._tree = tree
+        self._engine = engine
+        self._resume = resume
+        self._saves: AsyncSaves | None = None
+        # An error has come out of a step: ranks may be in different places of it.
+        self._is_torn = False
+        # Result of the vote on saving after an error; None: no vote yet.
+        self._stopped_together: bool | None = None
 
     @property
     def _is_sharded(self) -> bool:
-        return self.config.state_dict_type == "sharded"
+        return self._config().state_dict_type == "sharded"
 
     # Saving
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights under their plain names, as the module's docstring says. Collective."""
+        """All weights under their plain names; see the module docstring for the two forms. Collective."""
         self._refuse_alone()
         meet("trainer.save_checkpoint")
         if self._is_sharded:
-            return _with_all_names(self.engine.saved.held_state(())["state_dict"])
-        return _described_elsewhere(self.engine.saved.full_state_dict())
+            return _with_all_names(self._engine().saved.held_state(())["state_dict"])
+        return _described_elsewhere(self._engine().saved.full_state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """All of the optimizer's state: as one process has it, or what this rank holds of it. Collective."""
+        """The optimizer's state: all of it (full), or this rank's blocks (sharded). Collective."""
         if self._is_sharded:
-            state: dict[str, Any] = self.engine.saved.held_state((unwrap(optimizer),))["optimizer_0"]
+            state: dict[str, Any] = self._engine().saved.held_state((unwrap(optimizer),))["optimizer_0"]
             return state
-        return _described_elsewhere(self.engine.saved.full_optimizer_state(unwrap(optimizer)))
+        return _described_elsewhere(self._engine().saved.full_optimizer_state(unwrap(optimizer)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write it, or begin to; the Trainer lets all ranks wait for each other afterwards. Collective."""
-        self._add_own_state(checkpoint)
+        """Write a checkpoint, or begin to; the Trainer waits for all ranks afterwards. Collective."""
+        self._resume.add_state(checkpoint)
         if not self._is_sharded and "optimizer_states" in checkpoint:
             checkpoint[PARAMETER_NAMES] = self._parameter_names()
         saves = self._saves
         assert saves is not None
         saves.wait()
-        path = self._local(self.broadcast(filepath))
+        path = self._local(self._strategy.broadcast(filepath))
         if self._is_sharded:
             if path is None or self._has_own_io or storage_options is not None:
                 raise UnsupportedError(
@@ -96,19 +127,20 @@ class CheckpointHooks(ResumeHooks):
                     "or save to a path and copy the folder."
                 )
             self._save_sharded(checkpoint, path, saves)
-        elif self.global_rank == 0:
+        elif self._strategy.global_rank == 0:
             self._save_full(checkpoint, filepath, path, storage_options, saves)
 
     def _parameter_names(self) -> list[list[list[str]]]:
-        """For each optimizer, and each of its groups, the names of the parameters, which PyTorch numbers."""
-        assert self.lightning_module is not None
-        names = {parameter: name for name, parameter in self.lightning_module.named_parameters()}
-        groups = [unwrap(optimizer).param_groups for optimizer in self.optimizers]
+        """Parameter names per optimizer and parameter group, in the order of PyTorch's parameter numbers."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        groups = [unwrap(optimizer).param_groups for optimizer in self._strategy.optimizers]
         return [[[names.get(each, "") for each in group["params"]] for group in of_one] for of_one in groups]
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Path, saves: AsyncSaves) -> None:
-        state, rest = divided(checkpoint)
-        if saves.in_background and self.global_rank == 0:
+        state, rest = split_checkpoint(checkpoint)
+        if saves.in_background and self._strategy.global_rank == 0:
             rest = snapshot(rest)
         saves.save_sharded(path, state, rest=rest, note=self._note(checkpoint))
 
@@ -116,37 +148,44 @@ class CheckpointHooks(ResumeHooks):
         self, checkpoint: dict[str, Any], given: Any, path: Path | None, options: Any, saves: AsyncSaves
     ) -> None:
         if saves.in_background:
-            # What is spread has been collected, into tensors that nobody else knows.
-            fresh = {id(leaf) for leaf in pytree.tree_leaves(checkpoint["state_dict"])} if self.engine.is_spread else ()
+            # Spread weights were collected into new tensors, which need no further copy.
+            fresh = (
+                {id(leaf) for leaf in pytree.tree_leaves(checkpoint["state_dict"])} if self._engine().is_spread else ()
+            )
             checkpoint = snapshot(checkpoint, lambda tensor: id(tensor) in fresh)
         if path is None or self._has_own_io or options is not None:
-            io = self.checkpoint_io
+            io = self._strategy.checkpoint_io
             saves.save(Path(given), lambda: io.save_checkpoint(checkpoint, given, storage_options=options))
         else:
             saves.save(path, lambda: write_full(path, checkpoint))
 
     def _note(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         counts = {key: int(checkpoint[key]) for key in ("global_step", "epoch") if key in checkpoint}
-        return {"layout": self.engine.mesh.shape.degrees, **counts}
+        return {"layout": self._engine().mesh.shape.degrees, **counts}
 
-    def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove one of either form, on global rank 0; not before a newer one is there that is being written."""
-        if self.global_rank != 0:
+    def remove_checkpoint(self, filepath: Any, plain: Callable[[Any], None]) -> None:
+        """Remove a checkpoint of either form, on global rank 0, once the newer one in flight is complete.
+
+        Args:
+            filepath: of either form.
+            plain: Lightning's own ``remove_checkpoint``.
+        """
+        if self._strategy.global_rank != 0:
             return
-        path, io = self._local(filepath), self.checkpoint_io
+        path, io = self._local(filepath), self._strategy.checkpoint_io
         if self._saves is None:
-            super().remove_checkpoint(filepath)
+            plain(filepath)
         elif path is None or self._has_own_io:
             self._saves.remove(Path(filepath), lambda: io.remove_checkpoint(filepath))
         else:
             self._saves.remove(path)
 
     def _refuse_alone(self) -> None:
-        """An error has ended the run, and a callback wants a checkpoint of that: if all ranks do, of the same step.
+        """Refuse a checkpoint after an error unless all ranks have stopped between the same steps.
 
-        Otherwise the error goes on its way, as if nobody had asked for one.
+        A refused checkpoint is warned of, and the error is raised as if no callback had asked for one.
         """
-        error, trainer = sys.exception(), getattr(self.lightning_module, "_trainer", None)
+        error, trainer = sys.exception(), getattr(self._strategy.lightning_module, "_trainer", None)
         if error is None or trainer is None or trainer.state.status != "interrupted":
             return
         if self._stopped_together is None:
@@ -162,19 +201,14 @@ class CheckpointHooks(ResumeHooks):
             "have not all stopped between the same steps. Save at intervals (`every_n_train_steps`).",
             stacklevel=2,
         )
-        self.on_exception(error)
+        self._strategy.on_exception(error)
         trainer._teardown()
         raise error
 
     # Loading
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded when the engine exists, which remembers them for tensors without memory."""
-        return self.config.delayed_parameter_initialization
-
     def recover_checkpoints(self, trainer: Any) -> None:
-        """Before anybody looks for the last one: put back those that a save has moved aside when it was killed."""
+        """Put back checkpoints that an interrupted save has moved aside, before anybody looks for the last one."""
         folders = {trainer.default_root_dir}
         for callback in trainer.checkpoint_callbacks:
             if (resolve := getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)) is not None:
@@ -182,31 +216,36 @@ class CheckpointHooks(ResumeHooks):
         for path in filter(None, map(self._local, folders)):
             commit.recover_all(path)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Either form. Of a directory, tensors are read when they are used.
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None, plain: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Read a checkpoint of either form. Tensors of a directory are read lazily, at their first use.
 
         Args:
             checkpoint_path: file, directory or URL.
-            weights_only: whether nothing but tensors and plain values may be in it, so that no file can run code;
-                ``None``: as the option ``checkpoint_weights_only`` says.
+            weights_only: whether only tensors and plain values are allowed, so that no file can run code;
+                ``None``: the value of the option ``checkpoint_weights_only``.
+            plain: Lightning's own ``load_checkpoint``.
 
         Raises:
-            CheckpointError: it is damaged, or has more in it than it may.
+            CheckpointError: it is damaged, or contains objects that are not allowed.
         """
         if self._saves is not None:
             self._saves.wait()
         if weights_only is None:
-            weights_only = self.config.checkpoint_weights_only and not _is_forced_open()
-        checkpoint_path = self.broadcast(checkpoint_path)
+            weights_only = self._config().checkpoint_weights_only and not _is_forced_open()
+        checkpoint_path = self._strategy.broadcast(checkpoint_path)
         path = self._local(checkpoint_path)
         with allowing_plain_values():
             if path is not None and is_sharded(path):
                 directory = CheckpointReader.open(path)
-                checkpoint = put_together(directory, directory.rest(weights_only=weights_only))
+                checkpoint = join_checkpoint(directory, directory.rest(weights_only=weights_only))
             elif path is None or self._has_own_io:
-                checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+                checkpoint = plain(checkpoint_path, weights_only=weights_only)
             else:
-                checkpoint = listed(_read_by_all(path, weights_only, verifies=self.local_rank == 0))
+                checkpoint = collect_optimizers(
+                    _read_by_all(path, weights_only, verifies=self._strategy.local_rank == 0)
+                )
         if "state_dict" not in checkpoint:
             raise CheckpointError(
                 f"{checkpoint_path} has no `state_dict`, so it is none of Lightning's checkpoints (there are "
@@ -214,11 +253,18 @@ class CheckpointHooks(ResumeHooks):
             )
         return checkpoint
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take this rank's share of the weights; before the first step that is all of them."""
-        module = self.lightning_module
+    def load_model_state_dict(self, engine: Engine | None, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Load this rank's part of the weights; before the first step that is all of them.
+
+        Args:
+            engine: that of the latest run, which may have trained another module.
+            checkpoint: see :meth:`load_checkpoint`.
+            strict: whether all names must match.
+        """
+        module = self._strategy.lightning_module
         assert module is not None
-        engine = self._engine if self._engine is not None and self._engine.serves(module) else None
+        if engine is not None and not engine.serves(module):
+            engine = None
         is_unread = any(isinstance(value, LazyStoredTensor) for value in checkpoint["state_dict"].values())
         lacks_values = any(parameter.is_meta for parameter in module.parameters())
         if engine is not None and is_unread and (engine.is_spread or lacks_values):
@@ -229,64 +275,73 @@ class CheckpointHooks(ResumeHooks):
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take this rank's share of the optimizers' state and the engine's own."""
+        """Load this rank's part of the optimizers' state, and the engine's own."""
         states = checkpoint["optimizer_states"]
-        # Weights of others, which `smp import` has made a checkpoint of: training begins with them.
+        # A checkpoint that `smp import` has made from another tool's weights: training begins with them.
         is_new = not states and not checkpoint.get("global_step")
-        if not is_new and len(states) != len(self.optimizers):
+        if not is_new and len(states) != len(self._strategy.optimizers):
             raise CheckpointError(
                 f"The checkpoint has the state of {len(states)} optimizers, but `configure_optimizers` returns "
-                f"{len(self.optimizers)}. Return as many, or load the weights only: "
+                f"{len(self._strategy.optimizers)}. Return as many, or load the weights only: "
                 '`module.load_state_dict(torch.load(path)["state_dict"])`.'
             )
-        for number, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=not is_new)):
+        for number, (optimizer, state) in enumerate(zip(self._strategy.optimizers, states, strict=not is_new)):
             if _is_by_name(state):
                 source = EditedState({f"optimizer_{number}": state})
-                self.engine.saved.load_stored_optimizer(source, number, unwrap(optimizer))
+                self._engine().saved.load_stored_optimizer(source, number, unwrap(optimizer))
             else:
-                self.engine.saved.load_optimizer_state(unwrap(optimizer), state)
-        self._load_own_state(checkpoint)
+                self._engine().saved.load_optimizer_state(unwrap(optimizer), state)
+        self._resume.load_state(checkpoint)
 
-    # Where
+    # Paths
 
     @property
     def _has_own_io(self) -> bool:
-        """Whether the user has a plugin that reads and writes files."""
-        return type(self.checkpoint_io) is not self.tree.fabric("plugins.io.torch_io").TorchCheckpointIO
+        """Whether the user has a ``CheckpointIO`` plugin."""
+        return type(self._strategy.checkpoint_io) is not self._tree.fabric("plugins.io.torch_io").TorchCheckpointIO
 
     def _local(self, path: Any) -> Path | None:
-        """A path that the operating system knows; ``None``: it is a URL of something else."""
-        if not self.tree.fabric("utilities.cloud_io")._is_local_file_protocol(path):
+        """The local path, or ``None`` for a URL of another storage."""
+        if not self._tree.fabric("utilities.cloud_io")._is_local_file_protocol(path):
             return None
         return Path(str(path).removeprefix("file://").removeprefix("local://"))
 
     # A run
 
+    def begin_processes(self) -> None:
+        """Forget how an earlier run has failed; all ranks are together again."""
+        self._is_torn = False
+        self._stopped_together = None
+
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """What happens in here is done by all ranks, or half done."""
+    def in_step(self) -> Iterator[None]:
+        """Work that all ranks do together; an error in here leaves it half done."""
         try:
             yield
         except BaseException:
             self._is_torn = True
             raise
 
-    def _begin_saving(self, trainer: Any) -> None:
-        """A run begins: its callbacks and loggers meet checkpoints that are written in the background."""
-        self._saves = AsyncSaves(self.engine.mesh.saving_group, in_background=self.config.async_save)
+    def begin_run(self, trainer: Any, patches: ExitStack) -> None:
+        """Let callbacks and loggers meet checkpoints that are written in the background, until ``patches`` close."""
+        self._saves = AsyncSaves(self._engine().mesh.saving_group, in_background=self._config().async_save)
         kept = KeptCheckpoints(self._saves, self._local)
-        self._stand_ins.callback(kept.remove)
+        patches.callback(kept.remove)
         kept.install(trainer.callbacks, trainer.loggers)
 
-    def _look_after_saves(self) -> None:
-        """Raise what has gone wrong in the background."""
+    def check(self) -> None:
+        """Raise the error of a save that has failed in the background."""
         if self._saves is not None:
             self._saves.check()
 
-    def _end_saving(self) -> None:
-        """Wait for what is being written; nobody will later."""
+    def end_run(self, *, failed: bool) -> None:
+        """Wait for the save in flight.
+
+        Args:
+            failed: whether the run ends with an error.
+        """
         if self._saves is not None:
-            self._saves.end(failed=self._has_failed)
+            self._saves.end(failed=failed)
 
 
 def unwrap(optimizer: Any) -> Optimizer:
@@ -296,15 +351,15 @@ def unwrap(optimizer: Any) -> Optimizer:
 
 
 def _is_by_name(state: Mapping[str, Any]) -> bool:
-    """Whether the state of an optimizer names parameters, and does not number them."""
+    """Whether the optimizer state identifies parameters by name instead of by number."""
     return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
 
 
 def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str, Any]:
-    """The content of a file, which one rank of each node reads as a whole first, to verify it. Collective.
+    """The content of a file, verified by a single rank per node that reads all of it. Collective.
 
     Raises:
-        CheckpointError: on all ranks; it is not there, damaged, or cannot be loaded without running code.
+        CheckpointError: on all ranks; the file is missing, damaged, or cannot be loaded without running code.
     """
     content, problem = None, None
     try:
@@ -326,14 +381,14 @@ def _read_by_all(path: Path, weights_only: bool, *, verifies: bool) -> dict[str,
 
 
 def _is_forced_open() -> bool:
-    """Whether the environment says, as to PyTorch, that files may have anything in them."""
+    """Whether PyTorch's environment variable allows arbitrary objects in checkpoint files."""
     return os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in ("1", "y", "yes", "true")
 
 
 def _described_elsewhere(state: dict[str, Any]) -> dict[str, Any]:
-    """``state``, which global rank 0 has, with tensors without memory on the others. Collective.
+    """``state`` of global rank 0, with meta tensors on the other ranks. Collective.
 
-    Hooks of the user, who drop or rename entries, find them on all ranks then.
+    So user hooks that drop or rename entries find them on all ranks.
     """
 
     def described(leaf: Any) -> Any:
@@ -344,7 +399,7 @@ def _described_elsewhere(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_all_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank holds, with everything else by name, shape and type only. Collective.
+    """This rank's tensors, plus name, shape and dtype of all others. Collective.
 
     A tensor with several names is one object under all of them.
     """

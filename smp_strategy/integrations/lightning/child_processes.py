@@ -1,9 +1,9 @@
-"""Processes that one process has started, and that make no sense without each other.
+"""Child processes: rank 0 watches the ranks that it has started, and they watch rank 0.
 
-A rank that fails usually breaks a connection, and the error that this raises elsewhere ends the others. Two things only
-whoever has started a process can know: that a signal has killed it, and which. So a thread of rank 0 looks after the
-ranks that it has started and says so in their place. A thread of each of these looks whether rank 0 is still there:
-one that is killed cannot say anything. Either ends its process if that waits for something else.
+A rank that fails usually breaks a connection, and the resulting errors end the others. Only the parent of a process can
+know that a signal has killed it, and which. So a thread of rank 0 watches its children and publishes such an end on
+their behalf. A thread of each child checks that rank 0 is alive, because a killed process cannot publish anything.
+Either thread ends its process if that is still waiting for something else.
 """
 
 import atexit
@@ -25,10 +25,10 @@ from smp_strategy.distributed.failure import publish
 __all__ = ["GRACE_SECONDS", "STOPPED", "Children", "end_with_launcher", "how_it_ended"]
 
 GRACE_SECONDS: Final = 5.0
-# What a process exits with that SIGTERM has ended, by the convention of shells and schedulers.
+# Exit code of a process that SIGTERM has ended, by the convention of shells and schedulers.
 STOPPED: Final = 128 + signal.SIGTERM
 _POLL_SECONDS: Final = 0.25
-# Process id of rank 0, and the file in which it says that it ends as it should.
+# Environment variable: process id of rank 0, and the pipe in which it announces a regular end.
 _VARIABLE: Final = "SMP_LAUNCHER"
 
 
@@ -37,7 +37,7 @@ class Children:
     """The ranks that this process has started.
 
     Args:
-        processes: those that are started are put here.
+        processes: Lightning's list; started processes are appended to it.
     """
 
     def __init__(self, processes: list["subprocess.Popen[bytes]"]) -> None:
@@ -47,9 +47,9 @@ class Children:
         self._farewell: int | None = None
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> None:
-        """Start one more, which will be ``rank``."""
+        """Start the process of ``rank``."""
         if self._farewell is None:
-            # Nobody reads what is written: whoever looks sees that it is there.
+            # The byte is never read, only polled for, so that every child sees it.
             self._farewell, writing = os.pipe()
             atexit.register(os.write, writing, b"\0")
             is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -60,11 +60,11 @@ class Children:
         self._processes.append(subprocess.Popen(command, env=variables, cwd=folder, pass_fds=[self._farewell]))
 
     def watch(self) -> None:
-        """Look after them, in a thread that does not keep this process alive."""
+        """Watch the children, in a daemon thread."""
         threading.Thread(target=self._watch, daemon=True, name="smp-child-watcher").start()
 
     def end(self, patience: float = GRACE_SECONDS) -> None:
-        """Wait ``patience`` seconds for all of them together, then kill those that still run."""
+        """Wait ``patience`` seconds for all children together, then kill the remaining ones."""
         self._expected_to_end.set()
         deadline = time.monotonic() + patience
         for process in self._processes:
@@ -72,12 +72,12 @@ class Children:
                 process.wait(timeout=max(deadline - time.monotonic(), 0))
         for process in self._processes:
             if process.poll() is None:
-                # SIGTERM is not enough for a process that waits inside a collective.
+                # A process that waits inside a collective does not handle SIGTERM.
                 process.kill()
                 process.wait()
 
     def _end_all(self, number: int, frame: object) -> None:
-        """Handle SIGTERM as long as Lightning does not: it ends this process, and so the others as well."""
+        """Handle SIGTERM until Lightning does: pass it on to the children, then end this process."""
         # Lightning's handler calls this one, too.
         if signal.getsignal(number) != self._end_all:
             return
@@ -99,7 +99,7 @@ class Children:
         rank, process = next(failed)
         story = how_it_ended(process.pid, process.returncode)
         if dist.is_initialized():
-            # A connection of its own: the other one may be in use for long.
+            # A connection of its own: the main thread may block on the existing one.
             with suppress(RuntimeError):
                 publish(dist.distributed_c10d._get_default_store().clone(), rank, story)  # type: ignore[attr-defined]
         if self._expected_to_end.wait(GRACE_SECONDS):
@@ -114,11 +114,11 @@ def _has_failed(process: "subprocess.Popen[bytes]") -> bool:
 
 
 def how_it_ended(pid: int, code: int) -> str:
-    """A sentence.
+    """A sentence about the end of a process.
 
     Args:
-        pid: the process.
-        code: as ``subprocess`` has it: negative where a signal was it.
+        pid: the process id.
+        code: ``subprocess``'s return code, negative for a signal.
     """
     if code >= 0:
         return f"its process ({pid}) ended with exit code {code}."
@@ -129,8 +129,8 @@ def how_it_ended(pid: int, code: int) -> str:
 
 
 def end_with_launcher() -> None:
-    """If Lightning's launcher has started this process, end when that has been killed, at the latest after a while."""
-    # Not for processes that this one starts.
+    """End this process soon after its launcher has been killed, if Lightning's launcher has started it."""
+    # Removed, so that processes started by this one do not inherit it.
     given = os.environ.pop(_VARIABLE, None)
     if given is not None:
         pid, farewell = map(int, given.split(":"))
@@ -150,7 +150,7 @@ def _watch_launcher(pid: int, farewell: int) -> None:
 
 
 def _leave(words: str, code: int) -> None:
-    """End this process at once, whatever its other threads wait for."""
+    """End this process at once, even if other threads are blocked."""
     sys.stdout.flush()
     sys.stderr.write(words + "\n")
     sys.stderr.flush()

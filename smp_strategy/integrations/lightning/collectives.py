@@ -1,81 +1,54 @@
-"""What ``reduce``, ``all_gather`` and ``world_size`` mean under a pipeline.
+"""Collectives of the strategy: ``reduce``, ``all_gather``, ``broadcast`` and ``barrier`` under a pipeline.
 
 Users and Lightning itself call them as in data-parallel training: "my samples and those of the others". The ranks of
 one replica have the same samples, so values are exchanged between replicas only; counting each rank would weigh every
 sample ``pp x tp`` times. Decisions (stop? keep this checkpoint?) and waiting concern all ranks of the world.
 
-In a step all of them concern the replicas. They call torch's own collectives there, which become operations of the step
-(:mod:`smp_strategy.pipeline.user_collectives`).
+Inside a step all of them concern the replicas. They call torch's own collectives there, which become operations of the
+step (:mod:`smp_strategy.pipeline.user_collectives`).
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smp_strategy.config.config import SMPConfig
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
-from smp_strategy.integrations.lightning.data import DataRngSync
+from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.tree import Tree
-from smp_strategy.integrations.lightning.world_size import asked_by_lightning, asked_to_make_data, find_replica
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
-else:
-    Host = object  # make_strategy() adds the base class of the tree in use
 
 __all__ = ["CommunicationHooks"]
 
 _REDUCE = "`sync_dist=True` or `strategy.reduce`"
 
 
-class CommunicationHooks(Host):
-    """The strategy's hooks that exchange values. See the module's docstring."""
+@final
+class CommunicationHooks:
+    """The collectives of one strategy.
 
-    tree: Tree
-    """The Lightning tree that this class was made for."""
-    config: SMPConfig
-    num_nodes: int
-    _data_stream: DataRngSync | None = None
+    Args:
+        tree: the Lightning tree in use.
+        engine: returns the engine of the run, ``None`` before ``setup``.
+    """
+
+    def __init__(self, tree: Tree, engine: Callable[[], Engine | None]) -> None:
+        self._tree = tree
+        self._engine = engine
 
     @property
     def mesh(self) -> ProcessMesh | None:
-        """Where the ranks stand, or ``None`` before ``setup``."""
-        raise NotImplementedError
+        """The process mesh, or ``None`` before ``setup``."""
+        engine = self._engine()
+        return None if engine is None else engine.mesh
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the user's step runs just now, where the default process group means the replicas."""
-        raise NotImplementedError
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this machine; to user code, replicas. See :mod:`smp_strategy.integrations.lightning.world_size`."""
-        num_ranks = len(self.parallel_devices) if self.parallel_devices is not None else 0
-        if asked_by_lightning() or not num_ranks:
-            return num_ranks
-        return max(1, self._replica(num_ranks * self.num_nodes)[0] // self.num_nodes)
-
-    @property
-    def world_size(self) -> int:
-        """Ranks on all machines; to user code, replicas."""
-        num_ranks: int = super().world_size
-        return num_ranks if asked_by_lightning() else self._replica(num_ranks)[0]
-
-    @property
-    def global_rank(self) -> int:
-        """This rank among all; to user code that makes data, this replica among all."""
-        rank: int = super().global_rank
-        return self._replica(int(super().world_size), rank)[1] if asked_to_make_data() else rank
-
-    def _replica(self, num_ranks: int, rank: int = 0) -> tuple[int, int]:
-        """How many replicas there are, and which of them ``rank`` belongs to."""
-        if self._data_stream is not None:
-            kwargs = self.distributed_sampler_kwargs
-            return int(kwargs["num_replicas"]), int(kwargs["rank"])
-        return find_replica(self.config, self.lightning_module, num_ranks, rank)
+        """Whether the user's step runs just now; the default process group then means the replicas."""
+        engine = self._engine()
+        return engine is not None and engine.inspection.is_in_step
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
@@ -84,7 +57,7 @@ class CommunicationHooks(Host):
             return tensor
         name = str(reduce_op).lower().rpartition(".")[2]
         if self.is_in_step:
-            sync = self.tree.fabric("utilities.distributed")._sync_ddp_if_available
+            sync = self._tree.fabric("utilities.distributed")._sync_ddp_if_available
             total = sync(tensor, group, reduce_op="sum" if name in ("mean", "avg") else reduce_op)
             return total.copy_(total / dist.get_world_size(group)) if name in ("mean", "avg") else total
         op = getattr(dist.ReduceOp, "SUM" if name in ("mean", "avg", "none") else name.upper())
@@ -92,14 +65,23 @@ class CommunicationHooks(Host):
         collectives.all_reduce(tensor, op, group=group, doing=_REDUCE).wait()
         return tensor.copy_(tensor / dist.get_world_size(group)) if name in ("mean", "avg") else tensor
 
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from the replicas, or from ``group``; with one replica nothing is gathered, as in one process."""
+    def all_gather(
+        self, plain: Callable[..., Tensor], tensor: Tensor, group: Any = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather from the replicas, or from ``group``; a single replica gathers nothing, like a single process.
+
+        Args:
+            plain: Lightning's own ``all_gather``.
+            tensor: this rank's value.
+            group: a process group, or ``None`` for the replicas.
+            sync_grads: whether the result is differentiable.
+        """
         group = self._group(group)
         if group is None:
             return tensor
         if not self.is_in_step:
             collectives.barrier("`self.all_gather`", group)
-        return super().all_gather(tensor, group, sync_grads)
+        return plain(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Agree over all ranks of the world."""
@@ -130,7 +112,7 @@ class CommunicationHooks(Host):
             collectives.barrier("`strategy.barrier`")
 
     def _group(self, group: Any) -> Any:
-        """The process group to communicate in, or ``None`` for nobody. (LightningModule says WORLD for "default".)"""
+        """The process group for values, or ``None`` for nobody. (LightningModule passes WORLD for "default".)"""
         if not dist.is_initialized():
             return None
         if group is not None and group is not dist.group.WORLD:
@@ -139,5 +121,5 @@ class CommunicationHooks(Host):
             return dist.group.WORLD
         if self.mesh.dp == 1:
             return None
-        # torch's gradient of a gather takes ranks of the default group.
+        # torch's backward of a gather takes ranks of the default group, which means the replicas inside a step.
         return dist.group.WORLD if self.is_in_step else self.mesh.dp_group

@@ -1,18 +1,18 @@
-"""Every rank of a replica reads the same batches, in the order in which one process would read them.
+"""Data loading: all ranks of a replica read the same batches, in the order of a single process.
 
 Ranks that must read alike (:mod:`smp_strategy.distributed.rng_sync`) draw from global generators, also for augmentation
-in ``on_after_batch_transfer``. But the stages draw from the same ones for dropout, each another number of times.
+in ``on_after_batch_transfer``. Dropout on the stages draws from the same generators, a different number of times each.
 
-[Note: data stream] So the data path has a state of the generators for itself.
+[Note: data stream] The data path therefore has generator states of its own.
 
 1. When a data loader is iterated, all ranks of the replica take over the generators of the replica's first rank.
-2. Each draw of the data path afterwards starts where the last one of the data path ended.
-3. As long as nobody else draws, that is the global state itself, and it moves along: without dropout the run sees
-   exactly the numbers that one process sees.
+2. Each later draw of the data path starts where the previous one ended.
+3. While nothing else draws, the global state moves along with the stream: without dropout the run sees exactly the
+   numbers of a single process.
 
-With ``prescaled_batch=False`` each of the ranks that split layers between them reads samples of its own, like a
-replica; then it is the stages with the same part of layers that read alike. The others need its samples in each step,
-so those that run out of batches before others do, say so.
+With ``prescaled_batch=False`` each tensor-parallel rank reads samples of its own, like a replica; the stages with the
+same part of the layers then read alike. Every step needs the samples of all of them, so a rank that runs out of batches
+early reports it.
 """
 
 import copy
@@ -45,21 +45,21 @@ _ADVICE = (
 
 
 class DataRngSync(DataReaders):
-    """The random numbers of the data path. See [Note: data stream].
+    """The random number stream of the data path. See [Note: data stream].
 
     Args:
-        mesh: its replicas are the ranks that must agree.
-        is_joint: ranks that split layers between them read alike, too.
+        mesh: the process mesh; the ranks of a replica must agree.
+        is_joint: whether tensor-parallel ranks read alike, too.
 
     Attributes:
-        data_ranks: for each share of the samples the global ranks that read it.
+        data_ranks: the global ranks that read each share of the samples.
     """
 
     def __init__(self, mesh: ProcessMesh, *, is_joint: bool = True) -> None:
         is_joint = is_joint or mesh.tp == 1
         axes = ("pp", "tp") if is_joint else ("pp",)
         self.data_ranks = mesh.shape.groups(*axes)
-        # The mesh is asked each time: its groups must not be kept. See [Note: leaving].
+        # Callables instead of groups: nothing may keep a process group alive. See [Note: leaving].
         super().__init__(
             mesh.shape.group(mesh.rank, *axes),
             mesh.rank,
@@ -68,7 +68,7 @@ class DataRngSync(DataReaders):
             partners=None if is_joint else lambda: mesh.tp_group,
         )
         self._state = global_state()
-        # Of the latest batches of all loaders, of which Lightning uses several at once, and fetches some ahead.
+        # Sources of recent batches: Lightning uses several loaders at once, and prefetches.
         self._arrived: deque[tuple[weakref.ref[Tensor], BatchSource]] = deque(maxlen=_MOST_AHEAD)
 
     def begin(self, *generators: torch.Generator) -> None:
@@ -78,16 +78,16 @@ class DataRngSync(DataReaders):
         self._state = global_state()
 
     def state(self) -> RngState:
-        """Where the next draw of the data path starts."""
+        """The generator state at which the next draw of the data path starts."""
         return self._state
 
     def set_state(self, state: RngState) -> None:
-        """Let the next draw of the data path start there."""
+        """Set the generator state at which the next draw of the data path starts."""
         self._state = state
 
     @contextmanager
     def draws(self) -> Iterator[None]:
-        """Random numbers drawn while this is open belong to the data path."""
+        """Draw from the data stream while this is open."""
         others = global_state()
         nobody_else_drew = others == self._state
         if not nobody_else_drew:
@@ -100,13 +100,13 @@ class DataRngSync(DataReaders):
                 set_global_state(others)
 
     def arrived(self, batch: Any, read: BatchSource | None) -> None:
-        """Note what is known of ``batch``; it is compared where Lightning moves it, whatever it comes from."""
+        """Record the source of ``batch``; ranks compare it when Lightning moves the batch to the device."""
         tensor = _tensor_in(batch)
         if tensor is not None and read is not None:
             self._arrived.append((weakref.ref(tensor), read))
 
     def read_of(self, batch: Any) -> BatchSource | None:
-        """What a loader knows of ``batch``, if it is a loader's and has a tensor."""
+        """The source of ``batch``, or ``None`` if no loader made it or it has no tensor."""
         tensors = {id(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         reads = [read for found, read in self._arrived if id(found()) in tensors]
         if not reads:
@@ -123,7 +123,7 @@ def following(loader: DataLoader[Any], stream: DataRngSync, tree: Tree, *, dp_ra
     twin = copy.copy(loader)
     follow(twin, stream)
     if twin.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
-        # Lightning would seed workers by global rank: each stage would augment in another way.
+        # Lightning seeds workers by global rank, so each stage would augment differently.
         seed_worker = tree.fabric("utilities.seed").pl_worker_init_function
         twin.worker_init_fn = partial(seed_worker, rank=dp_rank)
     return twin

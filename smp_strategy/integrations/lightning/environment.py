@@ -1,10 +1,11 @@
-"""Who started the processes, and how many are there on this machine?
+"""Cluster environments: number of processes on this machine, backend, and submitit's local executor.
 
-Lightning detects its own launcher, torchrun and SLURM. Two things are missing. Under torchrun on CPUs ``devices`` is 1
-unless the user repeats the number of processes in the script, and Lightning then fails with an IndexError; the
-launcher knows the number, so it is taken from there. And submitit's local executor (``hydra/launcher=submitit_local``)
-starts one process per rank, which Lightning does not recognise. Several processes may also share the one accelerator of
-a machine, which Lightning does not expect of anybody.
+Lightning detects its own launcher, torchrun and SLURM. Three cases are missing:
+
+1. Under torchrun on CPUs ``devices`` is 1 unless the script repeats the number of processes, and Lightning fails with
+   an IndexError; the number is taken from the launcher instead.
+2. Submitit's local executor (``hydra/launcher=submitit_local``) starts one process per rank, unnoticed by Lightning.
+3. Several processes may share the only accelerator of a machine.
 """
 
 import os
@@ -31,7 +32,7 @@ def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
     """The devices of this machine when torchrun (or its like) has started the processes.
 
     Args:
-        devices: those that Lightning was told of.
+        devices: Lightning's.
 
     Raises:
         ConfigError: the user has asked for a number of devices that is not the number of processes.
@@ -49,9 +50,9 @@ def devices_of_launcher(devices: list[torch.device]) -> list[torch.device]:
 
 
 def backend_for(devices: Sequence[torch.device]) -> str:
-    """What the process groups of ranks on ``devices``, those of this machine, are made of.
+    """The process group backend for ``devices``, which are those of this machine.
 
-    Messages of the host are gloo's. NCCL carries those of accelerators, but not between ranks that share one.
+    CPU tensors use gloo. Accelerator tensors use the device's default (NCCL), unless ranks share an accelerator.
     """
     kind = devices[0].type if devices else "cpu"
     if kind == "cpu" or len(set(devices)) < len(devices):
@@ -60,7 +61,7 @@ def backend_for(devices: Sequence[torch.device]) -> str:
 
 
 def submitit_environment(tree: Tree) -> Any | None:
-    """The cluster environment of submitit's local executor, or ``None`` where that did not start this process."""
+    """The cluster environment of submitit's local executor, or ``None`` if it did not start this process."""
     if "SUBMITIT_LOCAL_GLOBALID" not in os.environ:
         return None
     base = tree.fabric("plugins").ClusterEnvironment
@@ -68,21 +69,21 @@ def submitit_environment(tree: Tree) -> Any | None:
 
 
 class SubmititHooks(Host):
-    """Ranks of submitit's local executor: all on one machine, numbered by ``SUBMITIT_LOCAL_*``."""
+    """Cluster environment of submitit's local executor: one machine, ranks from ``SUBMITIT_LOCAL_*``."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """Submitit has started all ranks."""
+        """True: submitit starts all ranks."""
         return True
 
     @property
     def main_address(self) -> str:
-        """The local executor has one machine."""
+        """The local host, since the executor has one machine."""
         return "127.0.0.1"
 
     @property
     def main_port(self) -> int:
-        """A port that all ranks of a job derive alike."""
+        """A port derived from the job's id, the same on all ranks."""
         return 15_000 + zlib.crc32(os.environ["SUBMITIT_LOCAL_JOB_ID"].encode()) % 20_000
 
     @staticmethod
@@ -91,23 +92,23 @@ class SubmititHooks(Host):
         return "SUBMITIT_LOCAL_GLOBALID" in os.environ
 
     def world_size(self) -> int:
-        """Tasks of the job."""
+        """The number of tasks of the job."""
         return int(os.environ["SUBMITIT_LOCAL_NTASKS"])
 
     def set_world_size(self, size: int) -> None:
-        """Submitit has set it."""
+        """Ignored: submitit has set it."""
 
     def global_rank(self) -> int:
-        """This task."""
+        """The number of this task."""
         return int(os.environ["SUBMITIT_LOCAL_GLOBALID"])
 
     def set_global_rank(self, rank: int) -> None:
-        """Submitit has set it."""
+        """Ignored: submitit has set it."""
 
     def local_rank(self) -> int:
-        """This task on its machine."""
+        """The number of this task on its machine."""
         return int(os.environ["SUBMITIT_LOCAL_LOCALID"])
 
     def node_rank(self) -> int:
-        """The machine."""
+        """The number of the machine."""
         return int(os.environ.get("SUBMITIT_LOCAL_NODEID", 0))

@@ -1,20 +1,14 @@
-"""Start the other ranks of this machine, and end all of them together.
+"""Launcher: starts the other ranks of this machine as subprocesses, and ends all of them together.
 
-Lightning's launcher runs the script again for each further rank. Ours differs in these points:
+Like Lightning's launcher it runs the script again for each further rank. It differs in these points:
 
-1. In a Hydra sweep the ranks run the job that rank 0 runs, and the next job starts from a clean slate: number of ranks
-   and everything else may differ from job to job.
-2. What cannot be trained by so many ranks is refused before any is started.
-3. An exception leaves on every rank with what the rank that failed first has said
-   (:mod:`smp_strategy.distributed.failure`).
-4. When one rank fails the others get a few seconds to say so, and are then ended, whichever rank it was
+1. In a Hydra sweep (``-m smp=pp2,pp4``) a rank runs exactly the job of rank 0: its overrides, in its directory, without
+   writing a config there. The arguments of rank 0 would start the whole sweep again. The next job starts from a clean
+   slate, as the number of ranks may differ between jobs.
+2. Degrees that do not fit the number of ranks are refused before any rank is started.
+3. Every rank raises the error of the rank that failed first (:mod:`smp_strategy.distributed.failure`).
+4. When a rank fails, the others get a few seconds to report errors of their own, and are then ended
    (:mod:`smp_strategy.integrations.lightning.child_processes`).
-
-The command that starts another rank of the running script.
-
-For a plain script that is the script with its arguments. A Hydra app is harder: rank 0 may be one job of a sweep
-(``-m smp=pp2,pp4``), and the same arguments would start the whole sweep again, in other directories. So a rank is
-told to run exactly the job that rank 0 is running: its overrides, in its directory, without writing a config there.
 """
 
 import os
@@ -41,7 +35,7 @@ from smp_strategy.config.start_folder import STARTED_IN
 
 __all__ = ["SMPLauncherHooks", "child_command", "make_launcher", "running_hydra_job", "start_new_job"]
 
-# What rank 0's own command says about directories, sweeps and launchers must not reach the other ranks.
+# Overrides of rank 0's own command that must not reach the other ranks.
 _OWN = (
     "hydra.run.",
     "hydra.sweep.",
@@ -61,11 +55,11 @@ def running_hydra_job() -> Any | None:
 
 
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
-    """The command for a rank of this machine and the folder to run it in: that of rank 0 (``None``: this one)."""
+    """The command for a rank of this machine, and its working directory: rank 0's (``None``: the current one)."""
     import __main__
 
     job = running_hydra_job()
-    # The script may have gone elsewhere meanwhile, and will do so again.
+    # The script may have changed its working directory since, and will do so again.
     folder = STARTED_IN if job is None else job.runtime.cwd
     if __main__.__spec__ is not None:
         script = ["-m", __main__.__spec__.name.removesuffix(".__main__")]
@@ -78,7 +72,7 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
 
 
 def config_flags(arguments: Sequence[str]) -> list[str]:
-    """Those of Hydra's arguments that say where its configs are."""
+    """The command line arguments that locate Hydra's configs."""
     kept: list[str] = []
     follows = False
     for argument in arguments:
@@ -114,7 +108,7 @@ _VARIABLES: Final = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "W
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """What launching ranks for one Hydra job has changed in this process."""
+    """Changes that launching the ranks of a Hydra job has made in this process."""
 
     folder: str
     variables: dict[str, str | None]
@@ -126,7 +120,7 @@ _jobs_of_this_process: list[_Job] = []
 
 
 def start_new_job() -> None:
-    """If this process launched ranks for an earlier job of a Hydra sweep, undo all of it.
+    """Undo the launch of an earlier job of a Hydra sweep: process group, children, environment variables.
 
     Must run before Lightning looks at the environment, i.e. while a strategy is constructed. Two trainers in one job
     (or in a script without Hydra) share their ranks; then this does nothing.
@@ -155,7 +149,7 @@ def make_launcher(tree: Tree, environment: Any, num_processes: int, num_nodes: i
 
 
 class SMPLauncherHooks(Host):
-    """See the module's docstring."""
+    """Subprocess launcher for the ranks of this machine."""
 
     tree: Tree
 
@@ -164,7 +158,7 @@ class SMPLauncherHooks(Host):
         self._children = Children(self.procs)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks if nobody else has, then call ``function`` on this one."""
+        """Start the other ranks, unless a cluster launcher has, then call ``function`` on this one."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             if trainer is not None:
@@ -182,11 +176,11 @@ class SMPLauncherHooks(Host):
             culprit = blame(error)
             shorten(culprit)
             if culprit is not error:
-                raise culprit from None  # what this rank noticed of it would only stand in front
+                raise culprit from None  # the consequence on this rank would only hide the cause
             raise
 
     def end_children(self, patience: float = GRACE_SECONDS) -> None:
-        """Give the ranks that this process started ``patience`` seconds to end by themselves, then end them."""
+        """Wait ``patience`` seconds for the ranks that this process started, then end them."""
         self._children.end(patience)
 
     def _call_children_scripts(self) -> None:

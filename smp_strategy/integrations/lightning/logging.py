@@ -1,16 +1,15 @@
-"""One logged value per batch, although the user's step runs once per microbatch.
+"""``self.log`` in steps: values of all microbatches are merged and logged once per batch, on every rank.
 
-``self.log`` in a step would write as many values as there are microbatches, and on most pipeline ranks the value is
-not even there yet. So, while a step runs, ``self.log`` only takes notes: the value travels through the step's return
-value, and the engine turns it into a real tensor on every rank. Afterwards the notes of all microbatches are merged
-and logged once, on every rank alike, so that checkpoint and early-stopping decisions agree::
+``self.log`` in a step would write a value per microbatch, and most pipeline ranks do not have the value yet. So, while
+a step runs, ``self.log`` only records: the value travels through the step's return value, and the engine turns it into
+a real tensor on every rank. Afterwards the records of all microbatches are merged and logged once, the same on every
+rank, so that checkpoint and early-stopping decisions agree::
 
     microbatch 0   log("loss", 2.0)   log("acc", 0.5)  --.
     microbatch 1   log("loss", 4.0)   log("acc", 1.0)  --+->  log("loss", 3.0)   log("acc", 0.75)
 
-The microbatches of a step take turns in threads of their own; each thread has its own notes. Calls of loggers and
-``self.print`` are noted in the same way. For metric objects see
-:mod:`smp_strategy.integrations.lightning.metric_values`.
+Each microbatch of a step runs in a thread of its own, with its own records. Calls of loggers and ``self.print`` are
+recorded in the same way. For metric objects see :mod:`smp_strategy.integrations.lightning.metric_values`.
 """
 
 import threading
@@ -27,6 +26,7 @@ from torchmetrics import Metric
 
 from smp_strategy.integrations.lightning.logging_loggers import merge_arguments, noting
 from smp_strategy.integrations.lightning.metric_values import NotedMetric, ShareValue
+from smp_strategy.model.patching import Patches
 from smp_strategy.pipeline.join_results import StepArgument
 
 __all__ = ["DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_calls"]
@@ -34,24 +34,24 @@ __all__ = ["DirectCall", "LogRecorder", "LoggedCall", "direct_calls", "merge_cal
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedCall:
-    """One call of ``self.log`` without its value, which travels beside it as a tensor."""
+    """One call of ``self.log`` without its value, which travels separately as a tensor."""
 
     name: str
     """The key."""
     flags: tuple[Any, ...] = ()
-    """Arguments after the value that were not named (``prog_bar`` as a rule)."""
+    """Positional arguments after the value (usually ``prog_bar``)."""
     options: dict[str, Any]
     """Named arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DirectCall:
-    """One call of a logger, or of ``self.print``; its arguments travel beside it."""
+    """One call of a logger, or of ``self.print``; its arguments travel separately."""
 
     name: str
-    """What tells it from other calls of the same step."""
+    """Identifies the call among those of the step."""
     function: Callable[..., Any]
-    """What is called; another one on each rank."""
+    """The function to call; each rank has its own."""
 
 
 Notes = tuple[list[LoggedCall | DirectCall], list[Any]]
@@ -59,13 +59,13 @@ Call = TypeVar("Call", LoggedCall, DirectCall)
 
 
 class LogRecorder:
-    """Stands in for ``module.log``, ``module.print`` and the loggers during a step.
+    """Records calls of ``module.log``, ``module.print`` and the loggers during a step.
 
     Args:
         module: the LightningModule.
-        tells_size: whether values are logged with the number of samples in the step, because Lightning sees another
-            one: that in the batch of this rank.
-        share: lets all stages log the value of a metric that is on one of them.
+        tells_size: whether to log values with the number of samples in the step, because Lightning counts those of
+            this rank's batch.
+        share: broadcasts the value of a metric from its stage to all stages.
     """
 
     def __init__(
@@ -79,27 +79,21 @@ class LogRecorder:
         self._notes = threading.local()
 
     def __deepcopy__(self, memo: Any) -> "LogRecorder":
-        return self  # a hook that copies the module takes this along in the copy's `log`
+        return self  # a copy of the module contains this in its `log`
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is open, ``module.log``, ``module.log_dict`` (which calls it) and the others take notes."""
-        # On the instance, past nn.Module.__setattr__, so that a `log` that the user overrides is only called at replay.
-        own = vars(self._module)
-        before = {name: own[name] for name in own.keys() & {"log", "print"}}  # those of a hook around this step
-        object.__setattr__(self._module, "log", self._note)
-        object.__setattr__(self._module, "print", self._noting(self._print, "print"))
-        try:
-            with noting(getattr(self._module, "loggers", ()), self._noting):
-                yield
-        finally:
-            for name in ("log", "print"):
-                object.__delattr__(self._module, name)
-            own.update(before)
+        """Record ``module.log``, ``module.log_dict`` (which calls it) and the others while this is open."""
+        # On the instance, so that a `log` that the user overrides is called at replay only. A hook around this step may
+        # have patched it already.
+        with Patches() as patches, noting(getattr(self._module, "loggers", ()), self._noting):
+            patches.put(self._module, "log", self._note)
+            patches.put(self._module, "print", self._noting(self._print, "print"))
+            yield
 
     @contextmanager
     def notes(self) -> Iterator[Notes]:
-        """The calls and their values that this thread makes while this is open."""
+        """The calls of this thread, and their values, while this is open."""
         self._notes.current = ([], [])
         try:
             yield self._notes.current
@@ -107,7 +101,7 @@ class LogRecorder:
             del self._notes.current
 
     def replay(self, notes: Sequence[Notes], sizes: Sequence[int]) -> None:
-        """Log what the microbatches noted, once; the values must be real by now."""
+        """Log the merged records of all microbatches; their values must be real tensors."""
         for call, value in merge_calls(notes, sizes):
             size = {"batch_size": sum(sizes)} if self._tells_size else {}
             if isinstance(value, NotedMetric):
@@ -139,7 +133,7 @@ class LogRecorder:
 
 
 def _as_it_is_now(value: Any) -> Any:
-    """The step may go on to change a tensor in place, or to use a metric; what counts is the value at this moment."""
+    """Copy of a value, since the step may change a tensor in place or update a metric after logging it."""
     if isinstance(value, Metric):
         return NotedMetric.now(value)
     return value.detach().clone() if isinstance(value, Tensor) else value
@@ -150,7 +144,7 @@ def merge_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[
 
     Args:
         notes: calls and values of each microbatch.
-        sizes: samples of each microbatch.
+        sizes: number of samples of each microbatch.
     """
     for members in _grouped(LoggedCall, notes, sizes):
         call = members[0][0]
@@ -161,8 +155,8 @@ def merge_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[
 
 
 def _grouped(kind: type[Call], notes: Sequence[Notes], sizes: Sequence[int]) -> Iterable[list[tuple[Call, Any, int]]]:
-    """Calls of one kind that belong together, with value and size of their microbatch, in the order of appearance."""
-    # The k-th call with a key in one microbatch belongs to the k-th one in the others.
+    """Groups of matching calls across microbatches, with value and microbatch size, in the order of appearance."""
+    # The k-th call with a key in a microbatch matches the k-th one in the others.
     groups: dict[tuple[str, int], list[tuple[Call, Any, int]]] = {}
     for (calls, values), size in zip(notes, sizes, strict=True):
         seen: dict[str, int] = {}
@@ -174,11 +168,11 @@ def _grouped(kind: type[Call], notes: Sequence[Notes], sizes: Sequence[int]) -> 
 
 
 def direct_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
-    """Yield the calls of loggers with their arguments: one for all microbatches where these go together.
+    """Yield the calls of loggers with their arguments: one call for all microbatches if their arguments can be merged.
 
     Args:
         notes: calls and values of each microbatch.
-        sizes: samples of each microbatch.
+        sizes: number of samples of each microbatch.
     """
     for members in _grouped(DirectCall, notes, sizes):
         merged = merge_arguments([value for _, value, _ in members], [size for _, _, size in members])
@@ -187,12 +181,12 @@ def direct_calls(notes: Sequence[Notes], sizes: Sequence[int]) -> Iterator[tuple
 
 
 def _weights(members: Sequence[tuple[LoggedCall, Any, int]], *, total: int) -> tuple[list[int], int | None]:
-    """The weight of each microbatch, and the batch size to log the merged value with (``None``: not given)."""
+    """The weight of each microbatch, and the batch size of the merged value (``None``: not given)."""
     by_samples = [size for _, _, size in members]
     given = [call.options.get("batch_size") for call, _, _ in members]
     if None in given:
         return by_samples, None
-    # Whoever passes a constant means the whole batch; whoever computes it in the step counted this microbatch.
+    # A constant means the whole batch; a size computed in the step counts this microbatch.
     if all(batch_size == total for batch_size in given):
         return by_samples, total
     return given, sum(given)  # type: ignore[return-value, arg-type]

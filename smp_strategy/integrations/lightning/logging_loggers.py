@@ -1,9 +1,10 @@
-"""Calls of loggers inside steps: noted, and made once the values are known.
+"""Logger calls inside steps are recorded, and made after the step with real values.
 
-``self.logger.experiment.add_scalar("x", loss, step)`` reads a value on rank 0 only: on the other ranks Lightning hands
-out a dummy, and rank 0 would wait for them. And it would write as often as there are microbatches. So while a step or
-a hook runs, what writes through a logger or its ``experiment`` is only noted, like ``self.log`` (:mod:`.logs`), and
-is called afterwards with real values on every rank. What does not write (``log_dir``, ``name``) is answered at once.
+``self.logger.experiment.add_scalar("x", loss, step)`` reads the value on rank 0 only, because other ranks have a dummy
+experiment, so rank 0 would wait for them. It would also write once per microbatch. So while a step or a hook runs,
+writing calls of a logger or its ``experiment`` are recorded, like ``self.log``
+(:mod:`smp_strategy.integrations.lightning.logging`), and made afterwards with real values on every rank. Attributes
+that do not write (``log_dir``, ``name``) are answered at once.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,23 +19,23 @@ __all__ = ["merge_arguments", "noting"]
 
 Noting = Callable[[Callable[..., Any], str], Callable[..., None]]
 
-# How the writing methods of the loggers that Lightning knows, and of their experiments, begin.
+# Prefixes of the writing methods of Lightning's loggers and of their experiments.
 _WRITES = ("log", "add_", "append", "extend", "track", "upload", "report", "write")
-# Where a logger's stand-in finds who takes notes.
+# Attribute of a patched logger that holds the recorder.
 _NOTING = "_smp_noting"
 
 
 @contextmanager
 def noting(loggers: Iterable[Any], note: Noting) -> Iterator[None]:
-    """While this is open, calls that write through ``loggers`` go to what ``note`` makes of them.
+    """Redirect writing calls of ``loggers`` while this is open.
 
     Args:
-        loggers: the Trainer's.
-        note: gets a writing method and its name, and returns what is called in its place.
+        loggers: the Trainer's loggers.
+        note: gets a writing method and its name, and returns its replacement.
     """
     replaced = []
     for logger in loggers:
-        # Users ask for the logger's type, so it is the class that is replaced and not the object.
+        # User code checks the logger's type, so its class is replaced by a subclass, not the object by a proxy.
         if _NOTING not in vars(logger):
             replaced.append((logger, type(logger)))
             vars(logger)[_NOTING] = note
@@ -54,13 +55,13 @@ def _noting_class(kind: type) -> type:
             return _Experiment(value, vars(self)[_NOTING])
         return vars(self)[_NOTING](value, name) if callable(value) and name.startswith(_WRITES) else value
 
-    # No second base class: the objects of the new class must be laid out like those of the old one.
+    # No second base class: assigning `__class__` requires the same object layout.
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), {**names, "__getattribute__": __getattribute__})
 
 
 class _Experiment:
-    """Stands in for a logger's ``experiment``, whatever that is."""
+    """Recording proxy of a logger's ``experiment``."""
 
     def __init__(self, real: Any, note: Noting) -> None:
         self._real = real
@@ -82,14 +83,14 @@ class _Experiment:
 
 
 def merge_arguments(calls: Sequence[Any], sizes: Sequence[int]) -> Any | None:
-    """One call's arguments made of those of the microbatches; ``None`` if they do not go together.
+    """Merge the arguments of all microbatches into those of one call; ``None`` if they cannot be merged.
 
-    Numbers with a fraction are averaged, weighted by samples; tensors with an entry per sample are put together;
-    everything else must be equal.
+    Floats are averaged, weighted by samples; tensors with an entry per sample are concatenated; everything else must be
+    equal.
 
     Args:
-        calls: a nest of arguments per microbatch, with real tensors.
-        sizes: samples of each microbatch.
+        calls: nested arguments of each microbatch, with real tensors.
+        sizes: number of samples of each microbatch.
     """
     flat = [pytree.tree_flatten(arguments) for arguments in calls]
     structure = flat[0][1]

@@ -1,9 +1,9 @@
-"""Manual optimization: what the user's step calls by itself happens once per batch.
+"""Manual optimization: backward, optimizer and scheduler calls of the user's step run once per batch.
 
-The step runs once per microbatch, and on every rank. ``manual_backward``, the methods of optimizers and schedulers,
-toggling and clipping are replaced on the instances while a fit lasts: in a step they wait for all microbatches and are
-done once (:mod:`smp_strategy.engine.manual_optimization`); anywhere else they are what they were. Lightning counts the
-optimizer's steps inside of what is replaced, so ``global_step`` counts batches.
+The step runs once per microbatch, on every rank. During a fit, ``manual_backward``, the methods of optimizers and
+schedulers, toggling and clipping are patched on the instances. In a step they wait for all microbatches and run once
+(:mod:`smp_strategy.engine.manual_optimization`); anywhere else they behave as before. Lightning counts optimizer steps
+inside the patched methods, so ``global_step`` counts batches.
 """
 
 import functools
@@ -21,19 +21,20 @@ from smp_strategy.engine.manual_optimization import ManualSteps
 from smp_strategy.engine.step_results import loss_that_commits
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.integrations.lightning.steps import Context
+from smp_strategy.model.patching import Patches
 from smp_strategy.precision.grad_scaler import GradScaler
 
 __all__ = ["ManualOptimization"]
 
 
 class ManualOptimization:
-    """Stands in for the methods of one fit that a step calls once.
+    """Patches of a fit under manual optimization.
 
     Args:
-        engine: partitions the module.
+        engine: the engine of the run.
         module: the LightningModule.
-        context: entered around what is done (the precision plugin's, as around the step).
-        scaler: of the losses, if there is one.
+        context: entered around each merged call (the precision plugin's, as around the step).
+        scaler: the loss scaler, if there is one.
     """
 
     def __init__(self, engine: Engine, module: Any, context: Context, scaler: GradScaler | None = None) -> None:
@@ -41,53 +42,48 @@ class ManualOptimization:
         self._module = module
         self._context = context
         self._scaler = scaler
-        self._before: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
 
     def install(self, optimizers: Sequence[Optimizer], wrapped: Sequence[Any], schedulers: Sequence[Any]) -> None:
         """Replace the methods.
 
         Args:
-            optimizers: the user's.
-            wrapped: the same as LightningOptimizers.
-            schedulers: of their learning rates.
+            optimizers: the user's optimizers.
+            wrapped: their LightningOptimizers.
+            schedulers: their learning rate schedulers.
         """
         for index, pair in enumerate(zip(optimizers, wrapped, strict=True)):
             for optimizer, step in zip(pair, (self._step(pair[0]), pair[1].step), strict=True):
-                self._replace(optimizer, "step", self._step_once(step, f"`step` of optimizer {index}"))
-                self._replace(
+                self._patches.put(optimizer, "step", self._step_once(step, f"`step` of optimizer {index}"))
+                self._patches.put(
                     optimizer, "zero_grad", self._once(optimizer.zero_grad, f"`zero_grad` of optimizer {index}")
                 )
                 for name in _other_steps(pair[0]):
-                    self._replace(
+                    self._patches.put(
                         optimizer, name, self._refused(getattr(pair[0], name), f"`{name}` of {type(pair[0]).__name__}")
                     )
         for index, scheduler in enumerate(schedulers):
             name = f"`step` of learning rate scheduler {index}"
             is_skipped = functools.partial(self._is_skipped, scheduler)
-            self._replace(scheduler, "state_dict", _without_methods(scheduler.state_dict))
+            self._patches.put(scheduler, "state_dict", _without_methods(scheduler.state_dict))
             step = self._once(scheduler.step, name, averaged=True, in_hooks=True, unless=is_skipped)
-            self._replace(scheduler, "step", step)
+            self._patches.put(scheduler, "step", step)
         module = self._module
         for name in ("toggle_optimizer", "untoggle_optimizer"):
-            self._replace(module, name, self._once(getattr(module, name), f"`{name}`", also_dry=True))
-        self._replace(module, "clip_gradients", self._once(self._clip(module.clip_gradients), "`clip_gradients`"))
+            self._patches.put(module, name, self._once(getattr(module, name), f"`{name}`", also_dry=True))
+        self._patches.put(module, "clip_gradients", self._once(self._clip(module.clip_gradients), "`clip_gradients`"))
 
     def remove(self) -> None:
-        """Give the methods back."""
-        for owner, name, before in reversed(self._before):
-            if before is None:
-                del vars(owner)[name]
-            else:
-                vars(owner)[name] = before[0]
-        self._before.clear()
+        """Restore the methods."""
+        self._patches.give_back()
 
     def backward(self, plain: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> None:
         """The strategy's ``backward`` in a step.
 
         Args:
-            plain: Lightning's own, with its hooks.
-            loss: of this microbatch.
-            args, kwargs: for ``Tensor.backward``.
+            plain: Lightning's own ``backward``, with its hooks.
+            loss: the loss of this microbatch.
+            args, kwargs: arguments of ``Tensor.backward``.
         """
         refused = [f"argument {number}" for number in range(1, len(args) + 1)] + sorted({*kwargs} - {"retain_graph"})
         if refused:
@@ -107,15 +103,10 @@ class ManualOptimization:
         self._engine.manual.once("`manual_backward`", act, loss)
 
     def reduce(self, optimizer: Any) -> None:
-        """Make the gradients that ``optimizer`` will look at whole."""
+        """Reduce the gradients of ``optimizer`` over replicas and tied stages."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with self._engine.views.put_aside():
             self._engine.manual.reduce_gradients(parameters)
-
-    def _replace(self, owner: Any, name: str, method: Any) -> None:
-        own = vars(owner)
-        self._before.append((owner, name, (own[name],) if name in own else None))
-        own[name] = method
 
     def _once(
         self,
@@ -146,14 +137,14 @@ class ManualOptimization:
         return call
 
     def _step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Of an optimizer of the user. That of its LightningOptimizer leads here as well."""
+        """Wrap ``step`` of the user's optimizer; its LightningOptimizer calls the wrapper, too."""
         method = optimizer.step
 
         @functools.wraps(method)
         def step(*args: Any, **kwargs: Any) -> Any:
             self.reduce(optimizer)
             if args or kwargs.get("closure") is not None:
-                # Lightning's hooks run in the closure. Then the strategy begins the update, and ends it.
+                # Lightning's hooks run in the closure; the strategy begins and ends the update around it.
                 return method(*args, **kwargs)
             if self._scaler is not None:
                 raise UnsupportedError(
@@ -209,25 +200,25 @@ class ManualOptimization:
         return clip
 
     def _is_skipped(self, scheduler: Any) -> bool:
-        """Whether the last step of a scheduler's optimizer was skipped, because gradients have overflowed."""
+        """Whether the last step of a scheduler's optimizer was skipped because of overflow."""
         optimizer = getattr(scheduler, "optimizer", None)
         return self._scaler is not None and optimizer is not None and self._scaler.has_skipped(optimizer)
 
 
 def _other_steps(optimizer: Optimizer) -> list[str]:
-    """Methods of optimizers that take their steps in several parts, as SAM does with `first_step` and `second_step`."""
+    """Names of further step methods, of optimizers with steps in several parts (SAM: `first_step`, `second_step`)."""
     names = (name for name in dir(type(optimizer)) if name.endswith("_step") and not name.startswith(("_", "get_")))
     return [name for name in names if not hasattr(Optimizer, name) and callable(getattr(optimizer, name))]
 
 
 def _agreed(name: str, given: list[Any], averages: ManualSteps | None) -> Any:
-    """The arguments for the batch, of those that the microbatches have given; ``averages``: means of numbers."""
+    """Merge the arguments of all microbatches into those of the batch; ``averages``: takes means of numbers."""
 
     def agree(values: list[Any]) -> Any:
         if not any(isinstance(value, Tensor) for value in values) and all(value == values[0] for value in values):
             if averages is None or not isinstance(values[0], float):
                 return values[0]
-            # Replicas have samples of their own.
+            # Equal in this replica, but replicas have samples of their own.
             return averages.over_replicas(torch.tensor(values[0], dtype=torch.float64)).item()
         if averages is None or not all(isinstance(value, (Tensor, Number)) for value in values):
             raise UnsupportedError(
@@ -241,5 +232,5 @@ def _agreed(name: str, given: list[Any], averages: ManualSteps | None) -> Any:
 
 
 def _without_methods(state_dict: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Schedulers give all of their attributes, so what was replaced would go into checkpoints."""
+    """Remove patched methods from a scheduler's state, which is all of its attributes."""
     return lambda: {name: value for name, value in state_dict().items() if name not in ("step", "state_dict")}

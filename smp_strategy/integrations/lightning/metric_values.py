@@ -1,17 +1,17 @@
-"""The value of a metric for the whole batch, although its ``forward`` sees one microbatch after the other.
+"""Batch values of metrics: merge the ``forward`` calls of all microbatches into the value of the whole batch.
 
-Where ``self.log`` is given a metric object, Lightning shows what its last ``forward`` has returned. Here that would be
-the value of the last microbatch, so the calls of ``forward`` are noted, and after the step those of all microbatches
-become one: the metric starts anew, sees the samples of all of them, and computes. What it has gathered before stays.
+If ``self.log`` gets a metric object, Lightning shows the value of its last ``forward``. Here that would be the value of
+the last microbatch. So calls of ``forward`` are recorded, and after the step those of all microbatches are merged: the
+metric is reset temporarily, sees all samples, and computes. Its accumulated state stays.
 
-Which calls belong together? A metric object that is logged stands for its last ``forward`` in that microbatch, so
-those that came last before the same ``self.log`` of each microbatch do. When the step is over, each metric has the
-value of the last ``forward`` of all microbatches.
+*Matching calls.* A logged metric stands for its last ``forward`` in that microbatch, so the last calls before the same
+``self.log`` of each microbatch belong together. After the step, each metric has the value of its last ``forward`` over
+all microbatches.
 
-How does it see the samples again? Where the states of parts of a batch can be added up (sums, smallest, largest, lists
-of samples; ``full_state_update=False``), torchmetrics does that itself in ``forward``, and these states are kept. From
-any other metric (means of means, wrappers, metrics that look at what they had) the arguments are kept until the step is
-over, and it is updated with them again, one microbatch after the other, as ``update`` would have it.
+*Seeing the samples again.* If states can be merged (sum, min, max, concatenation; ``full_state_update=False``),
+``forward`` of torchmetrics does so itself, and the state of each microbatch is kept. For any other metric (means of
+means, wrappers, metrics whose update depends on their state) the arguments are kept until the end of the step, and
+``update`` is called with those of one microbatch after the other.
 """
 
 import copy
@@ -43,7 +43,7 @@ _ADDING_UP = (dim_zero_sum, dim_zero_min, dim_zero_max, dim_zero_cat)
 _here = threading.local()
 
 ShareValue = Callable[[Metric, Any], Any]
-"""Gives all stages the value that a metric has on the one that runs it."""
+"""Broadcasts the value of a metric from the stage that runs it to all stages."""
 
 
 @dataclass(eq=False)
@@ -51,17 +51,17 @@ class Forward:
     """One call of ``forward`` with the samples of one microbatch."""
 
     metric: Metric
-    """Whose ``forward`` it was."""
+    """The metric."""
     state: dict[str, Any] | None = None
-    """What it has gathered from these samples alone, if that can be added up."""
+    """Its state from these samples alone, if states can be merged."""
     arguments: tuple[Any, Any] | None = None
-    """What it was called with, otherwise."""
+    """The arguments of the call, otherwise."""
     value: Any = None
-    """What Lightning would show."""
+    """The value that Lightning would show."""
 
 
 class NotedForwards:
-    """The calls of ``forward`` in one microbatch; its thread notes them while this is open."""
+    """Recorder of the ``forward`` calls in one microbatch, which runs in a thread of its own."""
 
     def __init__(self) -> None:
         self.last: dict[int, Forward] = {}  # by `id`: metrics are equal, and have hashes, by their states
@@ -69,7 +69,7 @@ class NotedForwards:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Note what this thread calls."""
+        """Record the calls of this thread."""
         _here.noted = self
         try:
             yield
@@ -78,7 +78,7 @@ class NotedForwards:
 
     @contextmanager
     def during(self, forward: Forward) -> Iterator[None]:
-        """``forward`` runs."""
+        """Mark ``forward`` as running."""
         self._running.append(forward)
         try:
             yield
@@ -87,13 +87,13 @@ class NotedForwards:
         self.last[id(forward.metric)] = forward
 
     def see_state(self, metric: Metric) -> None:
-        """``metric`` computes; inside of its own ``forward`` it has the samples of this microbatch alone."""
+        """Copy the state when ``metric`` computes: inside its ``forward`` it is that of this microbatch alone."""
         if self._running and self._running[-1].metric is metric and self._running[-1].arguments is None:
             self._running[-1].state = metric._copy_state_dict()
 
 
 def noted_forward(metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` of ``metric``, noted where microbatches are."""
+    """Wrap ``forward`` of ``metric`` to record its calls in microbatches."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         noted: NotedForwards | None = getattr(_here, "noted", None)
@@ -111,19 +111,19 @@ def noted_forward(metric: Metric, forward: Callable[..., Any]) -> Callable[..., 
 
 
 def see_state(metric: Metric) -> None:
-    """``metric`` is about to compute in this thread."""
+    """Tell the recorder of this thread that ``metric`` is about to compute."""
     noted: NotedForwards | None = getattr(_here, "noted", None)
     if noted is not None:
         noted.see_state(metric)
 
 
 def is_settling() -> bool:
-    """Whether a metric is computed here for a whole batch, from what this rank has noted."""
+    """Whether this thread computes the value of a whole batch from recorded calls."""
     return getattr(_here, "is_settling", False)
 
 
 def _adds_up(metric: Metric) -> bool:
-    """Whether torchmetrics itself adds states of parts of the samples up in this metric's ``forward``."""
+    """Whether this metric's ``forward`` merges the state of its samples into the accumulated state."""
     return (
         type(metric).forward is Metric.forward
         and metric.full_state_update is False
@@ -135,43 +135,43 @@ def _adds_up(metric: Metric) -> bool:
 
 @dataclass(eq=False)
 class NotedMetric:
-    """A metric object that was logged, and what it stood for."""
+    """A logged metric object with the calls that it stands for."""
 
     metric: Metric
     forwards: list[Forward] = field(default_factory=list)
     """Its last call in each microbatch."""
     value: Any = None
-    """What Lightning would show without them."""
+    """The value that Lightning would show without them."""
 
     @classmethod
     def now(cls, metric: Metric) -> "NotedMetric":
-        """``metric`` is logged by this thread."""
+        """Record that this thread logs ``metric``."""
         noted: NotedForwards | None = getattr(_here, "noted", None)
         forward = noted.last.get(id(metric)) if noted is not None else None
         return cls(metric, [] if forward is None else [forward], metric._forward_cache)
 
     @classmethod
     def merged(cls, members: Sequence["NotedMetric"]) -> "NotedMetric":
-        """What the microbatches have logged, as one."""
+        """Merge the records of all microbatches."""
         forwards = [forward for member in members for forward in member.forwards]
         return cls(members[0].metric, forwards, members[-1].value)
 
     def settle(self, share: ShareValue) -> Metric:
-        """The metric, which shows the value of the whole batch from now on."""
+        """Set the metric's shown value to that of the whole batch, and return the metric."""
         value = value_of(self.forwards) if self.forwards else self.value
         self.metric._forward_cache = share(self.metric, value)
         return self.metric
 
 
 def settle(noted: Sequence[NotedForwards]) -> None:
-    """Let each metric show the value of its last ``forward`` in all microbatches of a step."""
+    """Set the shown value of each metric to that of its last ``forward`` over all microbatches of a step."""
     for key in dict.fromkeys(key for each in noted for key in each.last):
         forwards = [each.last[key] for each in noted if key in each.last]
         forwards[0].metric._forward_cache = value_of(forwards)
 
 
 def value_of(forwards: Sequence[Forward]) -> Any:
-    """What ``forward`` of one metric returns with the samples of all ``forwards``."""
+    """The value of a metric's ``forward`` over the samples of all ``forwards``."""
     if len(forwards) == 1 or forwards[0].value is None:  # None: a metric that shows nothing
         return forwards[0].value
     metric = forwards[0].metric
@@ -202,13 +202,13 @@ def _add_up(metric: Metric, forwards: Sequence[Forward]) -> None:
 
 @contextmanager
 def _emptied(metric: Metric) -> Iterator[None]:
-    """In here ``metric``, and those that it wraps, have seen nothing; afterwards all are as before."""
+    """Reset ``metric``, and the metrics that it wraps, while this is open; restore their state afterwards."""
     parts = [part for part in metric.modules() if isinstance(part, Metric)]
     before = [dict(vars(part)) for part in parts]
     try:
         for part in parts:
             own = vars(part)
-            # Other metrics of a collection may have the same lists.
+            # Metrics of a collection may share containers, so reset copies of them.
             own.update({name: copy.copy(value) for name, value in own.items() if isinstance(value, list | dict | set)})
             own.update(_to_sync=part.dist_sync_on_step, _should_unsync=False, compute_on_cpu=False)
         metric.reset()

@@ -1,19 +1,18 @@
-"""Metric objects see every sample, and count it once.
+"""Torchmetrics objects under a pipeline: every rank of a replica updates them with real values, counted once.
 
-A torchmetrics object keeps running sums on the module and is updated in the steps, with tensors that on most ranks of
-a pipeline are known by shape only. So while a run lasts, ``forward`` and ``update`` of each metric get real values, the
-same on every rank of a replica; the sums stay equal there, and ``compute`` adds them up over the replicas alone.
+A metric accumulates state on the module and is updated in steps, with tensors that most pipeline ranks know by shape
+only. During a run, ``forward`` and ``update`` of each metric therefore get real values, the same on every rank of a
+replica. The states stay equal there, and ``compute`` reduces them over the replicas only. The values travel to all
+stages: a metric of the logits costs as many bytes as the logits have.
 
-The values travel to all stages: a metric of the logits costs as many bytes as the logits have.
-
-``forward`` returns what the metric is in the microbatch; what is logged of it is that of the whole batch
+``forward`` returns the value of the microbatch; ``self.log`` shows that of the whole batch
 (:mod:`smp_strategy.integrations.lightning.metric_values`).
 
-A metric inside of a unit is updated where the unit runs. Outside of steps, ``compute`` gives all stages its sums first,
-and what is logged of a step the value.
+A metric inside a unit is updated on the unit's stage. Outside of steps, ``compute`` first broadcasts its state to all
+stages; for values logged in a step, the value is broadcast.
 
-When a run has ended, a metric is an ordinary one again that has its sums on all ranks. ``compute`` still adds them up
-over the replicas, until the next run.
+After a run, a metric is ordinary again, with its state on all ranks. ``compute`` still reduces over the replicas, until
+the next run.
 """
 
 import functools
@@ -32,36 +31,37 @@ from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.metric_values import is_settling, noted_forward, see_state
+from smp_strategy.model.patching import Patches
 
 __all__ = ["MetricUpdates", "metrics_of", "share_value"]
 
 
 class MetricUpdates:
-    """Stands in for the methods of a module's metrics that take tensors.
+    """Patches of the metrics of a module: they get real values, and reduce over the replicas.
 
     Args:
-        engine: knows where the values are.
+        engine: the engine of the run.
         module: the LightningModule.
     """
 
     def __init__(self, engine: Engine, module: nn.Module) -> None:
         self._engine = engine
         self._metrics = metrics_of(module)
-        self._before: list[tuple[Metric, str, Any]] = []
+        self._patches = Patches()  # bypasses Metric.__setattr__, which reserves some names
 
     def install(self) -> None:
-        """Replace them on the instances."""
+        """Patch the metrics, on the instances."""
         for metric in self._metrics:
             if isinstance(metric.dist_sync_fn, _FromReplicas):
                 metric.dist_sync_fn = None
-            self._replace(metric, "forward", self._with_forward(metric))
-            self._replace(metric, "update", self._with_values(metric.update, lambda: None))
-            self._replace(metric, "compute", self._with_sums(metric))
+            self._patches.put(metric, "forward", self._with_forward(metric))
+            self._patches.put(metric, "update", self._with_values(metric.update, lambda: None))
+            self._patches.put(metric, "compute", self._with_sums(metric))
             if metric.process_group is None:
-                self._replace(metric, "process_group", self._engine.mesh.dp_group)
+                self._patches.put(metric, "process_group", self._engine.mesh.dp_group)
 
     def remove(self, *, failed: bool) -> None:
-        """Give the methods back. Collective, unless the run has ``failed``."""
+        """Restore the methods, and share the states of metrics inside units. Collective, unless the run ``failed``."""
         mesh = self._engine.mesh
         for metric in self._metrics:
             stage = self._engine.inspection.stage_of(metric)
@@ -69,18 +69,7 @@ class MetricUpdates:
                 _share_sums(metric, stage, mesh)
             if metric.process_group is mesh.dp_group and metric.dist_sync_fn is None:
                 metric.dist_sync_fn = _FromReplicas(mesh.dp_group)
-        for metric, name, before in reversed(self._before):
-            if before is None:
-                del metric.__dict__[name]
-            else:
-                metric.__dict__[name] = before[0]
-        self._before.clear()
-
-    def _replace(self, metric: Metric, name: str, value: Any) -> None:
-        # Past Metric.__setattr__, which reserves some names.
-        own = metric.__dict__
-        self._before.append((metric, name, (own[name],) if name in own else None))
-        own[name] = value
+        self._patches.give_back()
 
     def _with_forward(self, metric: Metric) -> Callable[..., Any]:
         forward = functools.wraps(metric.forward)(noted_forward(metric, metric.forward))
@@ -113,7 +102,7 @@ class MetricUpdates:
 
 @final
 class _FromReplicas:
-    """Gathers a tensor from the replicas, for a metric of a run that has ended. A copy of it in a file is ``None``."""
+    """Gathers a tensor from the replicas, for metrics of an ended run. It is pickled as ``None``."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = ref(group)
@@ -127,7 +116,7 @@ class _FromReplicas:
 
 
 def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:
-    """Give all stages what ``metric`` has on ``stage``. Collective over the stages."""
+    """Broadcast the state of ``metric`` from ``stage`` to all stages. Collective over the stages."""
     told: Any = None
     if mesh.stage == stage:
         sums = pytree.tree_map_only(Tensor, Tensor.cpu, {name: getattr(metric, name) for name in metric._defaults})
@@ -141,7 +130,7 @@ def _share_sums(metric: Metric, stage: int, mesh: ProcessMesh) -> None:
 
 
 def share_value(engine: Engine, metric: Metric, value: Any) -> Any:
-    """The ``value`` that ``metric`` has on the stage that runs it; if only one does, collective over the stages."""
+    """The ``value`` of ``metric`` on the stage that runs it; if there is a single such stage, collective."""
     stage, mesh = engine.inspection.stage_of(metric), engine.mesh
     if stage is None or mesh.pp == 1:
         return value
@@ -158,5 +147,5 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 
 
 def _unknown() -> Tensor:
-    """What a metric returns in the dry run, where nothing has a value."""
+    """The result of a metric in the dry run, where nothing has a value."""
     return torch.zeros(())

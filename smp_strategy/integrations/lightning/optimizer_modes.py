@@ -1,8 +1,7 @@
-"""``train`` and ``eval`` of optimizers that have them: hooks call these on what ``configure_optimizers`` has returned.
+"""``train`` and ``eval`` of schedule-free optimizers: all ranks switch modes together.
 
-They are replaced on the instances while a run lasts, and the ranks switch together
-(:mod:`smp_strategy.data_parallel.step_hooks`). Those of a ``LightningOptimizer`` are of its class, so they are
-replaced as well.
+User hooks call these methods on their optimizers. During a run they are patched on the instances
+(:mod:`smp_strategy.data_parallel.step_hooks`), of the optimizer and of its ``LightningOptimizer``.
 """
 
 import functools
@@ -15,31 +14,27 @@ from torch.optim import Optimizer
 from smp_strategy.data_parallel.step_hooks import MODES, has_to_switch
 from smp_strategy.distributed.rendezvous import meet
 from smp_strategy.engine.engine import Engine
+from smp_strategy.model.patching import Patches
 
 __all__ = ["switching_together"]
 
 
 @contextmanager
 def switching_together(engine: Engine, optimizers: Iterable[tuple[Optimizer, Any]]) -> Iterator[None]:
-    """In here all ranks switch together.
+    """Patch ``train`` and ``eval`` of the optimizers while this is open.
 
     Args:
-        engine: trains the module.
-        optimizers: the user's, each with its LightningOptimizer.
+        engine: the engine of the run.
+        optimizers: pairs of an optimizer and its LightningOptimizer.
     """
-    replaced = []
-    for optimizer, wrapped in optimizers:
-        for mode in MODES:
-            if callable(method := getattr(optimizer, mode, None)):
-                switch = _together(engine, optimizer, mode, method)
-                for owner in (optimizer, wrapped):
-                    vars(owner)[mode] = switch
-                    replaced.append((owner, mode))
-    try:
+    with Patches() as patches:
+        for optimizer, wrapped in optimizers:
+            for mode in MODES:
+                if callable(method := getattr(optimizer, mode, None)):
+                    switch = _together(engine, optimizer, mode, method)
+                    for owner in (optimizer, wrapped):
+                        patches.put(owner, mode, switch)
         yield
-    finally:
-        for owner, mode in replaced:
-            del vars(owner)[mode]
 
 
 def _together(engine: Engine, optimizer: Optimizer, mode: str, method: Callable[[], Any]) -> Callable[[], Any]:

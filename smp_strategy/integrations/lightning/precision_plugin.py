@@ -1,19 +1,16 @@
-"""Loss scaling under Lightning's precision plugins.
+"""Precision plugins: loss scaling, gradient clipping and the order of an update, agreed over all ranks.
 
-Lightning scales losses for ``16-mixed`` only, by a scaler of PyTorch's that looks at one rank's gradients. Here
-whatever computes in float16 gets a scaler that all ranks agree on (:mod:`smp_strategy.precision.grad_scaler`), in
-the same place of the plugin: it scales the loss before ``on_before_backward``, divides the gradients after backward and
-before hooks and clipping look at them, and keeps its state in checkpoints where Lightning looks for it.
+*Loss scaling.* Lightning scales losses for ``16-mixed`` only, with PyTorch's scaler, which checks the gradients of a
+single rank. Here every float16 computation gets a scaler that all ranks agree on
+(:mod:`smp_strategy.precision.grad_scaler`), at the same point of the plugin: it scales the loss before
+``on_before_backward``, unscales the gradients after backward and before hooks and clipping, and keeps its state under
+Lightning's key in checkpoints. Schedulers that count steps do not move for a skipped step. Lightning's ``global_step``
+still counts it, since ``max_steps``, logging and checkpoints are about batches.
 
-A step that is skipped is none: schedulers that count steps do not move. Lightning's ``global_step`` counts it, as ever,
-since ``max_steps``, logging and checkpoints are about batches.
-
-Gradients reach the parameters when Lightning says so, not when they are computed.
-
-Lightning's order for one batch is ``training_step``, ``zero_grad``, ``loss.backward()``, hooks, clipping, optimizer
-step. A pipeline has to run forward and backward of all microbatches together, so everything is done inside
-``training_step``, before ``zero_grad`` wipes the gradients. So the engine keeps them aside, the returned loss hands
-them over in its backward, and no hook is skipped: see [Note: commit] in :mod:`smp_strategy.engine.step_results`.
+*Order.* Lightning's order for a batch is ``training_step``, ``zero_grad``, ``loss.backward()``, hooks, clipping,
+optimizer step. A pipeline runs forward and backward of all microbatches together inside ``training_step``, before
+``zero_grad`` wipes the gradients. So the engine sets them aside, the returned loss hands them over in its backward, and
+no hook is skipped: see [Note: commit] in :mod:`smp_strategy.engine.step_results`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +23,7 @@ from torch.optim import Optimizer
 
 from smp_strategy.config.config import SMPConfig
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import Patches
 from smp_strategy.precision.grad_scaler import GradScaler, UnscaleResult
 from smp_strategy.precision.loss_scale import ScalingRules
 
@@ -38,7 +36,7 @@ __all__ = [
     "problems_of_scaling",
 ]
 
-# The name under which Lightning files the state of PyTorch's scaler.
+# Lightning's checkpoint key for the state of PyTorch's scaler.
 _KEY: Final = "MixedPrecision"
 _STOCK: Final = (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 
@@ -49,7 +47,7 @@ def make_scaler(
     unscale: Callable[[Optimizer, float], UnscaleResult],
     optimizers: Callable[[], Iterable[Optimizer]],
 ) -> GradScaler | None:
-    """The scaler for ``plugin``, if anything computes in float16; it goes on where an earlier one has stopped."""
+    """The scaler for ``plugin``, if anything computes in float16; it takes over the state of an earlier one."""
     given = getattr(plugin, "scaler", None)
     rules = _rules(plugin, config, given)
     if rules is None:
@@ -76,7 +74,7 @@ def _rules(plugin: Any, config: SMPConfig, given: Any) -> ScalingRules | None:
 
 
 def problems_of_scaling(plugin: Any, config: SMPConfig) -> list[str]:
-    """What is wrong with the options of loss scaling, given the Trainer's precision."""
+    """Errors in the options of loss scaling, given the Trainer's precision."""
     precision, given = getattr(plugin, "precision", None), getattr(plugin, "given_scaler", None)
     found = []
     asked = [] if config.loss_scale is None else [f"`loss_scale={config.loss_scale}`"]
@@ -102,12 +100,12 @@ def problems_of_scaling(plugin: Any, config: SMPConfig) -> list[str]:
 
 
 def methods_with(scaler: GradScaler, stock: Any, tree: Tree) -> dict[str, Any]:
-    """What a precision plugin of class ``stock`` does otherwise because of ``scaler``."""
+    """Methods that override those of the precision plugin class ``stock`` to use ``scaler``."""
     base = tree.pytorch("plugins.precision.precision").Precision
     is_mixed = issubclass(stock, tree.pytorch("plugins.precision.amp").MixedPrecision)
 
     def optimizer_step(self: Any, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Backward, then divide, then hooks and clipping, then the step, unless gradients have overflowed."""
+        """Backward, unscale, hooks and clipping, then the step unless gradients have overflowed."""
         result = closure()
         if not scaler.has_unscaled(optimizer):  # by `clip_gradients`, under manual optimization
             scaler.unscale_(optimizer)
@@ -121,17 +119,18 @@ def methods_with(scaler: GradScaler, stock: Any, tree: Tree) -> dict[str, Any]:
         return stock.pre_backward(self, scaler.scale(tensor), module)
 
     def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
-        """Save the scale where Lightning looks for it."""
+        """Save the scaler's state under Lightning's key."""
         stock.on_save_checkpoint(self, checkpoint)
         checkpoint[_KEY] = scaler.state_dict()
 
     def on_load_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
-        """Go on with the scale that a run with any precision has saved."""
+        """Load the scaler's state, saved by a run of any precision."""
         stock.on_load_checkpoint(self, checkpoint)
         scaler.load_state_dict(checkpoint.get(_KEY, {}))
 
     if is_mixed:
-        # Lightning's own leads to the scaler. Optimizers that divide by themselves can be clipped here, too.
+        # The other methods of MixedPrecision use `self.scaler` already. Its clipping refuses optimizers that unscale by
+        # themselves, which is no problem here.
         is_own = "clip_gradients" in vars(tree.pytorch("plugins.precision.amp").MixedPrecision)
         return {"optimizer_step": optimizer_step, **({"clip_gradients": base.clip_gradients} if is_own else {})}
     return {
@@ -146,38 +145,34 @@ def methods_with(scaler: GradScaler, stock: Any, tree: Tree) -> dict[str, Any]:
 def passing_over_skipped(
     module: Any, scaler: GradScaler, optimizers: Sequence[Optimizer], configs: Sequence[Any]
 ) -> Iterator[None]:
-    """Schedulers that go by steps pass over skipped ones while this is open, under automatic optimization.
+    """Keep step-wise schedulers from moving in skipped steps while this is open, under automatic optimization.
 
     Args:
         module: the LightningModule, whose hook moves schedulers.
-        scaler: knows what was skipped.
-        optimizers: the fit's.
-        configs: Lightning's, of the schedulers.
+        scaler: the loss scaler, which knows the skipped steps.
+        optimizers: the optimizers of the fit.
+        configs: Lightning's scheduler configs.
     """
-    hook, before = module.lr_scheduler_step, vars(module).get("lr_scheduler_step")
+    hook = module.lr_scheduler_step
     by_step = {id(config.scheduler) for config in configs if config.interval == "step"}
 
     def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
         if id(scheduler) not in by_step or not any(map(scaler.has_skipped, optimizers)):
             hook(scheduler, metric)
 
-    object.__setattr__(module, "lr_scheduler_step", lr_scheduler_step)
-    try:
+    with Patches() as patches:
+        patches.put(module, "lr_scheduler_step", lr_scheduler_step)
         yield
-    finally:
-        object.__delattr__(module, "lr_scheduler_step")
-        if before is not None:
-            object.__setattr__(module, "lr_scheduler_step", before)
 
 
 class ClipGradNorm(Protocol):
-    """What the engine offers for clipping: the norm over all ranks' gradients, each counted once."""
+    """Gradient clipping by the norm over all ranks' gradients, each counted once."""
 
     def __call__(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor: ...
 
 
 def forget_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Do before a step what Lightning does after it: a step runs backward, too, and would have both in memory."""
+    """Zero the gradients before a step instead of after it: the step runs backward, and would hold both in memory."""
     for optimizer in optimizers:
         if type(optimizer).zero_grad is Optimizer.zero_grad:
             optimizer.zero_grad()
@@ -190,17 +185,17 @@ def for_all_ranks(
     begin_update: Callable[[Any], None],
     scaler_of: Callable[[Any], GradScaler | None],
 ) -> Any:
-    """Let Lightning's precision plugin know that there are other ranks with gradients.
+    """Make Lightning's precision plugin clip and scale by the gradients of all ranks.
 
-    The plugin is the user's object and others may hold it, so its class is replaced rather than the object. The new
-    class keeps its name: Lightning files the plugin's state in checkpoints under it.
+    The plugin is the user's object and may be referenced elsewhere, so its class is replaced instead of the object. The
+    new class keeps its name, which Lightning uses as a key in checkpoints.
 
     Args:
         plugin: the plugin.
         tree: the Lightning tree in use.
-        clip_grad_norm: clips by the norm over all ranks instead of this rank's share.
-        begin_update: called with each optimizer when nothing will look at gradients any more but its step.
-        scaler_of: makes the scaler of losses for the plugin, if it needs one.
+        clip_grad_norm: clips by the norm over all ranks.
+        begin_update: called with each optimizer after the last hook that reads gradients, before its step.
+        scaler_of: makes the loss scaler for the plugin, if it needs one.
     """
     stock = getattr(type(plugin), "stock_plugin", type(plugin))
 
@@ -209,7 +204,7 @@ def for_all_ranks(
         clip_grad_norm(list(self.main_params(optimizer)), clip_val)
 
     def after_closure(self: Any, model: Any, optimizer: Any) -> None:
-        """Run hooks and clip, as ever; what comes next is the optimizer."""
+        """Run hooks and clip, then begin the update."""
         stock._after_closure(self, model, optimizer)
         begin_update(optimizer)
 
@@ -226,6 +221,6 @@ def for_all_ranks(
     plugin.__class__ = type(stock.__name__, (stock,), names)
     given = getattr(plugin, "scaler", None)
     if not isinstance(given, GradScaler):
-        plugin.given_scaler = given  # the user's, or one that Lightning has made
+        plugin.given_scaler = given  # the user's or Lightning's
     plugin.scaler = scaler
     return plugin

@@ -1,26 +1,23 @@
-"""A run goes on as if it had not been interrupted: with the same batches and the same random numbers.
+"""Exact resumption: a resumed run sees the same batches and random numbers as an uninterrupted one.
 
-Lightning's checkpoints have weights, optimizers, schedulers, callbacks and counters. What they lack stands beside the
-engine's own state, in a dict that plain Lightning passes over:
+Lightning's checkpoints have weights, optimizers, schedulers, callbacks and counters. The missing state stands beside
+the engine's own, in a dict that plain Lightning ignores:
 
-1. where the random generators of the ranks are, and those of the data path ([Note: data stream]);
-2. how far each training data loader has come in its pass (:mod:`smp_strategy.integrations.data.resumable_loader`), and
-  what Lightning, which asks
-   a loader of unknown length for one batch in advance, has not used yet;
-3. the metrics that callbacks and schedulers go by.
+1. states of the ranks' random generators, and of the data stream ([Note: data stream]);
+2. the position of each training data loader (:mod:`smp_strategy.integrations.data.resumable_loader`), and the number
+   of batches that Lightning has fetched but not used (it prefetches one from a loader of unknown length);
+3. the metrics that callbacks and schedulers monitor.
 
-[Note: going on] It is read with the optimizers' state, when Lightning's counters have been read, and these are put in
-order (:mod:`smp_strategy.integrations.lightning.resume_progress`). It is applied when training starts: by then user
-code may have drawn what it likes in `setup`, and loaders may have been iterated. Nothing is drawn any more until the
-loop does what it would have done next. A pass that had been begun goes on from its place; and where the last one was
-complete, the next begins with the restored generators, however many Lightning has begun before.
-
-The strategy's hooks for going on with a run: what it adds to a checkpoint, and what it does with that.
+[Note: exact resume] The state is read together with the optimizers' state, after Lightning's counters, which are
+corrected then (:mod:`smp_strategy.integrations.lightning.resume_progress`). It is applied when training starts, because
+user code may draw random numbers in `setup`, and loaders may be iterated before; after that point nothing is drawn
+until the loop takes its next action. An interrupted epoch continues at its position. After a complete epoch, the next
+one begins with the restored generators, however many iterations Lightning has begun before.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 
@@ -31,33 +28,32 @@ from smp_strategy.distributed.mesh import ProcessMesh
 from smp_strategy.distributed.rng_state import exceptions_to_first, of_rank, packed, set_of_rank, unpacked
 from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.data.resumable_loader import batch_size_of, generators_of, pass_of, set_generators
-from smp_strategy.integrations.lightning.collectives import CommunicationHooks
 from smp_strategy.integrations.lightning.data import DataRngSync
 from smp_strategy.integrations.lightning.resume_progress import (
-    dealt_out_again,
-    do_due,
-    go_on_adding,
-    go_on_after,
+    continue_sums,
+    correct_counters,
+    do_due_work,
     is_epoch_read,
     progress_of,
-    put_in_order,
+    redistribute_positions,
+    set_batch_counters,
     sums_of,
 )
 from smp_strategy.integrations.lightning.tree import Tree
 
 __all__ = ["CHECKPOINT_KEY", "KEY", "ResumeHooks", "Resumption"]
 
-# Where all this stands in the engine's part of a checkpoint.
+# Key of this state in the engine's part of a checkpoint.
 KEY: Final = "resume"
 
 
 class Resumption:
-    """Collects what a run needs to go on, and applies it.
+    """The state for exact resumption: collects it for a checkpoint, and applies it.
 
     Args:
-        mesh: this rank's place.
+        mesh: the process mesh.
         stream: the random numbers of the data path.
-        device: where this rank computes.
+        device: this rank's device.
         tree: the Lightning tree in use.
     """
 
@@ -81,14 +77,14 @@ class Resumption:
     # To a checkpoint
 
     def collected(self, trainer: Any) -> dict[str, Any]:
-        """What a run needs to go on, on global rank 0; elsewhere nothing. Collective."""
+        """The state for a checkpoint, on global rank 0; an empty dict elsewhere. Collective."""
         is_first = self._rank == self._data_ranks[self._data_rank][0]
         mine = of_rank(self._device), self._of_data_rank(trainer) if is_first else None
         of_run = self._of_run(trainer)  # metrics may be reduced over ranks
         found = collectives.collect(mine, 0, "what a run needs to go on")
         if self._rank != 0:
             return {}
-        if self._pending is not None:  # there was nothing left to train
+        if self._pending is not None:  # no training step has run since it was read
             return dict(self._pending[KEY])
         states, passes = [state for state, _ in found], [of_pass or {} for _, of_pass in found]
         return {
@@ -106,7 +102,7 @@ class Resumption:
         }
 
     def _places(self, trainer: Any) -> dict[str, Any]:
-        """Where passes over the training loaders are, and generators of all loaders."""
+        """Positions of the training loaders, and generators of all loaders."""
         fit = trainer.fit_loop
         loaders, evaluated = _loaders(fit), _loaders(fit.epoch_loop.val_loop)
         found: dict[str, Any] = {
@@ -124,7 +120,7 @@ class Resumption:
     def _of_run(self, trainer: Any) -> dict[str, Any]:
         fit = trainer.fit_loop
         metrics = dict(trainer.callback_metrics)
-        if is_epoch_read(fit):  # those of the epoch, which are told at its end
+        if is_epoch_read(fit):  # Lightning publishes those of the epoch at its end
             metrics |= fit.epoch_loop._results.metrics(on_step=False)["callback"]
         return {
             "metrics": {name: value.detach().cpu() for name, value in metrics.items()},
@@ -133,29 +129,29 @@ class Resumption:
         }
 
     def training_ends(self, trainer: Any) -> None:
-        """Lightning lets go of the loaders' passes; a checkpoint may be asked for later."""
+        """Remember the positions of the loaders, which Lightning drops now: a checkpoint may follow."""
         self._at_end = self._places(trainer)
         self._progress_at_end = progress_of(trainer.fit_loop)
 
     # From a checkpoint
 
     def read(self, state: Mapping[str, Any], trainer: Any) -> None:
-        """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters."""
+        """Keep the engine's part of a checkpoint until training starts; Lightning has read its counters by now."""
         self._pending = state
-        put_in_order(trainer.fit_loop, state[KEY]["progress"])
+        correct_counters(trainer.fit_loop, state[KEY]["progress"])
         places = self._mine(state[KEY])["loaders"]
         if places is not None:  # Lightning has those of global rank 0
             states = [place["loader"] for place in places if place is not None and "loader" in place]
             trainer.fit_loop._combined_loader_states_to_load = states
-        # Lightning says so of loaders that have no state of their own.
+        # Lightning warns of loaders without a `state_dict`; these are resumed here.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def training_starts(self, trainer: Any, forget_gradients: Callable[[], None]) -> Mapping[str, Any] | None:
-        """Go on from what was read, which is given back; ``None``: nothing was. See [Note: going on].
+        """Apply the state that was read, and return it; ``None`` without one. See [Note: exact resume].
 
         Args:
-            trainer: Lightning's.
-            forget_gradients: lets those that were read not be used.
+            trainer: Lightning's Trainer.
+            forget_gradients: discards the accumulated gradients that were read.
         """
         self._at_end = self._progress_at_end = None
         own, self._pending = self._pending, None
@@ -182,23 +178,23 @@ class Resumption:
         self._stream.set_state(unpacked(mine["stream"]))
         trainer._logger_connector._callback_metrics.update(state["metrics"])
         if is_same:
-            go_on_adding(fit.epoch_loop._results, mine["sums"])
+            continue_sums(fit.epoch_loop._results, mine["sums"])
         if mine["loaders"] is not None:
             if state["last_reload_epoch"] is not None:
                 fit._last_train_dl_reload_epoch = state["last_reload_epoch"]
             self._fetch_ahead(fit._data_fetcher)
         is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
         keeps = is_overridden("on_validation_model_zero_grad", trainer.lightning_module)
-        do_due(fit, state["progress"], (lambda: None) if keeps else forget_gradients)
+        do_due_work(fit, state["progress"], (lambda: None) if keeps else forget_gradients)
         return own
 
     def set_evaluation(self, loader: Any) -> None:
-        """Let the generators of the next loader of validation go on; loaders are made when they are first used."""
+        """Restore the generators of the next validation loader; loaders are made at their first use."""
         if self._pending_evaluation:
             _set_generators(loader, self._pending_evaluation.pop(0))
 
     def _mine(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the rank has kept that read what this one reads, if as many shared the samples."""
+        """The saved state of the data rank that read this rank's samples, if the number of data ranks is the same."""
         found: Mapping[str, Any] = state["by_data_rank"][self._data_rank % len(state["by_data_rank"])]
         return found
 
@@ -213,7 +209,7 @@ class Resumption:
             elif found is not None:
                 found.begin_again()
         if places is None:
-            fit._resuming_from_checkpoint = False  # else the loop would use the pass that it has begun before
+            fit._resuming_from_checkpoint = False  # else the loop would use an iteration that it began before
         elif mine["are_consumed"]:
             fit._combined_loader._iterator._consumed = list(mine["are_consumed"])
 
@@ -229,10 +225,10 @@ class Resumption:
         num_now = len(self._data_ranks)
         if num_now == num_before:
             return places
-        found, told = dealt_out_again(places, [batch_size_of(loader) for loader in loaders], num_before, num_now)
+        found, told = redistribute_positions(places, [batch_size_of(loader) for loader in loaders], num_before, num_now)
         lengths = [place["num_given"] for place in found if place is not None]
         if lengths:
-            go_on_after(fit.epoch_loop.batch_progress, max(lengths))
+            set_batch_counters(fit.epoch_loop.batch_progress, max(lengths))
         self._warn(
             f"The checkpoint was written in the middle of an epoch whose samples {num_before} ranks shared; now "
             f"{num_now} share them. The run goes on after {max(lengths, default=0)} batches of each"
@@ -246,7 +242,7 @@ class Resumption:
         self._tree.pytorch("utilities.rank_zero").rank_zero_warn(text)
 
     def _fetch_ahead(self, fetcher: Any) -> None:
-        """Read again what the loop has read in advance."""
+        """Fetch again the batches that the loop had prefetched."""
         fetcher.reset()
         if fetcher.length is None:
             step = self._tree.pytorch("loops.fetchers")._DataFetcher.__next__
@@ -286,68 +282,85 @@ def _set_generators(loader: Any, states: Sequence[torch.Tensor]) -> None:
             set_generators(generators, states)
 
 
-# Where the engine's own state stands in a checkpoint; plain Lightning passes over both.
+# Keys of the engine's own state in a checkpoint; plain Lightning ignores both.
 CHECKPOINT_KEY: Final = "smp_strategy"
 _GRADIENTS: Final = "gradients"
 
 
-class ResumeHooks(CommunicationHooks):
-    """See the module's docstring."""
+@final
+class ResumeHooks:
+    """The strategy's part of exact resumption: adds the extra state to checkpoints and applies it.
 
-    config: SMPConfig
-    _engine: Engine | None
-    _resumption: Resumption | None = None
-    _has_stepped: bool = True  # under manual optimization: an optimizer has used the gradients of the last batch
+    Args:
+        config: returns the options.
+        engine: returns the engine of the run.
+        trainer: returns Lightning's Trainer.
 
-    @property
-    def engine(self) -> Engine:
-        """The engine of the module that is being trained; exists from ``setup`` on."""
-        raise NotImplementedError
+    Attributes:
+        has_stepped: under manual optimization, whether an optimizer has used the gradients of the last batch.
+    """
 
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+    def __init__(
+        self, config: Callable[[], SMPConfig], engine: Callable[[], Engine], trainer: Callable[[], Any]
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._trainer = trainer
+        self._resumption: Resumption | None = None
+        self.has_stepped = True
+
+    def begin_run(self, resumption: Resumption | None) -> None:
+        """Serve a new run; ``None`` for one that does not train."""
+        self._resumption = resumption
 
     @property
     def _is_accumulating(self) -> bool:
         """Whether the next batches add to the gradients of the last ones."""
         if self._resumption is None or self._resumption.is_over:
             return False
-        if not self._trainer.lightning_module.automatic_optimization:
-            return not self._has_stepped
-        return bool(self._trainer.fit_loop._should_accumulate())
+        trainer = self._trainer()
+        if not trainer.lightning_module.automatic_optimization:
+            return not self.has_stepped
+        return bool(trainer.fit_loop._should_accumulate())
 
-    def _add_own_state(self, checkpoint: dict[str, Any]) -> None:
-        """Add what plain Lightning passes over; on global rank 0 it is complete. Collective."""
-        own: dict[str, Any] = {**self.engine.saved.state_dict(), "layout": self.engine.mesh.shape.degrees}
+    def add_state(self, checkpoint: dict[str, Any]) -> None:
+        """Add the state that plain Lightning ignores; it is complete on global rank 0. Collective."""
+        engine = self._engine()
+        own: dict[str, Any] = {**engine.saved.state_dict(), "layout": engine.mesh.shape.degrees}
         if self._resumption is not None and "callbacks" in checkpoint:  # more than weights
-            own[KEY] = self._resumption.collected(self._trainer)
-            if self._is_accumulating and self.config.state_dict_type == "sharded":
-                checkpoint[_GRADIENTS] = self.engine.saved.held_state((), gradients=True).get(_GRADIENTS, {})
+            own[KEY] = self._resumption.collected(self._trainer())
+            if self._is_accumulating and self._config().state_dict_type == "sharded":
+                checkpoint[_GRADIENTS] = engine.saved.held_state((), gradients=True).get(_GRADIENTS, {})
             elif self._is_accumulating:
-                checkpoint[_GRADIENTS] = self.engine.saved.full_gradients()
+                checkpoint[_GRADIENTS] = engine.saved.full_gradients()
         checkpoint[CHECKPOINT_KEY] = own
 
-    def _load_own_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on with it; Lightning's counters have been read."""
+    def load_state(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load that state. Call it after Lightning's counters have been read."""
         own = checkpoint.get(CHECKPOINT_KEY)
         if own is None:
             return
-        self.engine.saved.load_state(own)
+        engine = self._engine()
+        engine.saved.load_state(own)
         if self._resumption is not None and KEY in own:
-            self._resumption.read(own, self._trainer)
+            self._resumption.read(own, self._trainer())
         if _GRADIENTS in checkpoint:
-            self.engine.saved.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
+            engine.saved.load_stored_gradients(EditedState({_GRADIENTS: checkpoint[_GRADIENTS]}))
+
+    def restore_evaluation_loader(self, loader: Any) -> None:
+        """Restore the generators of a validation loader that Lightning has just made."""
+        if self._resumption is not None and self._trainer().validating:
+            self._resumption.set_evaluation(loader)
 
     def on_train_start(self) -> None:
-        """Go on with the data and the random numbers of an earlier run. See [Note: going on]."""
+        """Continue with the data and the random numbers of an earlier run. See [Note: exact resume]."""
         if self._resumption is not None:
-            own = self._resumption.training_starts(self._trainer, lambda: self.engine.saved.load_gradients({}))
+            engine = self._engine()
+            own = self._resumption.training_starts(self._trainer(), lambda: engine.saved.load_gradients({}))
             if own is not None:
-                self.engine.saved.load_state(dict(own))  # a trial of validation has counted its batches
+                engine.saved.load_state(dict(own))  # a trial of validation has counted its batches
 
     def on_train_end(self) -> None:
-        """Lightning lets go of the data."""
+        """Remember the positions of the loaders, which Lightning drops now."""
         if self._resumption is not None:
-            self._resumption.training_ends(self._trainer)
+            self._resumption.training_ends(self._trainer())

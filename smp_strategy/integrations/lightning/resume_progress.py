@@ -1,55 +1,49 @@
-"""Lightning's counters, put in order before a run goes on.
+"""Resuming in the middle of an epoch: Lightning's progress counters, data positions and epoch means.
 
-Lightning resumes with the batch or the epoch that follows, whatever was still to be done when the checkpoint was
-written. A callback saves after a batch, but before the validation that is due then, the steps of schedulers that go by
-metrics, and what hooks do at the end of the epoch; a run that `max_steps` has stopped counts the epoch as done; and
-under `max_steps` Lightning trains on a batch too many after the end of an epoch. So that a resumed run does everything
-once, it is said in the checkpoint how far the last batch has come (:func:`progress_of`), and what is missing is done
-first, by the loop itself (:func:`do_due`).
+*Counters.* Lightning resumes with the next batch or epoch, whatever was still due when the checkpoint was written. A
+callback saves after a batch, but before the validation, metric-driven scheduler steps and epoch-end hooks that are due
+then. A run that `max_steps` has stopped counts the epoch as done, and under `max_steps` Lightning trains on one batch
+too many after the end of an epoch. So the checkpoint records the progress of the last batch (:func:`progress_of`), and
+a resumed run first lets the loop do the missing work (:func:`do_due_work`): everything happens once.
 
-A pass over data that was dealt out to so many ranks, gone on with by more or fewer of them.
-
-Which samples a rank reads, in which order, depends on how many ranks share them. Samplers that deal out one order of
-all samples (torch's DistributedSampler, which Lightning puts in) have read the first ``batches x batch size x ranks``
-samples of it after so many batches, whoever has read which. So the others go on after as many of their own batches as
-make up these samples::
+*Data positions with another number of data-parallel ranks* (:func:`redistribute_positions`). Samplers that divide one
+order of all samples (torch's DistributedSampler, Lightning's default) have consumed its first ``batches x batch size x
+ranks`` samples, whichever rank has read which. The new ranks skip as many batches as make up these samples::
 
     4 ranks, batches of 8        12 batches each: 384 samples
     2 ranks, batches of 16       12 batches each
     2 ranks, batches of 8        24 batches each
 
-What has been logged in an epoch so far: means over an epoch that is interrupted are those of all of it.
-
-Callbacks and schedulers may go by them, so they decide on weights as well. Lightning adds values up in metrics that it
-makes when something is logged for the first time. So the sums of before are put in there just before the first value
-is added.
+*Epoch means* (:func:`sums_of`). Means over an interrupted epoch cover all of it, since callbacks and schedulers monitor
+them. Lightning accumulates in metrics that it makes at the first ``log`` call, so the saved sums are inserted just
+before the first value is added.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
-    "dealt_out_again",
-    "do_due",
-    "go_on_adding",
-    "go_on_after",
+    "redistribute_positions",
+    "do_due_work",
+    "continue_sums",
+    "set_batch_counters",
     "is_epoch_read",
     "progress_of",
-    "put_in_order",
+    "correct_counters",
     "sums_of",
 ]
 
 
 def is_epoch_read(fit: Any) -> bool:
-    """Whether the loop has used all batches of the epoch: the next pass begins anew."""
+    """Whether the loop has used all batches of the epoch."""
     return bool(fit.epoch_loop._num_ready_batches_reached())
 
 
 def progress_of(fit: Any) -> dict[str, bool]:
-    """What stands in a checkpoint, beside Lightning's own counters, about the moment of saving.
+    """The progress of the last batch at the moment of saving, in addition to Lightning's own counters.
 
-    ``is_read``: no batches of the epoch are left. ``has_validated``: that is done for the last batch. ``is_ended``:
-    nothing is to be done any more for the last batch.
+    ``is_read``: no batches of the epoch are left. ``has_validated``: validation after the last batch is complete.
+    ``is_ended``: nothing is due any more for the last batch.
     """
     loop, trainer = fit.epoch_loop, fit.trainer
     progress = loop.batch_progress
@@ -66,8 +60,8 @@ def _is_complete(val_loop: Any) -> bool:
     return bool(val_loop.batch_progress.is_last_batch and done >= 1) or done >= sum(val_loop.max_batches)
 
 
-def put_in_order(fit: Any, progress: Mapping[str, bool]) -> None:
-    """Set the counters of the loops, which Lightning has just read from a checkpoint.
+def correct_counters(fit: Any, progress: Mapping[str, bool]) -> None:
+    """Correct the counters of the loops, which Lightning has just read from a checkpoint.
 
     Args:
         fit: Lightning's fit loop.
@@ -91,14 +85,14 @@ def put_in_order(fit: Any, progress: Mapping[str, bool]) -> None:
     _set_restarting(fit, True)
 
 
-def do_due(fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
-    """Do what was due when the checkpoint was written, or let the loop do it; called when training starts.
+def do_due_work(fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
+    """Do the work that was due when the checkpoint was written, or let the loop do it. Call it when training starts.
 
     Args:
         fit: Lightning's fit loop.
         progress: see :func:`progress_of`.
-        forget_gradients: called where Lightning would do so before validation; those that were read wait for the first
-            step, out of its sight.
+        forget_gradients: discards the gradients that were read, at the point where Lightning zeroes them before
+            validation; they are set aside until the first step, where Lightning does not see them.
     """
     loop = fit.epoch_loop
     if fit.restarting:
@@ -107,14 +101,14 @@ def do_due(fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[]
     loop.val_loop.restarting = False
     epochs = fit.epoch_progress.current
     if progress["is_read"] and fit.resumed_on_epoch_end:
-        # The epoch was not complete yet: schedulers count those that are.
+        # The epoch was not complete yet, and schedulers count completed epochs.
         epochs.completed -= 1
         loop._update_learning_rates(interval="epoch", update_plateau_schedulers=True)
         epochs.completed += 1
 
 
 class _First:
-    """What the loop does instead of its first batch: end the last one, if it was not ended."""
+    """Replacement of the loop's first ``advance``: completes the last batch if it was not complete."""
 
     def __init__(self, fit: Any, progress: Mapping[str, bool], forget_gradients: Callable[[], None]) -> None:
         self._fit = fit
@@ -124,7 +118,7 @@ class _First:
     def __call__(self, data_fetcher: Any) -> None:
         loop = self._fit.epoch_loop
         del loop.advance
-        self._fit._restarting = loop.restarting = False  # else schedulers pass over the end of this epoch
+        self._fit._restarting = loop.restarting = False  # otherwise schedulers skip the end of this epoch
         if self._progress["is_ended"] and not is_epoch_read(self._fit):
             loop.advance(data_fetcher)
         elif self._progress["is_ended"] or self._progress["has_validated"]:
@@ -134,25 +128,25 @@ class _First:
 
 
 def _set_restarting(fit: Any, value: bool) -> None:
-    # The property of the fit loop says something else under `max_steps`.
+    # The private attribute, because the fit loop's property depends on `max_steps`.
     fit._restarting = value
     fit.epoch_loop.restarting = value
-    fit.epoch_loop.val_loop.restarting = True  # validation is not tried out in the middle of a run
+    fit.epoch_loop.val_loop.restarting = True  # Lightning then skips the sanity check
 
 
-def dealt_out_again(
+def redistribute_positions(
     places: Sequence[Mapping[str, Any] | None], batch_sizes: Sequence[int | None], num_before: int, num_now: int
 ) -> tuple[list[dict[str, Any] | None], str | None]:
-    """Places of passes for another number of ranks.
+    """Convert positions of data loaders to another number of data-parallel ranks.
 
     Args:
-        places: of one of the ranks before, a place for each loader; see
+        places: the position of each loader on one of the previous ranks; see
             :meth:`~smp_strategy.integrations.data.resumable_loader.LoaderPass.place`.
-        batch_sizes: that the loaders have now.
-        num_before, num_now: ranks that share the samples.
+        batch_sizes: the current batch size of each loader.
+        num_before, num_now: previous and current number of ranks that share the samples.
 
     Returns:
-        The places, ``None`` for a loader that begins anew, and what is not as it was, if anything.
+        The positions (``None`` for a loader that starts from the beginning), and a text about deviations, if any.
     """
     found: list[dict[str, Any] | None] = []
     left_over, unknown = 0, 0
@@ -175,8 +169,8 @@ def dealt_out_again(
     return found, "; ".join(told) or None
 
 
-def go_on_after(batches: Any, number: int) -> None:
-    """Let Lightning's counter of the batches of this epoch say that there were so many."""
+def set_batch_counters(batches: Any, number: int) -> None:
+    """Set Lightning's batch counters of this epoch to ``number``."""
     for name in ("ready", "started", "processed", "completed"):
         setattr(batches.current, name, number)
 
@@ -185,10 +179,10 @@ _STATES = ("value", "cumulated_batch_size")
 
 
 def sums_of(results: Any) -> dict[str, dict[str, Any]]:
-    """The sums of numbers that are logged per epoch.
+    """The accumulated sums of values that are logged per epoch.
 
     Args:
-        results: Lightning's collection of them.
+        results: Lightning's collection of logged metrics.
     """
     return {
         key: {name: getattr(metric, name).detach().cpu().clone() for name in _STATES if hasattr(metric, name)}
@@ -197,8 +191,8 @@ def sums_of(results: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-def go_on_adding(results: Any, sums: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let what is logged next be added to ``sums``."""
+def continue_sums(results: Any, sums: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the next logged values to ``sums``."""
     left = dict(sums)
     update = results.update_metrics
 

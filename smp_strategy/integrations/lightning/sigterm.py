@@ -1,25 +1,22 @@
-"""SIGTERM ends training on all ranks between the same two steps, and no step waits for that.
+"""Preemption: SIGTERM stops all ranks before the same step, and a vote allows a last checkpoint after an error.
 
-Lightning lets rank 0 tell all others at the beginning of each batch whether to stop, and they wait for it. Here rank 0
-is the last stage: all others would begin no step before that has ended its part of the one before, and steps of a
-pipeline could not overlap. Besides, a rank that gets the signal stops by itself.
+*SIGTERM.* Lightning broadcasts from rank 0 at the beginning of each batch whether to stop, and all ranks wait for it.
+Here rank 0 is the last stage: no other rank would begin a step before it has ended the previous one, so steps of a
+pipeline could not overlap. Besides, a rank that gets the signal itself would stop alone.
 
-So ranks compare in the background whether one of them has got the signal, and look at the answer one step later, when
-it is there: all stop before the same step, whichever rank has got the signal. When training ends they wait for the
-answer, as nobody would look at it later. Evaluation stops as well, unless replicas share it, which may have different
-numbers of batches: then it goes on to its end, and so does prediction, as in one process.
+So ranks start an all-reduce of their signal flags in the background, and read the result one step later, when it is
+complete: all stop before the same step, whichever rank got the signal. When training ends they wait for the result,
+which nothing would read later. Evaluation stops, too, unless replicas share it, because they may differ in their number
+of batches: then it runs to its end, and so does prediction, as in a single process.
 
-Lightning then ends the script with exit code 0. That is fine for somebody at a terminal. A scheduler takes it for a
-run that is done, and does not start it again: where there is no terminal, or SLURM has started the script, the exit
-code is 143, as that of any process that SIGTERM ends.
+Lightning then ends the script with exit code 0. A scheduler takes that for a completed run, and does not requeue it. So
+without a terminal, or under SLURM, the exit code is 143, as of any process that SIGTERM ends.
 
-Whether ranks that an error has stopped can still save a checkpoint together.
-
-Saving takes all ranks. If an error has stopped one of them, the others wait for it elsewhere, and it would wait for
-them for ever. If it has stopped all of them in the same place between two steps (a signal that the Trainer has noticed,
-a callback that gives up), nothing of what they have is half done, and they can save. They find that out in the store of
-the process group: each tells its place, the last to come says yes, and who has waited too long says no. One answer
-counts, that which was first.
+*Saving after an error.* Saving takes all ranks. If an error has stopped only one of them, the others wait elsewhere,
+and it would wait for them forever. If the error has stopped all ranks at the same place between two steps (a signal
+that the Trainer has noticed, a callback that gives up), their state is consistent, and they can save. They vote in the
+store of the process group: each rank counts itself at its place, the last one answers yes, and a rank that has waited
+too long answers no. The first answer counts.
 """
 
 import os
@@ -35,13 +32,14 @@ import torch.distributed as dist
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.integrations.lightning.child_processes import STOPPED
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import Patches
 
 __all__ = ["StopSignal", "end_as_stopped", "have_all_stopped", "is_at_terminal"]
 
 
 @final
 class StopSignal:
-    """See the module docstring.
+    """Agreement of all ranks on stopping after SIGTERM.
 
     Args:
         trainer: Lightning's Trainer.
@@ -56,21 +54,19 @@ class StopSignal:
 
     @classmethod
     def of(cls, trainer: Any, tree: Tree) -> "StopSignal | None":
-        """That of a run. ``None``: there is one rank, or this Lightning 2.6 lets no ranks compare: each stops alone."""
+        """For a run; ``None`` with a single rank, or if this Lightning has no such broadcast to replace."""
         if dist.get_world_size() == 1 or not hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
             return None
         return cls(trainer, tree.pytorch("utilities.exceptions").SIGTERMException)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is open, it is in the place of what Lightning does."""
+        """Replace Lightning's signal handler and its broadcast while this is open."""
         connector, loop = self._trainer._signal_connector, self._trainer.fit_loop.epoch_loop
-        connector._sigterm_notifier_fn = self._note
-        loop._broadcast_sigterm_tensor = self.check
-        try:
+        with Patches() as patches:
+            patches.put(connector, "_sigterm_notifier_fn", self._note)
+            patches.put(loop, "_broadcast_sigterm_tensor", self.check)
             yield
-        finally:
-            del connector._sigterm_notifier_fn, loop._broadcast_sigterm_tensor
 
     def _note(self, signum: Any, frame: Any) -> None:
         """Handle the signal."""
@@ -80,12 +76,12 @@ class StopSignal:
         self._has_come = True
 
     def check(self) -> None:
-        """Before each step, on all ranks: end training if a rank had the signal before the last one."""
+        """End training if a rank had the signal before the last step. Call it before each step, on all ranks."""
         self._look()
         self._ask()
 
     def end(self) -> None:
-        """When training has ended, on all ranks: nobody goes on after it if a rank has the signal by now."""
+        """End the run if a rank has the signal by now. Call it after training, on all ranks."""
         self.check()
         self._look()
 
@@ -106,7 +102,7 @@ class StopSignal:
 
 
 def end_as_stopped(exception: BaseException, tree: Tree) -> None:
-    """Let the process end with the exit code of a signal if that is what has ended training."""
+    """Set the exit code of SIGTERM if that signal has ended training and nobody is at a terminal."""
     if not isinstance(exception, tree.pytorch("utilities.exceptions").SIGTERMException) or exception.code is not None:
         return
     if not is_at_terminal(os.environ, (sys.stdin, sys.stdout, sys.stderr)):
@@ -117,11 +113,11 @@ def end_as_stopped(exception: BaseException, tree: Tree) -> None:
 
 
 def is_at_terminal(environ: Mapping[str, str], streams: Sequence[TextIO | None]) -> bool:
-    """Whether somebody has started this process by hand, as far as can be told.
+    """Whether this process was probably started by hand.
 
     Args:
         environ: the environment variables.
-        streams: standard input, output and error; ``None`` where there is none.
+        streams: standard input, output and error; ``None`` for a missing stream.
     """
     return "SLURM_JOB_ID" not in environ and any(
         stream is not None and not stream.closed and stream.isatty() for stream in streams
@@ -135,10 +131,10 @@ _YES, _NO = "yes", "no"
 
 
 def have_all_stopped(place: str | None) -> bool:
-    """Whether all ranks ask this, of the same place; the answer is the same on all that do.
+    """Vote whether all ranks have stopped at the same place; all voters get the same answer.
 
     Args:
-        place: where this rank has stopped; ``None``: in the middle of something.
+        place: the place at which this rank has stopped; ``None``: in the middle of a step.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return place is not None

@@ -1,8 +1,8 @@
-"""Turn one Lightning step on a batch into one step per microbatch, and their results into one result.
+"""Microbatched steps: run a Lightning step once per microbatch, and merge outputs, logs and metrics.
 
-The engine cuts the batch and calls a function with each microbatch; which function that is, what travels through its
-return value, and how the user's outputs are put together again, stands here. No parallel logic: inside the function
-tensors may be placed on other ranks, so nothing here reads a value.
+The engine splits the batch and calls a function with each microbatch. This module makes that function, chooses its
+return value, and merges the user's outputs. No parallel logic: inside the function tensors may be placed on other
+ranks, so nothing here reads a value.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,13 +42,14 @@ def run_training_step(
 
     Args:
         context: entered around the forward of each microbatch (the precision plugin's autocast).
-        reduce: asked before and when the gradients are handed over: does this batch end the accumulation window?
+        reduce: returns whether this batch ends the accumulation window; asked before the step and when the gradients
+            are handed over.
         continues: whether gradients are added to those of earlier batches.
-        factor: what the loss will be multiplied by before its backward: one over the batches that are accumulated, and
-            the scale of float16.
+        factor: factor of the loss before its backward: the float16 scale, divided by the number of accumulated
+            batches.
 
     Returns:
-        What the step returned, merged; the loss hands its gradients over in ``backward()``.
+        The merged outputs of the step; the loss hands its gradients over in ``backward()``.
     """
     recorder = _recorder(engine, module, is_joint=engine.config.prescaled_batch)
     step = _microbatch_step(module.training_step, recorder, args[1:], context)
@@ -57,7 +58,7 @@ def run_training_step(
             step, args[0], loss_of=_loss_of, factor=factor, continues=continues, reduces=reduce()
         )
     outputs = _replay(recorder, result.outputs, result.sizes)
-    # Where all microbatches are skipped, other replicas may not skip theirs: there is a loss, without a gradient.
+    # If this replica skips all microbatches, others may not: so there is a loss without a gradient.
     mean = torch.zeros(()) if result.loss is None else result.loss
     loss = loss_that_commits(mean, lambda grad: result.commit(grad, reduce=reduce()))
     present = [(output, size) for output, size in zip(outputs, result.sizes, strict=True) if output is not None]
@@ -68,7 +69,7 @@ def run_training_step(
 
 
 def accumulation_window(trainer: Any) -> tuple[int, int]:
-    """Number of the current batch in its accumulation window, as Lightning counts, and batches in a window."""
+    """Index of the current batch in its accumulation window, as Lightning counts, and the length of a window."""
     length = trainer.accumulate_grad_batches
     return trainer.fit_loop.epoch_loop.batch_idx % length, length
 
@@ -89,14 +90,14 @@ def run_eval_step(
 
     Args:
         context: entered around the forward of each microbatch.
-        is_joint: all ranks of a replica have read this batch.
+        is_joint: whether all ranks of a replica have read this batch.
     """
     recorder = _recorder(engine, module, is_joint=is_joint)
     step = _microbatch_step(getattr(module, name), recorder, args[1:], context)
     with recorder.installed(), _process_wide(context):
         result = engine.eval_step(step, args[0], kind=name, is_joint=is_joint)
     merged = merge(_replay(recorder, result.outputs, result.sizes), result.sizes)
-    return refuse_not_joined(merged) if name == "predict_step" else merged  # predictions are there to be used
+    return refuse_not_joined(merged) if name == "predict_step" else merged  # predictions are used as a whole
 
 
 def _recorder(engine: "Engine", module: Any, *, is_joint: bool) -> LogRecorder:
@@ -118,11 +119,11 @@ def _microbatch_step(
 
 
 def _process_wide(context: Context) -> AbstractContextManager[Any]:
-    """Enter ``context`` around all microbatches too, where it changes something that threads share.
+    """Enter ``context`` around all microbatches as well, if it changes process-wide state.
 
-    The "true" precisions set the default dtype, which belongs to the process: the microbatches' threads would undo
-    each other's setting as they take turns. Inside an outer setting they all see, and restore, the same. Autocast is
-    the opposite: it belongs to the thread, and around everything it would reach the backward passes.
+    The "true" precisions set the default dtype of the process: the threads of the microbatches would undo each other's
+    setting. With an outer setting they all see, and restore, the same value. Autocast belongs to the thread, and around
+    all microbatches it would affect the backward passes.
     """
     plugin = getattr(context, "__self__", None)
     return context() if str(getattr(plugin, "precision", "")).endswith("-true") else nullcontext()

@@ -1,9 +1,9 @@
-"""Make ``SMPStrategy`` for one of Lightning's two trees, with its options in the signature.
+"""Class factory: ``SMPStrategy`` for one of Lightning's two trees, with all options in its signature.
 
-Lightning checks ``isinstance`` against its own classes, and there are two sets of them. The hooks are therefore plain
-mixins that inherit nothing at run time, and the classes that Lightning sees are put together here, once per tree.
+Lightning checks ``isinstance`` against its own classes, and there are two sets of them. The strategy's code therefore
+inherits nothing of Lightning's, and is combined with the base class of a tree here, once per tree.
 
-The hooks take any options and say of unknown ones what may have been meant. The signature names each option with its
+``StrategyHooks`` takes any options and suggests corrections of unknown ones. The signature names each option with its
 type and default, for LightningCLI, ``help()`` and editors.
 """
 
@@ -40,7 +40,7 @@ def make_strategy(root: str) -> type[StrategyHooks]:
 
 
 def _with_options(init: Callable[..., None]) -> Callable[..., None]:
-    """``init``, which takes ``**options``, with a signature that names them."""
+    """Wrap ``init``, which takes ``**options``, with a signature that names each option."""
 
     @functools.wraps(init)
     def named(self: object, *args: Any, **options: Any) -> None:

@@ -1,6 +1,6 @@
-"""The modules of one of Lightning's two trees, ``lightning.pytorch`` or ``pytorch_lightning``.
+"""Lazy imports from either of Lightning's two trees, ``lightning.pytorch`` or ``pytorch_lightning``.
 
-Nothing imports Lightning before a tree is named: the package works with either, and imports only the one in use.
+Lightning is imported only when a tree is named: the package works with either, and imports only the one in use.
 """
 
 from importlib import import_module

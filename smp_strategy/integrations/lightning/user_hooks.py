@@ -1,15 +1,15 @@
-"""Hooks see the weights and gradients of all stages, and what they log is logged on every rank.
+"""User hooks: module and callback hooks see the weights and gradients of all stages, and log on every rank.
 
-A rank has its own stage's share. The hooks of the module and of callbacks are where users average weights, clip them,
-log norms, rescale gradients, or put averages into checkpoints. Those that are overridden run with the whole model in
-sight (:mod:`smp_strategy.engine.hooks.cross_stage`). Others cost nothing, nor do those of Lightning's own callbacks, of
-which few touch weights.
+A rank holds its own stage's part only. Users average weights, clip them, log norms, rescale gradients, or add averages
+to checkpoints in hooks. Overridden hooks run with access to the whole model
+(:mod:`smp_strategy.engine.hooks.cross_stage`). Other hooks cost nothing; neither do those of Lightning's own callbacks,
+except the few that touch weights.
 
-Copies of the module that callbacks make before it is spread over the ranks (averages of weights, as a rule) are found
-in the callbacks' attributes and spread with it.
+Module copies that callbacks made before partitioning (usually EMA weights) are found in the callbacks' attributes and
+partitioned together with the module.
 
-Inside an accumulation window the gradients of replicas and of weights tied across stages are not summed yet, as with
-any data-parallel strategy: ``on_after_backward`` sees what has arrived so far.
+Inside an accumulation window, gradients of replicas and of weights tied across stages are not reduced yet, as with any
+data-parallel strategy: ``on_after_backward`` sees local sums.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +23,7 @@ from smp_strategy.engine.engine import Engine
 from smp_strategy.integrations.lightning.logging import LogRecorder
 from smp_strategy.integrations.lightning.metrics import share_value
 from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.model.patching import Patches
 
 __all__ = ["UserHooks", "copies_of"]
 
@@ -33,25 +34,25 @@ _LOGGING = (
     *(f"on_{loop}_{moment}" for loop in _LOOPS for moment in _MOMENTS),
     *("on_sanity_check_start", "on_sanity_check_end", *_BACKWARD, "configure_gradient_clipping"),
 )
-# The step happens inside, and logs by itself.
+# They enclose the step, which logs by itself.
 _ENCLOSING = ("optimizer_step", "optimizer_zero_grad")
-# What they give away goes into the checkpoint.
+# Their results go into the checkpoint.
 _SAVING = ("on_save_checkpoint", "state_dict")
-# They run between the last backward and the `zero_grad` of the next batch.
+# These hooks run between the last backward and the `zero_grad` of the next batch.
 _WITH_GRADIENTS = {
     *(*_BACKWARD, *_ENCLOSING, "configure_gradient_clipping"),
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
 }
 _WITH_OLD_GRADIENTS = {"on_before_zero_grad", "optimizer_zero_grad"}
-# Of Lightning's own callbacks, those that work on weights.
+# Lightning's own callbacks that work on weights.
 _ON_WEIGHTS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning", "BaseFinetuning"}
 
 
 class UserHooks:
-    """Stands in for the overridden hooks of one run.
+    """Patches of the overridden hooks of a run.
 
     Args:
-        engine: partitions the module.
+        engine: the engine of the run.
         module: the LightningModule.
         tree: the Lightning tree in use.
     """
@@ -60,19 +61,20 @@ class UserHooks:
         self._engine = engine
         self._module = module
         self._tree = tree
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = Patches()
+        self._patched: set[str] = set()
 
     @property
     def see_gradients(self) -> bool:
-        """Whether one that is installed runs while there are gradients."""
-        return any(name in _WITH_GRADIENTS for _, name, _ in self._replaced) or self._is_users(
+        """Whether a patched hook runs while there are gradients."""
+        return bool(self._patched & _WITH_GRADIENTS) or self._is_users(
             "backward", self._module, self._tree.pytorch("core.module").LightningModule
         )
 
     @property
     def see_old_gradients(self) -> bool:
-        """Whether one that is installed runs between a step and the end of the gradients of the one before."""
-        return any(name in _WITH_OLD_GRADIENTS for _, name, _ in self._replaced)
+        """Whether a patched hook runs between a step and the ``zero_grad`` of the previous gradients."""
+        return bool(self._patched & _WITH_OLD_GRADIENTS)
 
     def install(self, callbacks: Iterable[Any]) -> None:
         """Replace the hooks of the module and of ``callbacks``, on the instances."""
@@ -87,16 +89,13 @@ class UserHooks:
         for names, stand_in in stand_ins:
             for name in names:
                 if self._is_users(name, owner, kind):
-                    self._replaced.append((owner, name, vars(owner).get(name)))
-                    object.__setattr__(owner, name, stand_in(getattr(owner, name)))
+                    self._patched.add(name)
+                    self._patches.put(owner, name, stand_in(getattr(owner, name)))
 
     def remove(self) -> None:
-        """Give the hooks back."""
-        for owner, name, before in self._replaced:
-            object.__delattr__(owner, name)
-            if before is not None:
-                object.__setattr__(owner, name, before)
-        self._replaced.clear()
+        """Restore the hooks."""
+        self._patches.give_back()
+        self._patched.clear()
 
     def _is_users(self, name: str, owner: Any, kind: type) -> bool:
         is_overridden = self._tree.pytorch("utilities.model_helpers").is_overridden
@@ -139,7 +138,7 @@ class UserHooks:
 
 
 def _settle_in(mapping: dict[str, Any], engine: Engine) -> None:
-    """Let spread tensors be on the rank that writes them, or be told apart from others where all ranks write."""
+    """Collect spread tensors on the writing rank (full), or mark them as this rank's blocks (sharded)."""
     views = engine.views
     settled = views.held if engine.config.state_dict_type == "sharded" else views.collected
     for key, value in mapping.items():
@@ -148,7 +147,7 @@ def _settle_in(mapping: dict[str, Any], engine: Engine) -> None:
 
 
 def copies_of(module: nn.Module, owners: Iterable[Any]) -> Iterator[nn.Module]:
-    """Modules in the attributes of ``owners`` with the type of ``module`` and its parameters by name and shape."""
+    """Copies of ``module`` in the attributes of ``owners``: same type, and same parameter names and shapes."""
     for owner in owners:
         for value in vars(owner).values():
             if value is module or not isinstance(value, nn.Module):

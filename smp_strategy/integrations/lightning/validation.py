@@ -1,6 +1,6 @@
-"""What Lightning allows and this strategy cannot do (yet): found before training, all of it, by name.
+"""Validation: one error before training for all Lightning features that this strategy does not support.
 
-The alternative is a run that goes on with wrong numbers. Each entry disappears with the feature that serves it.
+Without it, a run would continue with wrong numbers.
 """
 
 import inspect
@@ -20,16 +20,16 @@ PRECISIONS: Final = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", 
 
 
 def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer], *, spreads: bool) -> None:
-    """Raise one error for everything in this run that the strategy does not support.
+    """Raise one error for all unsupported features of this run.
 
     Args:
-        trainer: the Trainer, whose precision and callbacks count.
+        trainer: the Trainer; its precision and callbacks are checked.
         module: the LightningModule.
-        optimizers: what its ``configure_optimizers`` has returned; empty outside ``fit``.
-        spreads: whether a rank has only some of the weights, or parts of them.
+        optimizers: the optimizers of ``configure_optimizers``; empty outside ``fit``.
+        spreads: whether a rank holds only some of the weights, or parts of them.
 
     Raises:
-        ConfigError: with one sentence for what is wrong and one for the remedy, per problem.
+        ConfigError: one sentence about each problem, and one about its remedy.
     """
     problems = [*_of_trainer(trainer), *_of_module(module), *_of_optimizers(optimizers)]
     problems += _of_spread_weights(trainer) if spreads else []
@@ -38,7 +38,7 @@ def refuse_unsupported(trainer: Any, module: Any, optimizers: Sequence[Optimizer
 
 
 def grows_later(trainer: Any, module: Any, tree: Tree) -> bool:
-    """Whether code of the user may give ``module`` parts after ``fit`` is called: ``configure_model``, ``setup``."""
+    """Whether user code may add submodules after ``fit`` is called, in ``configure_model`` or ``setup``."""
     hooks = [getattr(type(module), "configure_model", None)]
     hooks += [getattr(type(each), "setup", None) for each in (module, *trainer.callbacks)]
     ours = ("smp_strategy", tree.root.split(".")[0])

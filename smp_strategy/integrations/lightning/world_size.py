@@ -1,14 +1,14 @@
-"""What `trainer.world_size` and `strategy.num_processes` count: ranks to Lightning, replicas to everybody else.
+"""World size and global rank: Lightning's code counts ranks, user code counts data-parallel replicas.
 
-User code divides a batch by them, multiplies a learning rate by them, or deals out samples with them, and means: by how
-many readers of other samples. All ranks that run one replica read the same samples, so they count as one. Lightning's
-own code asks them whether there are other processes at all, whom it has to wait for or to tell something.
+User code divides a batch by ``trainer.world_size``, scales a learning rate by it, or divides samples with it. It means
+the number of processes that read different samples, and all ranks of a replica read the same ones. Lightning's own code
+asks whether there are other processes to wait for.
 
-`global_rank` goes with them where samples are dealt out (``DistributedSampler(data, world_size, global_rank)``): in the
-hooks that make data it is the number of the replica to user code. Elsewhere user code names files by it, or lets one
-process alone do something, so there it is the rank, and to Lightning always.
+User code also divides samples by ``global_rank`` (``DistributedSampler(data, world_size, global_rank)``), so in hooks
+that make data it is the index of the replica. Elsewhere user code names files by it, or restricts work to a single
+process; there, and for Lightning always, it is the rank.
 
-So the answer depends on who asks and from where, which the stack tells.
+The answer therefore depends on the caller, which is found on the stack.
 """
 
 import sys
@@ -36,14 +36,14 @@ _MAKING_DATA = _LOADERS | {"setup"}
 
 
 def asked_by_lightning() -> bool:
-    """Whether the code that asks for the property that calls this is Lightning's, or ours."""
+    """Whether Lightning or this package reads the property. Call it in the body of the property."""
     return _is_internal(_asking(sys._getframe(2)))
 
 
 def asked_to_make_data() -> bool:
-    """Whether the code that asks for the property that calls this is a user's, in a hook that makes data.
+    """Whether user code reads the property in a hook that makes data. Call it in the body of the property.
 
-    Those are the loaders' and ``setup``, of modules and datamodules. A loader's hook may be called by the user, too.
+    These hooks are the loaders' and ``setup``, of modules and datamodules. User code may call a loader's hook, too.
     """
     asking = _asking(sys._getframe(2))
     if _is_internal(asking):
@@ -52,7 +52,7 @@ def asked_to_make_data() -> bool:
     while frame is not None:
         name = frame.f_code.co_name
         if frame.f_globals.get("__name__") in _CALLING_HOOKS:
-            # The innermost hook that Lightning calls; what is around it (`setup` of a script) has nothing to say.
+            # The innermost hook that Lightning calls decides; a function `setup` of a script around it does not.
             return name in _HOOK_CALLERS and frame.f_locals.get("hook_name") in _MAKING_DATA
         if name in _LOADERS and not _is_internal(frame):
             return True
@@ -61,7 +61,7 @@ def asked_to_make_data() -> bool:
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """Who asks, past the Trainer and the module, which pass on what they are asked."""
+    """The frame of the caller, beyond properties of Trainer and module that delegate."""
     while frame.f_code.co_name in _PASSING_ON.get(str(frame.f_globals.get("__name__")), ()) and frame.f_back:
         frame = frame.f_back
     return frame
@@ -72,19 +72,19 @@ def _is_internal(frame: FrameType) -> bool:
 
 
 def find_replica(config: SMPConfig, module: nn.Module | None, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Readers of samples of their own among ``num_ranks``, and the number of this one, before the layout is made.
+    """The number of data-parallel readers and the index of this one, before the mesh exists.
 
     Args:
         config: all options.
-        module: what will be trained, as far as it is built; without a degree the stages depend on it.
-        num_ranks: of the world.
-        rank: this one.
+        module: the module as far as it is built; without a pipeline degree the number of stages depends on it.
+        num_ranks: the world size.
+        rank: this global rank.
     """
     if module is None or not dist.is_initialized():
         return num_ranks, rank
     try:
         shape = choose_shape(config, module, lambda text: None)
-    except ConfigError:  # said when the layout is made
+    except ConfigError:  # raised again when the mesh is made
         return num_ranks, rank
     here = shape.coordinates(rank)
     replica = here["dp_replicate"] * shape.dp_shard + here["dp_shard"]

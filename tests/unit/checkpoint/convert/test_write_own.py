@@ -11,7 +11,7 @@ from smp_strategy.checkpoint.convert.detect_format import open_checkpoint
 from smp_strategy.checkpoint.convert.write_own import Scratch, save_full, save_sharded
 from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.checkpoint.storage.writer import ShardedWriter
-from smp_strategy.integrations.lightning.checkpoint_content import divided
+from smp_strategy.integrations.lightning.checkpoint_content import split_checkpoint
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def checkpoint():
 
 def test_everything_of_a_directory_is_in_the_file_and_again_in_a_directory(checkpoint, tmp_path):
     weight = checkpoint["state_dict"]["a"].blocks[0].tensor
-    state, rest = divided(checkpoint)
+    state, rest = split_checkpoint(checkpoint)
     ShardedWriter().prepare(state).write(tmp_path / "ours", rest=rest, note={"layout": {"pp": 2}})
     save_full(open_checkpoint(tmp_path / "ours"), tmp_path / "full")
     save_sharded(open_checkpoint(tmp_path / "full"), tmp_path / "again")

@@ -12,7 +12,7 @@ from smp_strategy.distributed.rng_state import global_state, set_global_state
 from smp_strategy.distributed.rng_sync import DataReaders
 from smp_strategy.errors import CheckpointError
 from smp_strategy.integrations.data.resumable_loader import follow, generators_of, pass_of
-from smp_strategy.integrations.lightning.resume_progress import dealt_out_again
+from smp_strategy.integrations.lightning.resume_progress import redistribute_positions
 
 SAMPLES = 20
 
@@ -159,14 +159,14 @@ def test_a_pass_is_known_as_long_as_it_is_used():
 
 def test_samples_are_dealt_out_again():
     place = {"num_given": 13, "num_unused": 1, "batch_size": 8, "loader": {}}
-    [found], told = dealt_out_again([place], [16], 4, 2)
+    [found], told = redistribute_positions([place], [16], 4, 2)
     assert (found["num_given"], found["num_unused"], told) == (12, 0, None)
     assert "loader" not in found
-    [found], told = dealt_out_again([place], [8], 4, 2)
+    [found], told = redistribute_positions([place], [8], 4, 2)
     assert (found["num_given"], told) == (24, None)
-    [found], told = dealt_out_again([place], [5], 4, 3)
+    [found], told = redistribute_positions([place], [5], 4, 3)
     assert found["num_given"] == 25
     assert told == "9 samples are no whole batch of each rank now, and are read again"
-    [found], told = dealt_out_again([place], [None], 4, 3)
+    [found], told = redistribute_positions([place], [None], 4, 3)
     assert found is None
     assert "begin their epoch anew" in told

@@ -1,0 +1,186 @@
+"""Delegation: the methods of Lightning's ``Strategy`` API that a part of the strategy answers in one call.
+
+Lightning calls methods of one object. The parts behind them are objects of their own:
+:class:`~smp_strategy.integrations.lightning.collectives.CommunicationHooks`,
+:class:`~smp_strategy.integrations.lightning.resume.ResumeHooks`,
+:class:`~smp_strategy.integrations.lightning.checkpoint_hooks.CheckpointHooks` and the engine with its reports.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from smp_strategy.config.config import SMPConfig
+from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.engine.engine import Engine
+from smp_strategy.errors import SMPError
+from smp_strategy.integrations.lightning.checkpoint_hooks import CheckpointHooks
+from smp_strategy.integrations.lightning.collectives import CommunicationHooks
+from smp_strategy.integrations.lightning.resume import ResumeHooks
+from smp_strategy.integrations.lightning.tree import Tree
+from smp_strategy.reports.explain.explanation import Explanation
+from smp_strategy.reports.memory_report import MemoryReport
+from smp_strategy.reports.timeline.timeline import Timeline
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
+else:
+    Host = object  # make_strategy() adds the base class of the tree in use
+
+__all__ = ["DelegatingStrategy"]
+
+
+class DelegatingStrategy(Host):
+    """A Lightning strategy that owns its parts and passes calls on to them.
+
+    Args:
+        config: all options.
+        arguments: for Lightning's base class.
+    """
+
+    tree: Tree
+    """The Lightning tree that this class was made for."""
+
+    def __init__(self, config: SMPConfig, **arguments: Any) -> None:
+        self.config = config
+        self._engine: Engine | None = None
+        self._communication = CommunicationHooks(self.tree, lambda: self._engine)
+        self._resume = ResumeHooks(lambda: self.config, lambda: self.engine, self._trainer_of_module)
+        self._checkpoints = CheckpointHooks(self, lambda: self.config, self.tree, lambda: self.engine, self._resume)
+        super().__init__(**arguments)
+
+    def _trainer_of_module(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    # Engine and reports
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the module that is being trained; exists from ``setup`` on."""
+        if self._engine is None:
+            raise SMPError(
+                "The pipeline exists once the strategy is set up, after `setup` and `configure_model` of the module, "
+                "but is needed before. Move what needs it to a later hook, e.g. `on_fit_start`."
+            )
+        return self._engine
+
+    @property
+    def mesh(self) -> ProcessMesh | None:
+        """The process mesh, or ``None`` before ``setup``."""
+        return self._communication.mesh
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step runs just now."""
+        return self._communication.is_in_step
+
+    def explain(self) -> Explanation:
+        """The partition and the reasons for it, from the first step on: ``print`` it, or ``save`` it as a page.
+
+        All ranks know it.
+        """
+        return self.engine.inspection.explain()
+
+    def timeline(self) -> Timeline:
+        """The latest training step of each stage beside its schedule: ``print`` it, or ``save`` it.
+
+        Call it on all ranks of a replica, after a training step: in a callback, say, or after `trainer.fit`. With
+        replicas every rank gets to know its own. ``save`` writes on global rank 0 only.
+
+        Raises:
+            SMPError: no training step has run after a schedule yet.
+        """
+        return self.engine.inspection.timeline()
+
+    def memory_report(self) -> MemoryReport:
+        """The memory of each rank, counted, beside the prediction: ``print`` it, or ``save`` it.
+
+        Call it on all ranks between steps, in a hook or a callback: after a run the module is whole again.
+        """
+        return self.engine.inspection.memory_report()
+
+    def save_partition(self, path: str | Path) -> None:
+        """Write the partition (the stage of each unit) to a file, on global rank 0; `load_partition` reads it.
+
+        Raises:
+            SMPError: it is not decided yet.
+        """
+        if self.engine.partition is None:
+            raise SMPError("The partition is decided in the first step, but is asked for before. Ask after it.")
+        if self.global_rank == 0:
+            self.engine.partition.save(path)
+
+    # Collectives
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the replicas, or over ``group``; before ``setup`` over all ranks."""
+        return self._communication.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the replicas, or from ``group``; a single replica gathers nothing, like a single process."""
+        return self._communication.all_gather(super().all_gather, tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over all ranks of the world."""
+        return self._communication.reduce_boolean_decision(decision, all)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send an object from one rank to all."""
+        return self._communication.broadcast(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self._communication.barrier(name)
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All weights under their plain names. Collective."""
+        return self._checkpoints.lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state: all of it, or with sharded checkpoints this rank's part. Collective."""
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, or begin to; the Trainer waits for all ranks afterwards. Collective."""
+        self._checkpoints.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint of either form, on global rank 0, once the newer one in flight is complete."""
+        self._checkpoints.remove_checkpoint(filepath, super().remove_checkpoint)
+
+    def recover_checkpoints(self, trainer: Any) -> None:
+        """Put back checkpoints that an interrupted save has moved aside, before anybody looks for the last one."""
+        self._checkpoints.recover_checkpoints(trainer)
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights are loaded when the engine exists, which remembers them for tensors without memory."""
+        return self.config.delayed_parameter_initialization
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of either form; see :meth:`.checkpoint_hooks.CheckpointHooks.load_checkpoint`."""
+        return self._checkpoints.load_checkpoint(checkpoint_path, weights_only, super().load_checkpoint)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's part of the weights; before the first step that is all of them."""
+        self._checkpoints.load_model_state_dict(self._engine, checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's part of the optimizers' state, and the engine's own."""
+        self._checkpoints.load_optimizer_state_dict(checkpoint)
+
+    # Resumption
+
+    def on_train_start(self) -> None:
+        """Continue with the data and the random numbers of an earlier run."""
+        self._resume.on_train_start()
+
+    def on_train_end(self) -> None:
+        """Remember the positions of the loaders, which Lightning drops now."""
+        self._resume.on_train_end()
