@@ -41,7 +41,7 @@ class MicrobatchRunner:
         job: the step that every microbatch runs.
         threads: thread pool; every microbatch takes one thread.
         current: holder of the running program.
-        private: private state of the microbatches; ``None`` for a single microbatch.
+        private: private state of the microbatches; ``None`` for a single microbatch without recomputation.
 
     Attributes:
         stage, job, private: as given.

@@ -1,8 +1,8 @@
-"""Runs the user's code on one stage: steps in the order of the plan, and whatever else needs placed tensors.
+"""Pipeline runtime of one stage: runs steps in the order of the plan, and other code that needs placed tensors.
 
-With a plan, the stage does its actions one after the other. Without one (the path of the step is not known yet), each
-microbatch runs forward and then backward in program order: slower, but the same on every stage and therefore free of
-deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
+With a plan, the stage carries out its actions one after the other. Without one (the path of the step is not known yet),
+each microbatch runs forward and then backward in program order: slower, but the same on every stage and therefore free
+of deadlock. Either way the events of the first microbatch are kept: the next plan is made from this trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,15 +45,16 @@ class Runtime:
 
     Args:
         stage: this rank's stage.
-        private: keeps microbatches apart; ``None`` for a dry run.
-        told: told what the glue gives to units.
-        called: told which unit the glue calls with what.
-        written: told, before the glue sets or deletes an attribute of a module; ``None``: ``private`` is.
+        private: private state of microbatches; ``None`` for a dry run.
+        told: called with the arguments that the glue passes to units.
+        called: called with each unit that the glue calls, and its arguments.
+        written: called before the glue sets or deletes an attribute of a module, unless ``private`` is given, which is
+            told instead.
 
     Attributes:
         stage, told: as given.
-        current: the program that runs now.
-        collectives: of the user, in steps.
+        current: holder of the running program.
+        collectives: collectives of the user in steps.
         barriers: runs steps whose microbatches stop at barriers.
     """
 
@@ -84,10 +85,10 @@ class Runtime:
             keep_freed_memory()
 
     def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
-        """Stand-in for the ``forward`` of a unit, whose key is its name."""
+        """Replacement for the ``forward`` of a unit, whose key is its name."""
         name = str(unit.key)
         program = self.current.interpreter
-        if self.stage.activations.repeating is not None:  # the work of the unit that is being run once more
+        if self.stage.activations.repeating is not None:  # called by a unit that is being recomputed
             return unit.function(*args, **kwargs)
         if program is not None and program.enclosing is None:
             if program.function:
@@ -101,7 +102,7 @@ class Runtime:
             if self._called is not None:
                 self._called(unit, args, kwargs)
             return program.unit(name, unit, args, kwargs)
-        # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
+        # Called inside another unit: its weights are there if that unit contains this one, and a dry run needs none.
         if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
             return unit.function(*args, **kwargs)
         if self.stage.stage_of[name] != self.stage.number:
@@ -124,18 +125,18 @@ class Runtime:
         return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:
-        """Do ``job`` with every microbatch; with a loss, also backward.
+        """Run ``job`` on every microbatch; with a loss, also backward.
 
         Gradients of the weighted sum of the losses are added to the ``.grad`` of this stage's parameters.
 
         Args:
-            job: the user's code and what belongs to it.
-            microbatches: what it gets.
-            plan: order of work; ``None``: program order. A microbatch that takes another path than the plan was made
-                for makes its stage leave the plan.
+            job: step to run.
+            microbatches: arguments of the step, one per microbatch.
+            plan: order of actions; ``None``: program order. The stage leaves the plan when a microbatch departs from
+                the path for which it was made.
 
         Returns:
-            What came out of it, and when this stage did what.
+            The result of the step, and the recording of this stage.
         """
         turns, recorder = self.runner_of(job, microbatches), Recorder(self.stage.transport)
         try:
