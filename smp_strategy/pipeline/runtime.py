@@ -182,15 +182,15 @@ class Runtime:
     def _offloading(
         self, microbatches: Sequence[Any], actions: Sequence[Action] = (), *, follows_plan: bool = False
     ) -> AbstractContextManager[None]:
-        """What units keep for backward may go to the host in here."""
-        # One stage has so few actions that calls are counted.
+        """Context in which activations of units may be offloaded."""
+        # A single stage has too few actions to time transfers by them: calls are counted instead.
         uses = backward_positions(actions) if follows_plan and self.stage.num_stages > 1 else None
         alternates = [action.kind == "F" for action in actions] == [True, False] * (len(actions) // 2)
         batch = (leaf for leaf in flatten(microbatches)[0] if isinstance(leaf, Tensor))
         return self.stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
 
     def runner_of(self, job: Job, microbatches: Sequence[Any]) -> MicrobatchRunner:
-        """The microbatches of a step that begins now."""
+        """Make the runner of a step that begins now."""
         self.barriers.close()
         private = self._private if len(microbatches) > 1 or self.stage.activations.recomputes else None
         if private is not None:
@@ -206,30 +206,30 @@ class Runtime:
 
     @property
     def is_in_unit(self) -> bool:
-        """Whether a unit runs just now, perhaps once more in a backward, to compute something."""
+        """Whether a unit is computing, perhaps recomputed in a backward."""
         program = self.current.interpreter
         runs = program is not None and program.is_in_unit and not program.is_predicting
         return runs or self.stage.activations.repeating is not None
 
     @property
     def running_unit(self) -> nn.Module | None:
-        """The unit whose code runs just now, if any."""
+        """The unit whose code is running, if any."""
         return None if self.current.interpreter is None else self.current.interpreter.enclosing
 
     @property
     def traffic(self) -> OffloadStats:
-        """What has gone between the device and the host in the latest step with backward."""
+        """Statistics of activation offload in the latest step with backward."""
         return self.stage.activations.offload.traffic
 
     def _touch(self, module: nn.Module, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An attribute of ``module`` is about to be set or deleted; returns what it is set to."""
+        """Called before an attribute of ``module`` is set or deleted; returns the value to be set."""
         program = self.current.interpreter
         if self._written is None or program is None or program.is_in_unit:
             return values
         self._written(module, name)
         is_placed = len(values) == 1 and isinstance(values[0], PlacedTensor) and not values[0].requires_grad
         if is_placed and name in vars(module).get("_buffers", ()):
-            # Buffers outlive the step, and every stage has them.
+            # Buffers outlive the step, and every stage must have the same ones: they get the real value.
             return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
         return values
 
