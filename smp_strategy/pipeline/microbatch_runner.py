@@ -251,7 +251,7 @@ class MicrobatchRunner:
         # pauses. So `current <= segment` asks whether that one is still wanted. A program that has never paused has
         # not begun, and runs at least once: its segment 0 may end without any wait.
         while not coroutine.finished and (number not in self.waiting or program.graph.current <= segment):
-            # At a barrier: it goes on when all microbatches are there.
+            # At a barrier: resumed by the barrier when all microbatches are there.
             if number in self.stopped:
                 return
             # Off the plan no blocking wait is safe: the sender may need another microbatch of this stage first.

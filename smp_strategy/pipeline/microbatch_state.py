@@ -37,7 +37,7 @@ __all__ = ["MicrobatchState", "reached_by_hooks"]
 
 # Larger containers (vocabularies, histories of an epoch) are not looked into: it would cost more than it is worth.
 MOST_ENTRIES = 1000
-# How deep containers may stand in each other, counted from an attribute.
+# Levels of nested containers that are searched, counted from an attribute.
 MOST_LEVELS = 2
 
 _CONTAINERS = (dict, list, set, deque)

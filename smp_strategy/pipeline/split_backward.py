@@ -39,7 +39,7 @@ Roots = Sequence[Tensor] | Sequence[GradientEdge]
 # [1] runs autograd with `inputs=` all leaves but those behind products, so autograd itself skips the dotted edges, and
 #     frees the graph on its way. A prehook on each product keeps what [2] needs of it (`weight_gradients.py`), before
 #     the visit frees it.
-# [2] computes the gradient of a dotted edge by formula and goes on from there through autograd, to the leaf and its
+# [2] computes the gradient of a dotted edge by formula and continues from there through autograd, to the leaf and its
 #     hooks.
 #
 # A node outside that two nodes inside lead to would get its gradient in two parts, and its hooks would run twice: such
