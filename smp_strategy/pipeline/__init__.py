@@ -1,1 +1,94 @@
-"""The pipeline: placed tensors, the schedule, and the runtime that follows it."""
+"""Pipeline parallelism: runs the user's unmodified program on every stage, call by call.
+
+The search for a plan is in :mod:`smp_strategy.planning`. In reading order, the main path first:
+
+==================== ==========================================================================================
+placed_tensor        Tensor subclass with values on one stage and metadata on all; what the user's code sees.
+placed_ops           Tables of its operations that read values, and of those that are refused.
+interpreter          Each call in four moves: predict, record and route, exchange, run.
+outcome              Check of a call's result against its prediction.
+routing              Rule that places events on stages; [Note: segments].
+record               Program trace of a microbatch; [Note: following a record].
+local_graph          Real tensors of a microbatch on a stage, cut at segment borders.
+segments             Imports and exports at the cuts of the autograd graph.
+backward             Backward of a microbatch, segment by segment.
+split_backward       Input gradients first, weight gradients later; [Note: split backward].
+weight_gradients     Formulas of deferred weight gradients.
+microbatch           Splitting of a batch into microbatches.
+microbatch_runner    Runs the microbatches of a step in turns.
+job                  A step to be run, and its result.
+runtime              Runs steps in the order of a plan; replaces the forward of units.
+coroutine            A microbatch's program, paused while it waits.
+threads              Threads for coroutines.
+current_program      Holder of the running program.
+stage                This rank's stage, and the factory of its programs.
+stage_context        Services that all programs of a stage share.
+transport            Send and receive between stages.
+wire_format          Tensors as messages.
+schedule             Plan: actions of each stage, with a text form.
+action_order         Properties of an action order.
+recorder             Measures every action.
+recording            Measured times of a step.
+==================== ==========================================================================================
+
+Special cases beside it. Results that are unpredictable, and tensors that are shared or kept:
+
+==================== ==========================================================================================
+unpredictable        Calls with data-dependent results.
+arguments            Preparation of call arguments.
+aliasing             In-place changes that reach placed tensors through views.
+replicated_tensors   In-place changes of tensors that every stage has.
+kept_tensors         Placed tensors that outlive their step.
+glue_parameters      Parameters of units that code above the units uses.
+==================== ==========================================================================================
+
+Around a unit, and code that bypasses it:
+
+==================== ==========================================================================================
+wrap_unit            Wrappers around a unit's forward; [Note: wrapping order].
+module_hooks         Hooks that must run on the unit's stage.
+autograd_functions   Custom autograd Functions and checkpoints in the glue.
+==================== ==========================================================================================
+
+Isolation of interleaved microbatches:
+
+==================== ==========================================================================================
+microbatch_state     Tensors in shared objects, swapped per turn; [Note: private state].
+switches             Plain values in shared objects.
+torch_switches       ``requires_grad`` and process-wide settings of PyTorch.
+writes               Detection of writes to attributes and buffers.
+microbatch_order     Order of microbatches that carry state; gates.
+rehearsal            Dry run that compares orders of turns.
+==================== ==========================================================================================
+
+Random numbers:
+
+==================== ==========================================================================================
+draws                Random streams of a program.
+global_rng           Global generators, synchronised over the stages.
+==================== ==========================================================================================
+
+Steps off the main path:
+
+==================== ==========================================================================================
+off_plan             A microbatch takes another path; [Note: no deadlock off the plan].
+barriers             Actions once per batch, as in manual optimization.
+surveys              Dry runs, and hooks outside of steps.
+==================== ==========================================================================================
+
+Collectives of the user:
+
+==================== ==========================================================================================
+user_collectives     Redirection to the replicas; [Note: collectives mean replicas].
+collective_results   Results without communication.
+==================== ==========================================================================================
+
+End of a step:
+
+==================== ==========================================================================================
+step_end             Agreement of the stages, then broadcast of the results.
+agreement            Comparison of the programs of all stages.
+results              Placed tensors become real on all stages.
+join_results         Merging of the microbatches' results.
+==================== ==========================================================================================
+"""

@@ -1,4 +1,4 @@
-"""Properties of the order of a stage's actions, which the runtime asks before a step."""
+"""Properties of a stage's action order, computed by the runtime before a step."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ __all__ = ["backward_positions", "begun_early", "is_in_order", "tail_of"]
 
 
 def backward_positions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
-    """By microbatch and segment: the position of the action that backward reaches this segment with."""
+    """Position of the action whose backward reaches a segment, by microbatch and segment."""
     found: dict[tuple[int, int], int] = {}
     waiting: dict[int, list[int]] = defaultdict(list)
     for position, action in enumerate(actions):
@@ -24,21 +24,21 @@ def backward_positions(actions: Sequence[Action]) -> dict[tuple[int, int], int]:
 
 
 def tail_of(actions: Sequence[Action]) -> int:
-    """The position after which nobody waits for what is left: gradients of weights."""
+    """Position of the last action that other stages may wait for; only weight gradients follow it."""
     return max((position for position, action in enumerate(actions) if action.kind != "W"), default=0)
 
 
 def is_in_order(plan: Plan) -> bool:
-    """Whether every stage is through with a microbatch before it begins the next."""
+    """Whether every stage completes a microbatch before it begins the next."""
     return all(before.microbatch <= after.microbatch for actions in plan.stages for before, after in pairwise(actions))
 
 
 def begun_early(actions: Sequence[Action]) -> list[tuple[int, ...]]:
-    """After each action: the microbatches that may begin now, up to their first receive, though others are to compute.
+    """Microbatches that may begin early after each action, up to their first receive.
 
-    The next one to run forward begins while there are backwards before it. It does not while a microbatch is before it
-    that ends its forward there: that one would see what the next has counted in objects that both share. One that has
-    several segments comes back later, when others have begun anyway.
+    The next microbatch to run forward begins while backwards precede it. It does not begin before another microbatch
+    ends its forward: that one would see the counts of the next in objects that both share. A microbatch with several
+    segments returns later, when others have begun anyway.
     """
     found: list[tuple[int, ...]] = [()] * len(actions)
     following: int | None = None

@@ -1,7 +1,7 @@
-"""Agreement of the stages of a replica on the calls that they have made.
+"""Consistency check between the stages of a replica: all must have made the same calls in a step.
 
-Each stage runs the user's whole program. Where a rank has run other code than the others, results would not match; the
-comparison of a digest at the end of each step finds that, and names the first call that differs.
+Each stage runs the user's whole program. If a rank has run other code than the others, results would not match. At the
+end of each step the stages compare a digest of their calls; on a mismatch the error names the first call that differs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +20,22 @@ _END = "the end of a step or hook"
 
 
 class Agreement(NamedTuple):
-    """A comparison of programs that is under way."""
+    """Comparison of programs that is under way."""
 
     is_reached: Callable[[], bool]
-    """Whether they are known to be the same by now."""
+    """Returns whether the programs are already known to be the same."""
     check: Callable[[], None]
-    """Waits, and raises :class:`UnsupportedError` if they differ, with the first difference. Only at the end of a step,
-    where the others will come."""
+    """Waits, and raises :class:`UnsupportedError` with the first difference if they differ. Call it only at the end of
+    a step, which the other stages reach as well."""
 
 
 def begin_to_agree(transport: Transport, digest: int, path: Callable[[], Sequence[str]]) -> Agreement:
     """Begin to compare the programs that the stages have run; collective.
 
     Args:
-        transport: among the stages.
-        digest: of the calls that this stage ran, equal if they are the same.
-        path: the calls that it made.
+        transport: transport among the stages.
+        digest: digest of the calls of this stage.
+        path: returns the names of these calls.
     """
     mine = torch.tensor([digest], device="cpu")
     found = [torch.full_like(mine, -1) for _ in transport.stage_ranks]

@@ -1,7 +1,7 @@
-"""Changes in place that reach placed tensors through shared memory.
+"""In-place changes that reach placed tensors through views and shared memory.
 
-A tensor and its views share memory on the stage that made them. A change through one of them is there already for the
-others; on other stages nothing has changed, so what they hold is out of date.
+A tensor and its views share memory on the stage that made them, so a change through one of them reaches the others
+there. Copies of them on other stages do not change, and are out of date.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ __all__ = ["follow_change", "place_plain"]
 
 
 def follow_change(tensor: PlacedTensor, record: ProgramTrace, stage: int) -> None:
-    """Let ``tensor`` stand for its memory after a change that was made through a view.
+    """Bring ``tensor`` up to date after a change that was made through a view.
 
     Args:
-        tensor: out of date.
-        record: of its program.
+        tensor: placed tensor that is out of date.
+        record: trace of its program.
         stage: this rank's stage.
 
     Raises:
@@ -56,14 +56,14 @@ def follow_change(tensor: PlacedTensor, record: ProgramTrace, stage: int) -> Non
 def place_plain(
     tensor: Tensor, interpreter: Interpreter, record: ProgramTrace, graph: LocalGraph, *, computes: bool
 ) -> PlacedTensor:
-    """Turn a plain tensor, which all stages have and an operation is about to change, into a placed one.
+    """Turn a plain tensor, which all stages hold and an operation is about to change, into a placed one.
 
     Args:
-        tensor: becomes the placed tensor itself; the user refers to it.
-        interpreter: of the program.
-        record: of the program.
+        tensor: plain tensor; becomes the placed tensor itself, since the user refers to it.
+        interpreter: interpreter of the program.
+        record: trace of the program.
         graph: real tensors of the microbatch on this stage.
-        computes: whether this stage has values; a dry run has none.
+        computes: whether this stage has values; false in a dry run.
     """
     spec = TensorSpec.of(tensor)
     # An alias: the tensor itself is about to become something else.

@@ -1,4 +1,4 @@
-"""Arguments of a call, made ready for use: placed tensors of this program, and metadata for the prediction."""
+"""Preparation of call arguments: placed tensors of this program, and metadata for the prediction."""
 
 import weakref
 from typing import Any, final
@@ -18,13 +18,13 @@ __all__ = ["CallArguments"]
 
 @final
 class CallArguments:
-    """Arguments of the calls of one program.
+    """Prepares the arguments of the calls of one program.
 
     Args:
-        interpreter: of the program.
-        record: of the program.
+        interpreter: interpreter of the program.
+        record: trace of the program.
         stage: this rank's stage.
-        leftovers: attributes that units leave, where the program is a survey.
+        leftovers: attributes that units set, if the program is a survey; else ``None``.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class CallArguments:
         self._specs: dict[int, tuple[weakref.ref[Tensor], TensorSpec]] = {}
 
     def open(self, leaves: list[Any]) -> tuple[list[PlacedTensor], list[Any]]:
-        """Make ``leaves`` ready for use; tensors of ended programs are replaced in it.
+        """Prepare ``leaves`` in place: tensors of ended programs are replaced.
 
         Returns:
-            The placed tensors among them, and all of them with tensors by their metadata.
+            The placed tensors among the leaves, and all leaves with metadata instead of tensors.
         """
         placed, given = [], []
         for position, leaf in enumerate(leaves):
@@ -68,11 +68,11 @@ class CallArguments:
         return placed, given
 
     def clear(self) -> None:
-        """The program has ended."""
+        """Release adopted tensors at the end of the program."""
         self._adopted.clear()
 
     def _spec_of(self, tensor: Tensor) -> TensorSpec:
-        # A mask or a rotary table goes to every block.
+        # Remembered, since a mask or a rotary table goes to every block.
         known = self._specs.get(id(tensor))
         same = known is not None and known[0]() is tensor and known[1].size == tensor.shape
         if known is None or not same or known[1].requires_grad != tensor.requires_grad:
@@ -80,7 +80,7 @@ class CallArguments:
         return known[1]
 
     def _instead_of_mark(self, mark: Tensor) -> PlacedTensor:
-        """A tensor for one that a unit has left in an attribute; the survey is repeated with the attribute exposed."""
+        """Placed tensor for one that a unit has set as an attribute; the survey is repeated with it exposed."""
         if self._leftovers is None or not self._leftovers.has_news:
             raise left_behind()
         return self._interpreter.bring(TensorSpec.of(mark), [0], None)

@@ -1,12 +1,11 @@
-"""Two ways by which placed tensors get past ``__torch_function__``, and what happens there instead.
+"""Custom autograd Functions and ``torch.utils.checkpoint`` in the glue, which bypass ``__torch_function__``.
 
-* ``MyFunction.apply(...)``, a custom autograd Function: it becomes one operation of the glue and runs, forward and
-  backward, on the stage that has its inputs.
-* ``torch.utils.checkpoint.checkpoint(...)``: around code of the glue it would run that code once more in backward, when
-  its microbatch is over. The units that are called inside keep only their inputs instead, and run once more there.
+* ``MyFunction.apply(...)`` becomes one operation of the glue and runs, forward and backward, on the stage that has its
+  inputs.
+* ``checkpoint(...)`` around code of the glue would recompute that code in backward, when its microbatch has ended.
+  Instead the units that are called inside are recomputed.
 
-Both are looked up in torch at every call, so replacing them for the time of a step reaches code that imported them
-long before.
+Torch looks up both at every call, so replacing them during a step reaches code that imported them long before.
 """
 
 import functools
@@ -35,10 +34,11 @@ _CHECKPOINT = "_checkpoint_without_reentrant_generator"
 
 @contextmanager
 def watched_entrances(current: CurrentProgram) -> Iterator[None]:
-    """While this is open, calls with placed tensors come here.
+    """Context in which autograd Functions and checkpoints with placed tensors are intercepted.
 
     Args:
-        current: the program that runs now; what it gives to `checkpoint` may be plain, and still meet units inside.
+        current: holder of the running program. Checkpoints are intercepted by it rather than by their arguments: these
+            may be plain tensors while units are called inside.
     """
     apply = vars(torch.autograd.Function)["apply"]
     generator = vars(torch_checkpoint)[_CHECKPOINT]
@@ -80,7 +80,7 @@ def _apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], k
 def _reentrant(original: Callable[..., Any], program: Interpreter | None, run: Any, preserve: Any, *inputs: Any) -> Any:
     if program is None:
         return original(torch_checkpoint.CheckpointFunction, run, preserve, *inputs)
-    # As in torch: where no input needs a gradient, the parameters inside get none either.
+    # As in torch: if no input requires a gradient, the parameters inside get none either.
     wanted = torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in inputs)
     with program.recomputing(_treatment(run, preserve)), torch.set_grad_enabled(wanted):
         return run(*inputs)
@@ -104,9 +104,10 @@ def _checkpoint(
 
 
 def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.noop_context_fn) -> ActivationPolicy:
-    """What `checkpoint` asks for the units that ``function`` calls.
+    """Activation policy that ``checkpoint`` asks for the units that ``function`` calls.
 
-    With contexts of the user's, which choose operations whose results are kept: ours, that keep those of products.
+    Context functions of the user (selective checkpointing) are replaced by the package's own, which keep the results of
+    matrix products.
     """
     group = function.group if isinstance(function, LayersInARow) else 1
     recompute: Recompute = "all" if contexts is torch_checkpoint.noop_context_fn else "cheap"
@@ -114,6 +115,6 @@ def _treatment(function: Any, preserve: bool, contexts: Any = torch_checkpoint.n
 
 
 def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | None:
-    """The running program that a placed tensor among the arguments belongs to."""
+    """The program of a placed tensor among the arguments, if there is one."""
     leaves, _ = flatten_call(args, kwargs)
     return next((leaf.program for leaf in leaves if isinstance(leaf, PlacedTensor)), None)

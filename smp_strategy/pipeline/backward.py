@@ -1,11 +1,11 @@
 """Backward of one microbatch on one stage, segment by segment.
 
-Which gradients travel is known on every stage from the record of the program: a value's gradient comes back from
-exactly those stages whose use of it leads to the loss. Receives for them are posted when the forward pass is
-complete. The gradients of several uses are added in the order of autograd in one process: the latest use first.
+Every stage knows from the program trace which gradients travel: a value's gradient comes back from exactly those stages
+whose use of it leads to the loss. Receives for them are posted when the forward pass is complete. The gradients of
+several uses are added in the order of autograd in a single process: the latest use first.
 
-The backward of a segment may run in two parts: the gradients that other segments wait for, and later, whenever the
-plan says so, those of the weights (see :mod:`smp_strategy.pipeline.split_backward`).
+The backward of a segment may run in two parts: the gradients that other segments wait for, and later, at an action of
+the plan, those of the weights (see :mod:`smp_strategy.pipeline.split_backward`).
 """
 
 from typing import Any, final
@@ -29,14 +29,14 @@ class MicrobatchBackward:
     """Runs the backward passes of one microbatch's segments, last one first.
 
     Args:
-        program: the finished forward.
-        loss: the microbatch's loss.
+        program: program whose forward is complete.
+        loss: loss of the microbatch.
         weight: factor of the loss.
         stage: this rank's stage.
         num_stages: number of stages.
-        transport: carries gradients; ``None`` where there is one stage.
-        goes_on: the program will go on, and may run another backward.
-        retain_graph: another backward may pass through the same graph.
+        transport: transport of the gradients; ``None`` for a single stage.
+        goes_on: whether the program continues after this backward, and may run another one.
+        retain_graph: whether another backward may pass through the same graph.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MicrobatchBackward:
         return self._next < 0 and not self._deferred
 
     def awaited(self) -> list[Receipt]:
-        """Gradients that the next segment starts from."""
+        """Receives of the gradients that the next segment starts from."""
         if self._next < 0:
             return []
         exports = self._program.graph.segments[self._next].exports.values()
@@ -80,18 +80,18 @@ class MicrobatchBackward:
         return [self._receipts[use] for use in uses if use in self._receipts]
 
     def run_next(self) -> None:
-        """Run the backward pass of the last segment that is still to do, or what is left of the others'."""
+        """Run the last segment's outstanding backward pass, or else the deferred weight gradients."""
         if self._next >= 0:
             self.run_from(self._next)
         else:
             self.complete()
 
     def run_from(self, segment: int, *, split: bool = False) -> None:
-        """Run the backward passes that are still to do, from the last segment down to ``segment``.
+        """Run the outstanding backward passes, from the last segment down to ``segment``.
 
         Args:
-            segment: where to stop.
-            split: leave the gradients of weights for :meth:`run_weights`.
+            segment: number of the last segment to run.
+            split: whether to leave the gradients of weights for :meth:`run_weights`.
         """
         while self._next >= max(segment, 0):
             self._run(self._program.graph.segments[self._next], split=split)
@@ -99,26 +99,27 @@ class MicrobatchBackward:
             self._end()
 
     def run_weights(self, segment: int) -> None:
-        """Compute the gradients that the backward of ``segment`` has left."""
+        """Compute the weight gradients that the split backward of ``segment`` has left."""
         deferred = self._deferred.pop(segment, None)
         if deferred is not None:
             deferred.run()
             self._end()
 
     def complete(self) -> None:
-        """Run all that is still to do."""
+        """Run all outstanding work."""
         self.run_from(0)
         for segment in list(self._deferred):
             self.run_weights(segment)
 
     def _plant(self, loss: Any, weight: float, is_last_stage: bool) -> None:
-        """Backward starts at the loss, where it is."""
+        """Set the root of backward: the loss, on the stage that has it."""
         if isinstance(loss, PlacedTensor):
             if loss.origin is None or self._program.lives_on(loss) != self._stage:
                 return
             segment, tensor = loss.origin
         elif is_last_stage and loss.requires_grad:
-            # The loss depends on parameters of the glue only. They are everywhere: one stage does the work.
+            # The loss depends on parameters of the glue only. Every stage has them, so one stage must do it alone: the
+            # gradients of the stages are added up.
             segment, tensor = -1, loss
         else:
             return
@@ -133,7 +134,7 @@ class MicrobatchBackward:
                         self._receipts[use] = self._transport.receive(use.spec, use.stage, use.tag + 1)
 
     def _end(self) -> None:
-        """Once all segments are done: the glue, whose gradients come from any of them."""
+        """After the last segment, run the backward of the glue, which collects gradients from all segments."""
         if not self.is_done:
             return
         self._run(self._program.graph.glue)
@@ -159,7 +160,7 @@ class MicrobatchBackward:
         for record in segment.imports:
             self._return(record)
         if split:
-            # What is left to do holds what it needs of the graph.
+            # The deferred part holds the tensors that it needs; the rest of the graph is freed now.
             segment.exports.clear()
             segment.imports.clear()
 
@@ -195,7 +196,7 @@ class MicrobatchBackward:
         assert self._transport is not None
         gradient, record.grad = record.grad, None
         if gradient is None:
-            # The value was an input of a unit that does not use it: the sender could not know.
+            # The value was an input of a unit that does not use it. The other stage cannot know that, and waits.
             gradient = torch.zeros(source.spec.size, dtype=source.spec.dtype, device=source.spec.device)
         self._transport.send(gradient, source.spec, source.stage, source.tag + 1)
 

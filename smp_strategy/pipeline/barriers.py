@@ -1,8 +1,8 @@
-"""Steps whose microbatches stop at barriers, where something is done once for the batch.
+"""Barriers between the microbatches of a step, at which an action is carried out once for the whole batch.
 
 Manual optimization stops at ``manual_backward`` and ``optimizer.step``; a forward whose loss is computed by the caller
-stops at its end. Microbatches run to their next barrier one after the other. The stages of a replica still overlap:
-none waits for work of another that it does not need.
+stops at its end. Microbatches run to their next barrier one after the other. The stages of a replica still overlap: a
+stage waits only for work of another that it needs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,26 +26,26 @@ __all__ = ["Barrier", "BarrierRun", "BarrierSteps", "PausedStep"]
 @final
 @dataclass(frozen=True)
 class Barrier:
-    """Place where a microbatch waits for all others."""
+    """Point of a step at which a microbatch waits for all others."""
 
     name: str
-    """The call that stops there, as the user writes it."""
+    """Call that stops there, as the user writes it."""
     act: Callable[[list[Any]], Any]
-    """Called by the scheduler with the value of each microbatch; all microbatches get its result."""
+    """Action, called by the scheduler with the value of each microbatch; all microbatches get its result."""
     value: Any
-    """Value that this microbatch brings."""
+    """Value of this microbatch."""
 
 
 @final
 class BarrierRun:
-    """The microbatches of one step between barriers.
+    """Runs the microbatches of one step from barrier to barrier.
 
     Args:
-        runner: of the microbatches.
+        runner: runner of the microbatches.
 
     Attributes:
         runner: as given.
-        answer: result of the last barrier, which the microbatches get when they go on.
+        answer: result of the last barrier, which the microbatches get when they are resumed.
     """
 
     def __init__(self, runner: MicrobatchRunner) -> None:
@@ -53,13 +53,13 @@ class BarrierRun:
         self.answer: Any = None
 
     def stop_at(self, barrier: Barrier, interpreter: Interpreter) -> Any:
-        """Called by a program: wait until all microbatches are at ``barrier`` and it is done."""
+        """Wait, called by a program, until all microbatches are at ``barrier`` and its action is done."""
         self.runner.stopped[interpreter.microbatch] = barrier
         self.runner.coroutines[interpreter.microbatch].pause()
         return self.answer
 
     def meet(self) -> bool:
-        """Let the microbatches run to their next barrier, one after the other, and carry it out.
+        """Run the microbatches to their next barrier, one after the other, and carry out its action.
 
         Returns:
             Whether there was a barrier; otherwise all microbatches have ended.
@@ -77,7 +77,7 @@ class BarrierRun:
         return True
 
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
-        """At a barrier: add ``factor`` times the gradients of the weighted ``losses`` to the parameters'."""
+        """Add ``factor`` times the gradients of the weighted ``losses`` to those of the parameters, at a barrier."""
         for number, loss in enumerate(losses):
             self.runner.offload.begin_backward(number)
             backward = self.runner.backward_of(number, loss, factor, goes_on=True, retain_graph=retain_graph)
@@ -86,14 +86,14 @@ class BarrierRun:
 
 @final
 class PausedStep:
-    """A step that waits at a barrier while its caller goes on.
+    """Step that waits at a barrier while its caller continues.
 
     Args:
-        run: of the microbatches.
-        running: to be entered while they run.
+        run: run of the microbatches.
+        running: factory of contexts to be entered while they run.
 
     Attributes:
-        is_over: whether they have ended.
+        is_over: whether the microbatches have ended.
     """
 
     def __init__(self, run: BarrierRun, running: Callable[[BarrierRun], AbstractContextManager[None]]) -> None:
@@ -102,10 +102,10 @@ class PausedStep:
         self.is_over = False
 
     def go_on(self, answer: Any = None) -> Any:
-        """Let the microbatches run to their next barrier, where its action is done, or to their end.
+        """Run the microbatches to their next barrier and carry out its action, or to their end.
 
         Args:
-            answer: result of the barrier at which they are.
+            answer: result of the barrier at which they wait.
 
         Returns:
             The result of the next barrier; ``None`` at the end.
@@ -125,7 +125,7 @@ class PausedStep:
         return None
 
     def cancel(self) -> None:
-        """Let go of everything; the microbatches never go on."""
+        """Cancel the microbatches and release everything."""
         if not self.is_over:
             self.is_over = True
             self._run.runner.cancel()
@@ -136,10 +136,10 @@ class BarrierSteps:
     """Runs steps with barriers.
 
     Args:
-        current: the program that runs now.
-        collectives: of the user, which mean the replicas in a step and all ranks at a barrier.
-        runner_of: makes the runner of a job's microbatches.
-        offloading: to be entered while microbatches run: their activations may go to the host.
+        current: holder of the running program.
+        collectives: collectives of the user, which mean the replicas in a step and all ranks at a barrier.
+        runner_of: factory of the runner of a job's microbatches.
+        offloading: factory of the context of activation offload, entered while microbatches run.
         flush: confirms all messages that were sent.
     """
 
@@ -171,13 +171,13 @@ class BarrierSteps:
         return run.runner.result()
 
     def run_to_barrier(self, job: Job, microbatches: Sequence[Any]) -> tuple[Any, PausedStep]:
-        """Run ``job`` to its barrier; its step leaves nothing more in shared objects after that.
+        """Run ``job`` to its barrier; after that its step writes nothing more to shared objects.
 
         Returns:
-            The result of the barrier, and the step, which waits.
+            The result of the barrier, and the waiting step.
         """
         run = BarrierRun(self._runner_of(job, microbatches))
-        # It lasts until the next step: in between, backward expects what has gone to the host.
+        # Open until the next step: the backward in between fetches offloaded activations.
         self._offload_of_pause.enter_context(self._offloading(microbatches))
         pause = PausedStep(run, self._entered)
         found = pause.go_on()
@@ -185,11 +185,11 @@ class BarrierSteps:
         return found, pause
 
     def once(self, barrier: Barrier, *, also_dry: bool) -> Any:
-        """Called in a step: do something once for the batch, when all microbatches are there.
+        """Carry out the action of ``barrier`` once for the batch, when all microbatches have called this.
 
         Args:
-            barrier: the place, and the value of this microbatch.
-            also_dry: do it in a dry run, too, where nothing else is done.
+            barrier: barrier, with the value of this microbatch.
+            also_dry: whether to carry out the action in a dry run as well.
 
         Raises:
             UnsupportedError: the step does not stop at barriers.
@@ -206,14 +206,14 @@ class BarrierSteps:
         return self._run.stop_at(replace(barrier, act=self._outside_of_step(barrier.act)), interpreter)
 
     def backward(self, losses: Sequence[Any], factor: float, *, retain_graph: bool) -> None:
-        """At a barrier: see :meth:`BarrierRun.backward`."""
+        """Run a backward at a barrier; see :meth:`BarrierRun.backward`."""
         assert self._run is not None
         with self._collectives.aside(False):
             self._run.backward(losses, factor, retain_graph=retain_graph)
         self._flush()
 
     def close(self) -> None:
-        """Let go of what a paused step has sent to the host."""
+        """Release the activations that a paused step has offloaded."""
         self._offload_of_pause.close()
 
     def _outside_of_step(self, act: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -238,7 +238,7 @@ class BarrierSteps:
 
 
 def _check_same_barrier(barriers: Sequence[Barrier | None]) -> None:
-    """Refuse microbatches that are at different places: what follows could not be done once for all of them."""
+    """Refuse microbatches at different barriers: no action could be carried out once for all of them."""
     names = ["has ended" if barrier is None else f"calls {barrier.name}" for barrier in barriers]
     for number, name in enumerate(names):
         if name != names[0]:

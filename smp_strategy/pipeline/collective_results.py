@@ -1,7 +1,7 @@
-"""What a collective would do if all of its ranks brought what this one brings.
+"""Results of collectives without communication, as if all ranks gave the same values as this one.
 
-A dry run has no values and must not wait for anybody; a single replica has nobody to wait for. Both get the shapes, and
-a single replica the values, that the collective itself would leave.
+Used in dry runs, which have no values and must not wait for other ranks, and with a single replica. The shapes equal
+those of the collective itself; with a single replica, so do the values.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ __all__ = ["AS_IF_ALIKE", "FUNCTIONAL_AS_IF_ALIKE", "ReplicaNumber"]
 
 @final
 class ReplicaNumber(NamedTuple):
-    """A rank's place among those that meet."""
+    """Number of a rank among the ranks of a collective, and their count."""
 
     rank: int
     size: int
@@ -27,7 +27,7 @@ Given = dict[str, Any]
 
 
 def _combined(tensor: Tensor, op: Any, place: ReplicaNumber) -> Tensor:
-    """The reduction of as many tensors like this one as there are ranks."""
+    """Reduction of one copy of ``tensor`` per rank."""
     kind = str(op).lower().rpartition(".")[2]
     if kind == "sum":
         return tensor * place.size
@@ -43,7 +43,7 @@ def _op_of(given: Given) -> Any:
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
-    """Leave ``source`` in ``target``, or nothing where other ranks would bring tensors of other sizes."""
+    """Copy ``source`` to ``target``; zeros if other ranks would give tensors of other sizes."""
     if target.numel() == source.numel():
         target.copy_(source.reshape(target.shape))
     else:
@@ -91,7 +91,7 @@ def _root(given: Given, name: str) -> int:
 
 
 def _unchanged(given: Given, place: ReplicaNumber) -> None:
-    """What comes from another rank looks like what is there."""
+    """Receive from another rank: as if it sent the same value."""
     tensor = given["tensor"]
     tensor.copy_(tensor.clone())
 
@@ -183,7 +183,7 @@ AS_IF_ALIKE: dict[str, Callable[[Given, ReplicaNumber], Any]] = {
     "send_object_list": _nothing,
     "recv_object_list": _nothing,
 }
-"""Of ``torch.distributed``: they leave what they bring in their arguments."""
+"""Collectives of ``torch.distributed``, which write their results to their arguments."""
 
 
 def _gathered_along(given: Given, place: ReplicaNumber) -> Tensor:
@@ -224,5 +224,5 @@ FUNCTIONAL_AS_IF_ALIKE: dict[str, Callable[[Given, ReplicaNumber], Tensor]] = {
     "all_to_all_single_autograd": _exchanged_anew,
     "broadcast": _same,
 }
-"""Of ``torch.distributed._functional_collectives``: they return what they bring. Gradients pass through those that are
-named for it."""
+"""Collectives of ``torch.distributed._functional_collectives``, which return their results. Gradients pass through
+those with ``autograd`` in their names."""

@@ -1,9 +1,9 @@
-"""One microbatch's program as a coroutine: it runs until it has to wait, and later goes on from there.
+"""Coroutine of one microbatch's program: it runs until it has to wait, and is resumed at that point.
 
-The program is the user's own code, so it cannot ``yield``. It runs in a thread of its own and passes a baton: either
-the scheduler runs or exactly one program, never two of them. Threads rather than greenlets, because grad mode,
-autocast, inference mode and saved-tensor hooks are thread-local in PyTorch and must not leak from one microbatch
-into another. So are the current device and its stream, which are those of the scheduler.
+The program is the user's own code, so it cannot ``yield``. It runs in a thread of its own, and control is handed over:
+either the scheduler runs or exactly one program. Threads rather than greenlets, because grad mode, autocast, inference
+mode and saved-tensor hooks are thread-local in PyTorch and must not leak from one microbatch into another. The current
+device, its stream, grad mode, inference mode and autocast are copied from the scheduler's thread when a program begins.
 """
 
 import contextvars
@@ -24,20 +24,20 @@ BETWEEN_TURNS = -1
 
 
 class _CancelledError(BaseException):
-    """Raised inside a paused program that will not be resumed; no ``except Exception`` of the user swallows it."""
+    """Ends a paused program that will not be resumed; a ``BaseException``, so that user code does not swallow it."""
 
 
 @final
 class Coroutine:
-    """Runs ``body`` in steps.
+    """Runs ``body`` in turns.
 
     Args:
-        body: the program.
-        threads: one of them runs it.
-        seed: where the program's random streams begin. Where it pauses, others begin that derive from it, too: nobody
-            draws its next numbers before it goes on. Whoever lets programs take turns keeps the global ones from that
-            (:meth:`smp_strategy.model.rng.Streams.seeded`).
-        streams: gives the program its random stream.
+        body: program.
+        threads: thread pool; one of its threads runs the program.
+        seed: seed of the program's random streams. At each pause the global generators move to another stream derived
+            from it, so that no other code draws the program's next numbers. The caller protects the global generators
+            from that (:meth:`smp_strategy.model.rng.Streams.seeded`).
+        streams: factory of random streams.
     """
 
     def __init__(self, body: Callable[[], Any], threads: ThreadPool, *, seed: int, streams: Streams) -> None:
@@ -48,14 +48,14 @@ class Coroutine:
         self._streams = streams
         self._error: BaseException | None = None
         self._cancelled = False
-        # From the first turn to the end.
+        # Taken at the first turn, given back at the end.
         self._thread: ProgramThread | None = None
         self._seed = seed
         self._num_turns = 0
         self._stream = streams.stream(seed)
 
     def resume(self) -> bool:
-        """Run until the program pauses or ends, and say whether it ended; its exception is raised here."""
+        """Run until the program pauses or ends; returns whether it has ended, and raises its exception."""
         self._stream.enter()
         try:
             self._turn()
@@ -69,7 +69,7 @@ class Coroutine:
         return self.finished
 
     def pause(self) -> None:
-        """Hand the baton back; call it from inside the program."""
+        """Return control to the scheduler; call it from inside the program."""
         assert self._thread is not None
         if not self._cancelled:
             self._thread.hand_back()
@@ -77,14 +77,14 @@ class Coroutine:
             raise _CancelledError
 
     def cancel(self) -> None:
-        """End a program at the point where it waits, or will do so next if Ctrl-C has interrupted its turn."""
+        """End a program at the point where it waits, or at its next pause if Ctrl-C has interrupted its turn."""
         if self._thread is not None:
             self._cancelled = True
             self._thread.finish(lambda: self.finished)
             self._thread = None
 
     def _turn(self) -> None:
-        """Let the program run until it pauses or ends."""
+        """Run the program until it pauses or ends."""
         if self._thread is not None:
             self._thread.resume()
         else:
@@ -110,7 +110,7 @@ class Coroutine:
 
 @final
 class _ThreadModes:
-    """PyTorch's thread-local modes of the thread that constructs this, to be entered in another."""
+    """Thread-local modes of PyTorch, captured in the constructing thread and entered in another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
-"""The program that runs now on a stage, if any.
+"""Holder of the running program of a stage, if any.
 
-One object per runtime answers this question for everything that intercepts calls: units, autograd Functions,
-collectives of the user, and placed tensors of programs that have ended. Exactly one program of a stage runs at a time
+One object per runtime serves everything that intercepts calls: units, autograd Functions, collectives of the user, and
+placed tensors of programs that have ended. At most one program of a stage runs at a time
 (:mod:`smp_strategy.pipeline.coroutine`), so a plain attribute is enough.
 """
 
@@ -17,7 +17,7 @@ class CurrentProgram:
     """Holds the interpreter whose turn it is.
 
     Attributes:
-        interpreter: of the running program; ``None`` between turns and outside of steps.
+        interpreter: interpreter of the running program; ``None`` between turns and outside of steps.
     """
 
     def __init__(self) -> None:

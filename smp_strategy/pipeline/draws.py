@@ -1,4 +1,4 @@
-"""Random draws of one program: each random call has a stream of its own, or all draw from the global generators."""
+"""Random streams of one program: one per random call, or the global generators for all."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ class ProgramDraws:
 
     Args:
         streams: random streams of the stage.
-        seed: of the program.
-        generators: the program draws from the global ones, as all stages do; ``None``: from streams of its own.
+        seed: seed of the program.
+        generators: global generators that the program draws from, as all stages do; ``None``: streams of its own.
     """
 
     def __init__(self, streams: Streams, seed: int, generators: GlobalGenerators | None) -> None:
@@ -31,23 +31,23 @@ class ProgramDraws:
         self._num_operations = 0
 
     def count_operation(self) -> None:
-        """A random operation of the glue is called; all stages count it."""
+        """Count a random operation of the glue; call it on all stages."""
         self._num_operations += 1
 
     def seeded(self, kind: Literal["unit", "op"], position: int) -> Callable[[], AbstractContextManager[None]] | None:
-        """The stream of a random call, to be entered; ``None``: it draws from the global generators.
+        """Context factory for the stream of a random call; ``None`` if it draws from the global generators.
 
         Args:
-            kind: of the call.
-            position: of its event in the record.
+            kind: kind of the call.
+            position: position of its event in the record.
         """
         if self._generators is not None:
             return None
-        # Operations count for themselves: how many units there are goes by the layout.
+        # Operations have a count of their own: the number of units depends on the partition, and draws must not.
         place = (_OPERATIONS, self._num_operations) if kind == "op" else (position,)
         return functools.partial(self._streams.seeded, derive_seed(self._seed, *place))
 
     def follow(self, stages: Sequence[int], leaves: list[Any]) -> None:
-        """Bring the global generators of other stages to where those of ``stages`` are. Collective."""
+        """Synchronise the global generators of other stages with those of ``stages``; collective."""
         if self._generators is not None:
             self._generators.follow(stages, leaves)

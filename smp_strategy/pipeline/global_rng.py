@@ -1,9 +1,9 @@
-"""The global random generators of all stages, as those of one process.
+"""Synchronisation of the global random generators over the stages, so that they act as those of a single process.
 
-A hook of the user seeds them, draws, and leaves them where the next epoch is shuffled from. All stages run the hook, so
-they stand alike, until something draws on one stage only: a sample from what the model has returned, a unit with
-dropout. Then the other stages set theirs to where that stage's stand, before the program goes on. A generator that the
-user gives to the operation is treated likewise.
+A hook of the user seeds them, draws, and leaves the state from which the next epoch is shuffled. All stages run the
+hook, so the states agree until a call draws on one stage only: a sample from a result of the model, a unit with
+dropout. Then the other stages copy that stage's states before the program continues. A generator argument of the call
+is treated likewise.
 """
 
 import math
@@ -20,16 +20,17 @@ __all__ = ["GlobalGenerators"]
 
 _OF_PYTHON = 625
 _VERSION = 3
-"""Of the states of Python's generator since 3.2."""
+"""Version of the states of Python's generator since 3.2."""
 
 
 @final
 class GlobalGenerators:
-    """See the module docstring. Beside torch's there are Python's and numpy's, which units may draw from.
+    """Global generators of torch, Python and numpy, synchronised over the stages.
 
     Args:
-        device: whose generator is drawn from, beside that of the host.
-        send: gives the tensor of given stages to the others, which have one as large; returns it there.
+        device: device whose generator is included, beside that of the host.
+        send: broadcasts a tensor of the given stages to the others, which pass one of the same size; returns it there,
+            and ``None`` on the sending stages.
     """
 
     def __init__(self, device: torch.device, send: Callable[[Tensor, Collection[int]], Tensor | None]) -> None:
@@ -37,11 +38,11 @@ class GlobalGenerators:
         self._send = send
 
     def follow(self, stages: Collection[int], arguments: Iterable[Any]) -> None:
-        """Something may have drawn on ``stages``: the others go on from there, too. Collective over all stages.
+        """Copy the states of ``stages``, where a call may have drawn, to all other stages; collective.
 
         Args:
-            stages: where that was, the same on each.
-            arguments: what it was given; there may be generators among them.
+            stages: stages that ran the call, with equal states.
+            arguments: arguments of the call; generators among them are included.
         """
         given = [argument for argument in arguments if isinstance(argument, torch.Generator)]
         generators = [*self._of_torch, *given]
@@ -51,7 +52,7 @@ class GlobalGenerators:
 
 
 def _states(generators: Sequence[torch.Generator]) -> Tensor:
-    """The states of ``generators``, of Python's and of numpy's, as bytes: as many on every stage."""
+    """States of ``generators`` and of Python's and numpy's, as bytes; the same number of bytes on every stage."""
     of_torch, (_, words, gauss), (_, key, *rest) = capture(generators)
     others = [*words, math.nan if gauss is None else gauss, *rest, *np.frombuffer(key, dtype=np.uint32).tolist()]
     # Doubles hold words of 32 bits exactly.

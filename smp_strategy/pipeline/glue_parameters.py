@@ -1,10 +1,10 @@
-"""Weights of units that code above the units computes with.
+"""Parameters of units that code above the units uses directly (tied weights).
 
-``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()``
-uses a weight where its unit may not live. The dry run notices such uses; the weights concerned are then held by every
-stage, and their gradients are added up over the stages, like those of a parameter that stands in the glue itself. Whole
-numbers in buffers (``self.embeddings.position_ids[:, :length]``) are tables, which every stage can hold as well. Other
-buffers may be what a unit changes as it runs, and stay with it.
+``logits = hidden @ self.embed.weight.T``, ``self.norm(self.embed.weight)`` or an L2 term over ``self.parameters()`` may
+use a weight on another stage than that of its unit. The dry run notices such uses. Every stage then holds the weight,
+and its gradients are added up over the stages, like those of a parameter of the glue itself. Integer buffers
+(``self.embeddings.position_ids[:, :length]``) are tables, which every stage can hold as well. Other buffers may change
+while their unit runs, and stay with it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,13 +28,17 @@ _SWITCHES = frozenset({_REQUIRES_GRAD.__set__, Tensor.requires_grad_})
 
 @final
 class GlueUses(TorchFunctionMode):
-    """While this is entered, notes every parameter and table of a unit that an operation takes; questions of metadata
-    do not count, nor does what units do with their own.
+    """Mode that notes every parameter and table of a unit that an operation of the glue takes.
+
+    Queries of metadata do not count, nor do uses inside of the units.
 
     Args:
-        units: whose parameters and tables are meant.
-        running_unit: the unit whose code runs just now, if any.
-        leftovers: what units leave in attributes, is told which of it is used.
+        units: units whose parameters and tables are noted.
+        running_unit: returns the unit whose code is running, if any.
+        leftovers: attributes that units set; told which of them are used.
+
+    Attributes:
+        found: the tensors noted, by id.
     """
 
     def __init__(
@@ -58,7 +62,7 @@ class GlueUses(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def note(self, arguments: Any) -> None:
-        """The glue has given ``arguments`` to an operation or to a unit."""
+        """Note the parameters and tables among ``arguments`` that the glue gives to an operation or to a unit."""
         self._leftovers.use(arguments)
         for leaf in leaves_of(arguments):
             if id(leaf) in self._meant:
@@ -66,7 +70,7 @@ class GlueUses(TorchFunctionMode):
 
 
 def _tables(module: nn.Module) -> Iterator[Tensor]:
-    """Buffers of whole numbers, but for the counters of batch norm."""
+    """Integer buffers, except the counters of batch norm."""
     for part in module.modules():
         if not isinstance(part, _NormBase):
             buffers = part.buffers(recurse=False)

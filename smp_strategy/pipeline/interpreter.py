@@ -1,14 +1,16 @@
-"""One microbatch on one stage: the user's program, call by call.
+"""Interpreter of the user's program: one microbatch on one stage, call by call.
 
-Each call of a unit, and each operation of the glue on placed tensors, passes through here in four moves:
+Each call of a unit, and each operation of the glue on placed tensors, passes through here in four moves, numbered alike
+in the code:
 
-1. predict what it returns (:mod:`smp_strategy.model.trace.shape_inference`),
-2. record it and decide where it runs (:mod:`smp_strategy.pipeline.routing`),
-3. send what another stage needs, wait for what this stage needs (:mod:`smp_strategy.pipeline.local_graph`),
+1. predict its result (:mod:`smp_strategy.model.trace.shape_inference`),
+2. record it and choose its stage (:mod:`smp_strategy.pipeline.routing`),
+3. send the values that another stage needs, wait for those that this stage needs
+   (:mod:`smp_strategy.pipeline.local_graph`),
 4. run it if it belongs here, and check the result against the prediction (:mod:`smp_strategy.pipeline.outcome`).
 
-On every stage the program gets placed tensors back, and goes on. Where a result cannot be predicted, its stage runs
-the call first and describes the result to the others, who wait for that.
+The program gets placed tensors back on every stage. If a result cannot be predicted, its stage runs the call first and
+describes the result to the others, which wait for the description.
 """
 
 from collections import OrderedDict
@@ -58,16 +60,16 @@ __all__ = ["MicrobatchInterpreter"]
 
 @final
 class MicrobatchInterpreter:
-    """The calls of one microbatch, seen from one stage.
+    """Interprets the calls of one microbatch on one stage.
 
     Args:
-        context: of all programs of this stage.
-        microbatch: its number in the step.
-        seed: where its random numbers derive from, unless ``generators`` are given.
-        generators: it draws from the global ones, as all stages do; ``None``: from streams of its own.
-        gate: where it waits for others, if it does.
-        record: of the calls that it will make.
-        graph: the real tensors of this microbatch on this stage.
+        context: services that all programs of this stage share.
+        microbatch: number of the microbatch in the step.
+        seed: seed of its random streams; unused if ``generators`` are given.
+        generators: global random generators that it draws from, as all stages do; ``None``: streams of its own.
+        gate: gate at which it waits for earlier microbatches, if any.
+        record: trace of the calls that it makes.
+        graph: real tensors of this microbatch on this stage.
     """
 
     def __init__(
@@ -88,12 +90,12 @@ class MicrobatchInterpreter:
         self.record = record
         self.cached = CachedWeights(lambda: graph.current, graph.cross)
         self.closed = False
-        # The unit that runs just now, for real or dry.
+        # The running unit, for real or dry.
         self.enclosing: nn.Module | None = None
         self.is_predicting = False
-        # The autograd Function of the glue that runs just now.
+        # The running autograd Function of the glue.
         self.function = ""
-        # What the glue asks for the units that it calls just now.
+        # The policy of the innermost open `recomputing`.
         self._asked: ActivationPolicy | None = None
         self._gate = gate
         self._rehearsal = context.rehearsal
@@ -109,21 +111,21 @@ class MicrobatchInterpreter:
         self._unpredictable = UnpredictableCalls(
             context.stage, record, graph, exchange=self._exchange, run=self._run, follow=self._draws.follow
         )
-        # Containers in objects that a dry run lends to units, with what was in them.
+        # Containers in objects that a dry run lends to units, with their contents before.
         self._lent: list[tuple[Any, Any]] = []
 
     @property
     def computes_here(self) -> bool:
-        """Whether there are values at all: a dry run has none."""
+        """Whether there are values; false in a dry run."""
         return self._stage >= 0
 
     @property
     def is_in_unit(self) -> bool:
-        """Whether code of a unit runs just now, perhaps once more in a backward."""
+        """Whether code of a unit is running, perhaps recomputed in a backward."""
         return self.enclosing is not None or self._activations.repeating is not None
 
     def close(self) -> None:
-        """End of the step: nothing of this program stays in memory but the tensors that the user keeps."""
+        """Release everything at the end of the step, except the tensors that the user keeps."""
         self.closed = True
         self.graph.close()
         self.cached.clear()
@@ -136,17 +138,17 @@ class MicrobatchInterpreter:
         return self.record.home(tensor.value)
 
     def check_current(self, tensor: PlacedTensor) -> None:
-        """Refuse a result whose memory was changed through a view on another stage."""
+        """Bring ``tensor`` up to date, or refuse it if its memory was changed through a view on another stage."""
         if tensor.is_stale:
             follow_change(tensor, self.record, self._stage)
 
     def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> PlacedTensor:
-        """A placed tensor that exists already.
+        """Make a placed tensor for a tensor that exists already.
 
         Args:
-            spec: its metadata.
-            stages: who holds it.
-            tensor: it, on these stages; ``None`` elsewhere.
+            spec: metadata of the tensor.
+            stages: stages that hold it.
+            tensor: the real tensor on these stages; ``None`` elsewhere.
         """
         value, home = self.record.given(spec, stages)
         placed = PlacedTensor(self, value, spec, home)
@@ -156,7 +158,7 @@ class MicrobatchInterpreter:
 
     @contextmanager
     def recomputing(self, treatment: ActivationPolicy) -> Iterator[None]:
-        """Units that are called in here are treated so, unless more is to be done with them anyway."""
+        """Context in which called units are recomputed as asked, unless their own policy recomputes them anyway."""
         before, self._asked = self._asked, treatment
         try:
             yield
@@ -180,6 +182,7 @@ class MicrobatchInterpreter:
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
+        # A tensor kept beyond its step hands its operation to this closed program; the running one takes it over.
         if self.closed:
             program = self._current.interpreter
             if program is not None:
@@ -192,7 +195,7 @@ class MicrobatchInterpreter:
         return result
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Let Python code see values: every stage gets them and computes ``function`` from them."""
+        """Give values to Python code: every stage receives them and computes ``function`` from them."""
         if self.closed:
             program = self._current.interpreter
             if program is not None:
@@ -230,10 +233,11 @@ class MicrobatchInterpreter:
         leaves, structure = flatten_call(args, kwargs)
         placed, given = self._arguments.open(leaves)
         if kind == "op" and not placed:
-            # All of them were kept from earlier steps, and are known everywhere by now.
+            # All of them were kept from earlier steps, and every stage has their values by now.
             args, kwargs = unflatten_call(leaves, structure)
             return callee.function(*args, **kwargs)
         call = InterpretedCall(kind, name, callee, leaves, structure, placed)
+        # [1] Predict. First by memory: most calls repeat one that was predicted before.
         prediction = self._oracle.recall(callee, given, structure)
         if prediction is None:
             prediction = self._predict(call, given)
@@ -247,20 +251,24 @@ class MicrobatchInterpreter:
                 place_plain(leaves[position], self, self.record, self.graph, computes=self.computes_here)
                 for position in plain
             ]
+        # On all stages, also those that will not run it: the count seeds later operations.
         if prediction.random and kind == "op":
             self._draws.count_operation()
+        # [2] Record and route. Nothing may be sent before: the record refuses microbatches with too many moves.
         event, placement = self.record.call(kind, name, _values(placed), prediction)
         if self._rehearsal is not None:
             self._rehearsal.note(self.microbatch, len(self.record.events), name, placement, leaves)
+        # [3] Exchange. Here the coroutine may pause, and other microbatches run.
         if placement.moves:
             self._exchange(placement, placed)
+        # [4] Run, on one stage only; the others go on with the prediction at once.
         ran = self._run(call, prediction.random, prediction.changed) if self._stage in placement.stages else None
         if prediction.random:
             self._draws.follow(placement.stages, leaves)
         return self._hand_out(call, prediction, placement.segments[0], event.outputs, ran)
 
     def _call_and_tell(self, call: InterpretedCall, why: Unpredictable) -> Any:
-        """A call with a result that cannot be predicted: its stage runs it, and the others wait for the description."""
+        """Make an unpredictable call: its stage runs it, and the others wait for the description of its result."""
         if not self.computes_here:
             raise ValueNeededError(f"{call.name}: {why.reason}")
         if call.kind == "op":
@@ -278,7 +286,8 @@ class MicrobatchInterpreter:
         values: Sequence[Value],
         ran: CallOutcome | None,
     ) -> Any:
-        """What the program goes on with, on every stage."""
+        """Assemble the result that the program gets, on every stage."""
+        # The usual call on the stages that did not run it: one new tensor and nothing else.
         if ran is None and prediction.is_plain:
             return PlacedTensor(self, values[0], prediction.made[0], segment)
         leaves = call.leaves
@@ -291,6 +300,7 @@ class MicrobatchInterpreter:
         if ran is not None:
             constants, tensors = made_tensors(call.name, prediction, ran.inputs, ran.output)
             for result, tensor in zip(results, tensors, strict=True):
+                # A survey has no backward: cutting the history frees it at once.
                 real = cut_off(tensor) if self.is_survey else tensor
                 result.origin = result.current = (self.graph.current, real)
         for (position, spec), value in zip(prediction.changed.items(), values[len(results) :], strict=True):
@@ -300,6 +310,7 @@ class MicrobatchInterpreter:
         return assemble(prediction, results, leaves, constants)
 
     def _run(self, call: InterpretedCall, random: bool, changed: Collection[int] = ()) -> CallOutcome:
+        # Before the inputs are taken: a microbatch that has begun early pauses in here.
         self.graph.begin_work()
         inputs = [self.graph.real(leaf) for leaf in call.leaves]
         args, kwargs = unflatten_call(inputs, call.structure)
@@ -322,6 +333,7 @@ class MicrobatchInterpreter:
     def _predict(self, call: InterpretedCall, given: list[Any]) -> Prediction | Unpredictable:
         self.enclosing, self.is_predicting = call.callee.module, True
         try:
+            # Units that run on fake tensors may fill objects of the user (a cache, say): `close` undoes that.
             if not self.computes_here and call.kind == "unit":
                 self._lent += contents_of_objects(given)
             if self.computes_here or self._leftovers is None or call.callee.module is None:
@@ -332,7 +344,7 @@ class MicrobatchInterpreter:
             self.enclosing, self.is_predicting = None, False
 
     def _refuse_hidden(self, name: str) -> None:
-        """Refuse what a call does with a placed tensor that has come into it unseen."""
+        """Refuse an operation inside a unit on a placed tensor that was not among the unit's arguments."""
         if self.enclosing is None and not self.is_predicting:
             return
         where = "an operation" if self.enclosing is None else f"a unit ({type(self.enclosing).__name__})"
@@ -342,6 +354,7 @@ class MicrobatchInterpreter:
         )
 
     def _exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
+        # A survey (stage -1) has no tensors to send, and a rehearsal only pauses where a message would have to come.
         if placement.moves and self.computes_here:
             self.graph.exchange(placement, placed)
         elif self._rehearsal is not None:

@@ -1,4 +1,4 @@
-"""A step as a job: the user's code with its loss and seed, and the results of all microbatches."""
+"""Job and result of a step: the user's code with its loss and seed, and the outputs of all microbatches."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,34 +15,35 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 __all__ = ["Job", "Step", "StepRun", "trace_of"]
 
 Step = Callable[[Any], Any]
+"""The user's code: takes a microbatch, returns any tree."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is done with every microbatch of a step."""
+    """Step to be run on every microbatch."""
 
     step: Step
     """The user's code."""
     seed: int
-    """Where all random numbers of the step derive from."""
+    """Seed of all random streams of the step."""
     loss_of: Callable[[Any], Tensor | None] | None = None
-    """Picks the loss out of what ``step`` returns, or ``None`` where the step skips its microbatch; no function:
-    forward only."""
+    """Picks the loss from the result of ``step``, or ``None`` if the step skips its microbatch; no function: forward
+    only."""
     weights: Sequence[float] = ()
     """Factor of each microbatch's loss."""
     expected: Sequence[object] | None = None
-    """Signatures of the events that the plan was made for; ``None`` where there is no plan."""
+    """Signatures of the events that the plan was made for; ``None`` without a plan."""
     gate: int | None = None
-    """After how many events a microbatch waits for those before it to end, if it does."""
+    """Number of events after which a microbatch waits for the earlier ones to end; ``None``: no gate."""
     around_last: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered from the last backward action of the plan on: gradients to which nothing is added in here are final."""
+    """Context entered from the last backward action of the plan on: gradients to which it adds nothing are final."""
 
 
 @final
 @dataclass(frozen=True)
 class StepRun:
-    """What came out of a step."""
+    """Result of a step."""
 
     outputs: list[Any]
     """The step's return values, one per microbatch, with real detached tensors on every stage."""
@@ -52,7 +53,7 @@ class StepRun:
     """Events of the first microbatch that has a loss, if any has."""
 
     def loss(self, weights: Sequence[float]) -> Tensor | None:
-        """The sum of the microbatches' losses times ``weights``, if any has one; a scalar."""
+        """Sum of the microbatches' losses times ``weights``, a scalar; ``None`` if there are no losses."""
         weighted = [
             loss.reshape(()) * loss.new_tensor(weight)
             for loss, weight in zip(self.losses, weights, strict=True)
@@ -62,6 +63,6 @@ class StepRun:
 
 
 def trace_of(program: MicrobatchInterpreter, loss: Any) -> Trace:
-    """The record of a program whose loss is ``loss``."""
+    """Trace of a program with its loss."""
     number = loss.value.id if isinstance(loss, PlacedTensor) else None
     return Trace([event for event, _ in program.record.events], number)

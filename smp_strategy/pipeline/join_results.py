@@ -1,15 +1,15 @@
-"""Making one result of the results of the microbatches: what one process would have returned for the batch.
+"""Merging of the microbatches' results into one result, as a single process would return for the batch.
 
-What is done follows from the kind of value, never from the values, so that no two batches are treated differently:
+The rule depends on the kind of value, never on the values, so that all batches are treated alike:
 
-- what has an entry per sample (a tensor's first dim, a list's length) is put together in the order of the samples;
-- numbers with a fraction are means, weighted by samples; whole numbers are counts, which add up;
-- what was given to the step and comes back (the index of the batch) stays what it is;
-- containers are joined item by item; a key that only some microbatches have is joined over these;
-- of what is no number (strings, objects) there is one if all are equal, else a list of the microbatches'.
+- values with an entry per sample (a tensor's first dim, a list's length) are concatenated in the order of the samples;
+- floating-point numbers are means, weighted by samples; integers are counts, which are added up;
+- arguments of the step that it returns (the index of the batch) are unchanged;
+- containers are merged item by item; a key that only some microbatches have is merged over these;
+- other values (strings, objects) become one value if all are equal, else a list of the microbatches' values.
 
-Truth values, and tensors without a dim of samples, can be joined in more than one way: unless they are equal and could
-not be counts, there is a :class:`NotJoined` in their place, which says so to whoever uses it.
+Truth values, and tensors without a dim of samples, can be merged in more than one way: unless they are equal and cannot
+be counts, the result contains a :class:`NotJoined` in their place, which raises when it is used.
 """
 
 import dataclasses
@@ -29,24 +29,24 @@ __all__ = ["StepArgument", "NotJoined", "given", "merge", "refuse_not_joined"]
 
 
 class StepArgument(int):
-    """A whole number that a step was given: no count of its samples. A calculation with it gives ordinary ones."""
+    """Integer argument of a step, not a count of its samples. Arithmetic with it gives ordinary integers."""
 
     def __reduce__(self) -> Any:
         return int, (int(self),)
 
 
 def given(value: Any) -> Any:
-    """``value`` for a step, which may hand it back."""
+    """Mark ``value``, an argument of a step, so that it is recognised in the result."""
     return StepArgument(value) if type(value) is int else value
 
 
 @final
 class NotJoined:
-    """In the place of a result of which it is not known what one process would have returned.
+    """Placeholder of a result that cannot be merged; raises on any use.
 
     Args:
-        where: it was returned.
-        why: it is not known.
+        where: description of the value in the result.
+        why: reason why it cannot be merged.
     """
 
     def __init__(self, where: str, why: str) -> None:
@@ -57,11 +57,11 @@ class NotJoined:
         )
 
     def refuse(self, *_: Any, **__: Any) -> Any:
-        """Tell whoever uses this."""
+        """Raise the error, whatever the use."""
         raise UnsupportedError(self._message)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked for by code that only wants to know what this is
+        if name.startswith("__"):  # asked for by code that only inspects the object
             raise AttributeError(name)
         return self.refuse()
 
@@ -82,12 +82,12 @@ class NotJoined:
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
-    """Make one result of the results of the microbatches. See the module docstring.
+    """Merge the results of the microbatches by the rules of the module docstring.
 
     Args:
-        outputs: of each microbatch.
-        sizes: samples in each.
-        path: where they were in the result of the step.
+        outputs: result of each microbatch.
+        sizes: number of samples of each microbatch.
+        path: position of these values in the result of the step.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -119,10 +119,10 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int], path: Path = ()) -> Any:
 
 
 def refuse_not_joined(result: Any) -> Any:
-    """``result``, if all of it could be joined.
+    """Return ``result`` if all of it could be merged.
 
     Raises:
-        UnsupportedError: it could not.
+        UnsupportedError: it contains a :class:`NotJoined`.
     """
     for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, NotJoined):
@@ -214,7 +214,7 @@ def _is_number(item: Any) -> bool:
 
 
 def _has_all(item: Any, size: int) -> bool:
-    """Whether ``item`` is a result for all samples by itself."""
+    """Whether ``item`` by itself has an entry for each sample."""
     if isinstance(item, (Tensor, np.ndarray)):
         return item.ndim > 0 and len(item) == size
     if isinstance(item, Mapping):

@@ -1,7 +1,7 @@
-"""Tensors that the user keeps beyond the step that made them: a hidden state for the next step, losses for a mean.
+"""Placed tensors that outlive their step: a hidden state for the next step, losses for a mean.
 
-They still live on one stage. A later program takes them in like any tensor that exists already (no gradient leads back
-to the earlier step). Outside of steps, where all stages run the same hooks, their values are given to all stages.
+They still live on one stage. A later program adopts them like any tensor that exists already (no gradient leads back to
+the earlier step). Outside of steps, where all stages run the same hooks, their values are broadcast to all stages.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ __all__ = ["AdoptedTensors", "KeptInSurveyError", "call_with_known", "refuse_kep
 
 
 class KeptInSurveyError(UnsupportedError):
-    """A tensor is used that has no value, because the step kept it when it ran dry."""
+    """Use of a tensor without a value, because the step kept it during its dry run."""
 
 
 @contextmanager
 def refuse_kept() -> Iterator[None]:
-    """A step that runs dry once more in here, as the next microbatch will, must not use tensors that it has kept."""
+    """Context of a second dry run, which stands for the next microbatch: it must not use tensors of the first."""
     try:
         yield
     except KeptInSurveyError:
@@ -43,13 +43,13 @@ def _across_microbatches(earlier: int, later: int) -> UnsupportedError:
 
 @final
 class AdoptedTensors:
-    """What stands in one program for tensors of programs that have ended."""
+    """Tensors of ended programs that one program has adopted."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[PlacedTensor, PlacedTensor]] = {}
 
     def adopted(self, tensor: PlacedTensor, program: Interpreter) -> PlacedTensor:
-        """The tensor of ``program`` that stands for ``tensor``."""
+        """The tensor of ``program`` that represents ``tensor``; the same one at each call."""
         other = tensor.program
         if not other.closed:
             raise _across_microbatches(other.microbatch, program.microbatch)
@@ -61,7 +61,7 @@ class AdoptedTensors:
         return self._found[id(tensor)][1]
 
     def clear(self) -> None:
-        """The program has ended."""
+        """Release them at the end of the program."""
         self._found.clear()
 
 
@@ -71,9 +71,9 @@ def call_with_known(
     """Call ``function``, outside of steps, with the values of placed tensors; collective over the stages.
 
     Args:
-        function: what the user calls.
+        function: function of the user.
         args, kwargs: its arguments.
-        share: gives every stage the values of the tensors that it gets.
+        share: broadcasts the values of the tensors that it gets to every stage.
     """
     leaves, structure = flatten_call(args, kwargs)
     kept = [leaf for leaf in leaves if isinstance(leaf, PlacedTensor)]
@@ -85,7 +85,7 @@ def call_with_known(
 
 
 def without_others(value: Any, program: Interpreter) -> Any:
-    """What a unit of ``program`` finds in its attribute: no tensor of another microbatch or step takes part in it."""
+    """Value of a unit's attribute for ``program``; a tensor of another microbatch or step becomes a stale tensor."""
     if not isinstance(value, Tensor) or (isinstance(value, PlacedTensor) and value.program is program):
         return value
 

@@ -1,8 +1,8 @@
-"""The real tensors of one microbatch on one stage, and how they cross the borders of its segments.
+"""Local autograd graph: the real tensors of one microbatch on one stage, and their way across segment borders.
 
-Autograd runs here and only here: inside a segment tensors are what they are in one process; where a tensor enters a
-segment (received from another stage, or made by an earlier segment of this one) the graph is cut, and both ends of
-the cut are remembered for backward (see :mod:`smp_strategy.pipeline.segments`).
+Autograd runs here and only here. Inside a segment tensors are ordinary; a tensor that enters a segment (received from
+another stage, or made by an earlier segment of this one) is cut off its graph, and both ends of the cut are kept for
+backward (see :mod:`smp_strategy.pipeline.segments`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,18 @@ __all__ = ["LocalGraph"]
 
 @final
 class LocalGraph:
-    """See the module docstring.
+    """Real tensors and segments of one microbatch on one stage.
 
     Args:
         stage: this rank's stage.
-        microbatch: number of the microbatch; message tags are made of it.
-        transport: carries values between stages; ``None`` where there is only one.
-        pause: hands control to the scheduler; called with the receives that the program waits for, or with none
-            where it is about to compute for the first time, which it must not if it is only meant to get ready.
+        microbatch: number of the microbatch; determines message tags.
+        transport: transport of values between stages; ``None`` for a single stage.
+        pause: hands control to the scheduler. Called with the receives that the program waits for; called with none
+            right before it computes for the first time, where a microbatch that has only begun early must stop.
+
+    Attributes:
+        segments: segments so far, the last one running.
+        glue: exports of the glue's own graph.
     """
 
     def __init__(
@@ -53,18 +57,18 @@ class LocalGraph:
         return self.segments[-1].index
 
     def begin_work(self) -> None:
-        """This stage is about to compute."""
+        """Note that this stage is about to compute; may pause."""
         if not self._begun:
             self._begun = True
             self._pause([])
         self._worked = True
 
     def exchange(self, placement: Placement, placed: Sequence[PlacedTensor]) -> None:
-        """Send what other stages need for an event, and wait for what this one needs.
+        """Send the values that other stages need for an event, and wait for those that this one needs.
 
         Args:
-            placement: the decision about the event.
-            placed: its inputs.
+            placement: placement of the event.
+            placed: inputs of the event.
         """
         tensors = {tensor.value.id: tensor for tensor in placed}
         waiting: list[tuple[Move, PlacedTensor, Receipt]] = []
@@ -80,7 +84,7 @@ class LocalGraph:
             self._wait_for(waiting)
 
     def real(self, leaf: Any) -> Any:
-        """What the running segment works on in the place of ``leaf``."""
+        """The real tensor for ``leaf`` in the running segment; other leaves are unchanged."""
         if isinstance(leaf, PlacedTensor):
             return self._local(leaf)
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
@@ -88,17 +92,18 @@ class LocalGraph:
         return leaf
 
     def cross(self, segment: int, tensor: Tensor) -> Tensor:
-        """What the running segment works on in the place of a weight that code of a unit has made in ``segment``."""
-        return self._enter(self.segments[segment].export(-1 - id(tensor), tensor))  # as no value is numbered
+        """The running segment's copy of a weight that code of a unit has computed in ``segment``."""
+        # A negative key: no value has such a number.
+        return self._enter(self.segments[segment].export(-1 - id(tensor), tensor))
 
     def end(self) -> None:
-        """The program has ended, and only its backward is still to come."""
+        """Free exported values at the end of the program; only its backward is still to come."""
         for segment in (*self.segments, self.glue):
             for export in segment.exports.values():
                 export.let_go()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self.segments.clear()
         self.glue.exports.clear()
         self._pause = _ended

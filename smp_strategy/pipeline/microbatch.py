@@ -1,10 +1,10 @@
-"""Cutting a batch into microbatches.
+"""Splitting of a batch into microbatches.
 
-The samples of a batch are spread as evenly as possible, larger microbatches first. Where they are in the batch is the
-matter of :mod:`smp_strategy.model.samples`. Arrays are cut along their first dim, lists between their entries, and
-packed sequences by sequences. What stands for no samples is given whole to each microbatch: strings, numbers, tensors
-with a first dim of 1, which broadcast, and objects. Each sample must be in one microbatch, so an array that is of
-another length, or an object that holds the samples, is refused with its path.
+The samples of a batch are spread as evenly as possible, larger microbatches first; :mod:`smp_strategy.model.samples`
+finds them in the batch. Arrays are cut along their first dim, lists between their entries, and packed sequences by
+sequences. Values without samples go whole to each microbatch: strings, numbers, tensors with a first dim of 1, which
+broadcast, and objects. Each sample must be in exactly one microbatch, so an array of another length, or an object that
+holds the samples, is refused with its path.
 """
 
 from typing import Any
@@ -32,32 +32,32 @@ __all__ = ["sizes_of", "split"]
 
 
 def sizes_of(num_samples: int, num_microbatches: int) -> tuple[int, ...]:
-    """Samples per microbatch; a batch with fewer samples than microbatches gets fewer microbatches."""
+    """Numbers of samples per microbatch; a batch with fewer samples than microbatches gets fewer microbatches."""
     num = max(1, min(num_samples, num_microbatches))
     base, extra = divmod(num_samples, num)
     return tuple(base + (index < extra) for index in range(num))
 
 
 def split(batch: Any, num_microbatches: int, known: BatchSource | None = None) -> tuple[list[Any], tuple[int, ...]]:
-    """Cut ``batch`` into microbatches; see the module docstring.
+    """Split ``batch`` into microbatches by the rules of the module docstring.
 
-    An object may cut itself with a method ``smp_slice(num_microbatches, microbatch, axis)``.
+    An object may split itself with a method ``smp_slice(num_microbatches, microbatch, axis)``.
 
     Args:
         batch: any nest of containers.
-        num_microbatches: how many are wanted; a batch with fewer samples gets fewer.
-        known: what the data loader says of its samples.
+        num_microbatches: number of microbatches; a batch with fewer samples gets fewer.
+        known: information of the data loader about the samples.
 
     Returns:
         The microbatches and their numbers of samples.
 
     Raises:
-        UnsupportedError: something in the batch has another number of samples, or holds them in a way of its own.
+        UnsupportedError: an array has another number of samples, or an object holds samples in an unknown way.
     """
     samples = find_samples(batch, known)
     if samples.number is None and (num_microbatches == 1 or not _cuts_itself(batch)):
         return [batch], (1,)
-    # How many samples an object holds that cuts itself is not known: its parts are taken to be equal.
+    # An object that splits itself does not tell its number of samples: its parts are taken to be equal.
     sizes = (1,) * num_microbatches if samples.number is None else sizes_of(samples.number, num_microbatches)
     if len(sizes) == 1:
         return [batch], sizes if num_microbatches > 1 else (max(sizes[0], 1),)
@@ -97,7 +97,7 @@ def _cut(batch: Any, part: slice, samples: Samples, position: tuple[int, int]) -
 
 
 def _part(array: Any, part: slice) -> Any:
-    """A part of ``array``, of a tensor in the same memory."""
+    """A part of ``array``; parts of a tensor share its memory."""
     if isinstance(array, PackedSequence):
         return pack_sequence(unpack_sequence(array)[part], enforce_sorted=array.sorted_indices is None)
     if not isinstance(array, Tensor):
@@ -106,13 +106,13 @@ def _part(array: Any, part: slice) -> Any:
         return torch.nested.as_nested_tensor(list(array.unbind()[part]), layout=array.layout)
     if array.layout != torch.strided:
         return array.index_select(0, torch.arange(part.start, part.stop, device=array.device))
-    # `data` gives each microbatch a version counter of its own: what one changes in place (ignored labels, say) must
-    # not invalidate what autograd keeps of another.
+    # `data` gives each microbatch a version counter of its own: an in-place change of one (ignored labels, say) must
+    # not invalidate tensors that autograd keeps for another.
     return array[part] if array.requires_grad else array[part].data
 
 
 def _holds(leaf: Any, number: int | None) -> bool:
-    """Whether an object that cannot be cut has something of each sample: an array, or where the samples begin."""
+    """Whether an object that cannot be cut holds samples: an array with one entry per sample, or their offsets."""
     if is_list(leaf):
         return any(_holds(item, number) for item in leaf)
     attributes = getattr(leaf, "__dict__", None)
@@ -126,7 +126,7 @@ def _holds(leaf: Any, number: int | None) -> bool:
 
 
 def _values_of(attributes: dict[str, Any], depth: int = 3) -> list[Any]:
-    """Those of an object, and of objects in it."""
+    """Attribute values of an object, and of objects in it."""
     found = list(attributes.values())
     for value in attributes.values() if depth else ():
         inner = getattr(value, "__dict__", None)

@@ -1,11 +1,11 @@
-"""Order of microbatches in steps that carry state from one microbatch to the next.
+"""Order of microbatches in steps that carry state from one microbatch to the next (loop-carried dependencies).
 
-In one process a microbatch begins when the one before it has ended, so ``self.total += loss.item()`` finds the sum up
-to then. Where microbatches take turns, a stage may have evaluated ``self.total`` before it waits for the loss. A
+In a single process a microbatch begins when the previous one has ended, so ``self.total += loss.item()`` finds the sum
+so far. With interleaved microbatches, a stage may have evaluated ``self.total`` before it waits for the loss. A
 rehearsal (:mod:`smp_strategy.engine.carried_state`) finds steps whose results would differ. Such a step runs by one of
 two rules:
 
-* Microbatches take turns up to a *gate*, a number of calls. There each waits on its stage until those before it have
+* Microbatches take turns up to a *gate*, a number of calls. There each waits on its stage until the earlier ones have
   ended. No stage idles for that if the rest of the step only reads values of one stage: that stage reaches its gate
   when the earlier microbatches have ended there, and the other stages send nothing more.
 * Microbatches run one after the other, and stages do not overlap.
@@ -21,24 +21,23 @@ __all__ = ["Gate", "TurnRule", "gate_position"]
 
 
 class TurnRule(NamedTuple):
-    """The order of microbatches in a kind of step that carries state between them."""
+    """Order of microbatches in a kind of step that carries state between them."""
 
     gate: int | None
-    """After how many events a microbatch waits for those before it; ``None``: it does not begin before they have
-    ended."""
+    """Number of events after which a microbatch waits for the earlier ones to end; ``None``: it begins after that."""
     path: tuple[str, ...]
-    """Names of the events of the step that this was found out for."""
+    """Names of the events of the step for which the rule was found."""
     names: tuple[str, ...]
-    """Where the step leaves what the next microbatch finds."""
+    """Names of the places with the state that is carried over."""
 
 
 @final
 class Gate:
-    """Where a program lets those of earlier microbatches end before it goes on.
+    """Point of a program at which it waits until the earlier microbatches have ended.
 
     Args:
-        position: how many events it has had by then.
-        wait: called once there.
+        position: number of events before the gate.
+        wait: called once, when the program reaches the gate.
     """
 
     def __init__(self, position: int, wait: Callable[[], None]) -> None:
@@ -47,20 +46,23 @@ class Gate:
         self._is_passed = False
 
     def reach(self, num_events: int) -> None:
-        """The program has had so many events, and its own code is about to go on."""
+        """Wait if the gate is reached; call it after every event, before the program's own code continues."""
         if num_events >= self._position and not self._is_passed:
             self._is_passed = True
             self._wait()
 
 
 def gate_position(events: Sequence[tuple[Event, Placement]]) -> int | None:
-    """After how many events microbatches can wait for each other on their stages, the earliest number.
+    """Smallest number of events after which microbatches can wait for each other on their stages.
 
-    All that moves between stages afterwards must be read by Python, and come from one stage that waits for nothing.
-    Otherwise the plan, which does not know of the wait, might have a stage wait for a microbatch that is not let go.
+    All later moves must be reads by Python, from one stage that itself receives nothing. Otherwise the plan, which does
+    not know of the wait, might have a stage wait for a microbatch that is held at the gate.
 
     Args:
-        events: of a microbatch, with their places.
+        events: events of a microbatch, with their placements.
+
+    Returns:
+        The position of the gate; ``None`` if it would be the beginning.
     """
     position = len(events)
     sources, targets = set[int](), set[int]()

@@ -1,8 +1,8 @@
-"""The microbatches of one step take turns on a stage.
+"""Runner of the microbatches of one step, which take turns on a stage.
 
-Each microbatch is a coroutine that runs until it must wait for another stage, and a backward that follows it. Here is
-what can be asked of them: go on with a segment, run a segment's backward, get ready early, finish. The plan decides
-the order; where a microbatch takes another path than the plan was made for, the stage leaves it
+Each microbatch is a coroutine that runs until it must wait for another stage, and a backward that follows it. The
+runner resumes a microbatch up to a segment, runs a segment's backward, lets a microbatch begin early, and finishes the
+step. The plan decides the order; a stage leaves it when a microbatch departs from the planned path
 (:mod:`smp_strategy.pipeline.off_plan`).
 """
 
@@ -33,24 +33,24 @@ ALL_SEGMENTS = 1 << 30
 
 @final
 class MicrobatchRunner:
-    """The microbatches of one step.
+    """Runs the microbatches of one step, segment by segment.
 
     Args:
-        stage: where this happens.
-        microbatches: what the step gets, one after the other.
-        job: what is done with each of them.
-        threads: one for every microbatch.
-        current: told whose turn it is.
-        private: keeps what the microbatches leave in shared objects apart; ``None`` where there is one microbatch.
+        stage: this rank's stage.
+        microbatches: arguments of the step, one per microbatch.
+        job: the step that every microbatch runs.
+        threads: thread pool; every microbatch takes one thread.
+        current: holder of the running program.
+        private: private state of the microbatches; ``None`` for a single microbatch without recomputation.
 
     Attributes:
         stage, job, private: as given.
-        offload: what goes to the host meanwhile.
+        offload: activation offload of the stage.
         coroutines: the programs of the microbatches.
-        backwards: of microbatches that have run forward and have a loss.
-        waiting: receives that a microbatch waits for; without any: it waits for its turn.
+        backwards: backwards of the microbatches that have run forward and have a loss, by number.
+        waiting: receives that a paused microbatch waits for; empty: it waits for its turn.
         stopped: barriers at which microbatches wait.
-        has_left_plan: whether a microbatch is known to take another path than the plan was made for.
+        has_left_plan: whether a microbatch is known to depart from the path of the plan.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class MicrobatchRunner:
         self._current = current
         self.private = private
         self.waiting: dict[int, Sequence[Receipt]] = {}
-        # Microbatches that are at the gate.
+        # Microbatches that have reached the gate.
         self._at_gate = set[int]()
-        # The microbatch that has begun before the plan says so, if one has, and whether that makes sense.
+        # The microbatch that has begun before its first action, if any, and whether beginning early is worthwhile.
         self._begun_early: int | None = None
         self._receives_first = True
         self._programs: list[MicrobatchInterpreter] = []
@@ -89,6 +89,8 @@ class MicrobatchRunner:
 
     def _make(self, number: int, microbatch: Any, seed: int) -> tuple[MicrobatchInterpreter, Coroutine]:
         def pause(receipts: Sequence[Receipt]) -> None:
+            # Without receipts the program is about to compute for the first time: only a microbatch that `prepare` has
+            # begun pauses there, all others compute.
             if receipts or number == self._begun_early:
                 self.waiting[number] = receipts
                 coroutine.pause()
@@ -113,15 +115,15 @@ class MicrobatchRunner:
         return program, coroutine
 
     def is_held(self, number: int) -> bool:
-        """Whether a microbatch is at the gate, and one before it has not ended."""
+        """Whether a microbatch is at the gate while an earlier one has not ended."""
         return number in self._at_gate and not all(each.finished for each in self.coroutines[:number])
 
     def events_of_last(self) -> list[tuple[Event, Placement]]:
-        """Events of the last microbatch, with their places."""
+        """Events of the last microbatch, with their placements."""
         return self._programs[-1].record.events
 
     def program_order(self) -> list[Action]:
-        """Each microbatch forward and backward, one after the other, all segments at once."""
+        """Actions of a run without a plan: forward and backward of each microbatch in turn, all segments at once."""
         order = []
         for number in range(len(self._programs)):
             order.append(Action("F", number, ALL_SEGMENTS))
@@ -134,6 +136,7 @@ class MicrobatchRunner:
         if action.kind == "F":
             self.forward(action.microbatch, action.segment)
         else:
+            # A backward needs the loss, so code of the program after its last planned segment has to run first.
             self.forward(action.microbatch, ALL_SEGMENTS)
             self.offload.begin_backward(action.microbatch)
             backward = None if self.has_left_plan else self.backwards.get(action.microbatch)
@@ -143,7 +146,12 @@ class MicrobatchRunner:
                 backward.run_from(action.segment, split=action.kind == "I")
 
     def prepare(self, microbatches: Sequence[int]) -> None:
-        """Let ``microbatches`` run up to their first receive, so that the message travels while others compute."""
+        """Run ``microbatches`` up to their first receive, so that the message travels while others compute.
+
+        This must not compute, which would delay the action that the plan has next. It relies on `LocalGraph` calling
+        ``pause`` before the first work of a program, and on all microbatches of a step beginning alike: if one arrives
+        there without a receive, no other is tried.
+        """
         for number in microbatches:
             if not self._receives_first:
                 return
@@ -154,14 +162,14 @@ class MicrobatchRunner:
             self._receives_first = bool(self.waiting.get(number))
 
     def has(self, program: Interpreter) -> bool:
-        """Whether ``program`` is one of these microbatches', and not that of a hook at a barrier."""
+        """Whether ``program`` belongs to one of these microbatches, and not to a hook at a barrier."""
         return self._programs[program.microbatch] is program
 
     def finish(self) -> bool:
-        """Complete what no action asked for: segments off the plan, and backwards that no gradient passes through.
+        """Complete the work without an action: segments off the plan, and backwards that no gradient passes through.
 
         Returns:
-            Whether that is done; not so where the stage has left the plan.
+            Whether that is done; false if the stage has left the plan.
         """
         for number in range(len(self._programs)):
             self.forward(number, ALL_SEGMENTS)
@@ -176,13 +184,13 @@ class MicrobatchRunner:
         self._end().agree()
 
     def share_results(self, *, at_once: bool) -> None:
-        """Begin to, if all programs have ended; collective.
+        """Begin to broadcast the results, if all programs have ended; collective.
 
         Args:
-            at_once: nobody waits for what this stage has still to do, so it can wait until others are as far, which
-                they nearly are. Otherwise it waits for nobody, and is asked again.
+            at_once: wait for the other stages, which are nearly as far, as no stage waits for the remaining work of
+                this one. Otherwise wait for no stage; the caller asks again.
         """
-        # The last one to begin ends last.
+        # Reversed, because the microbatch that began last ends last.
         if self._ending is None and not all(coroutine.finished for coroutine in reversed(self.coroutines)):
             return
         if at_once and not self.has_left_plan:
@@ -198,7 +206,7 @@ class MicrobatchRunner:
         return self._ending
 
     def cancel(self) -> None:
-        """Let go of programs that wait."""
+        """Cancel the programs that wait, and release everything."""
         for number, coroutine in enumerate(self.coroutines):
             if self.private is not None and not coroutine.finished:
                 self.private.enter(number)  # what it puts back on its way out is its own
@@ -209,13 +217,13 @@ class MicrobatchRunner:
         self._let_go()
 
     def end_private(self) -> None:
-        """Put what the microbatches have left in shared objects where other steps find it: they leave nothing more."""
+        """Merge the private state of the microbatches into the shared objects; they write nothing more."""
         if self.private is not None:
             self.private.end()
             self.private = None
 
     def _let_go(self) -> None:
-        """Close the programs and untie them from this run, so that results are freed now and not by the collector."""
+        """Close the programs and break their reference cycles with this run, so that results are freed now."""
         self.end_private()
         for program in self._programs:
             program.close()
@@ -227,7 +235,7 @@ class MicrobatchRunner:
         self.waiting.clear()
 
     def result(self) -> StepRun:
-        """Make results real on every stage."""
+        """Return the results with real tensors on every stage; collective."""
         first = min(self._losses, default=0)
         trace = trace_of(self._programs[first], self._losses.get(first))
         outputs, losses = self._end().finish()
@@ -239,22 +247,31 @@ class MicrobatchRunner:
         if number == self._begun_early:
             self._begun_early = None
         coroutine, program = self.coroutines[number], self._programs[number]
+        # A paused program counts as being in the segment that follows its wait: `LocalGraph` opens a segment before it
+        # pauses. So `current <= segment` asks whether that one is still wanted. A program that has never paused has
+        # not begun, and runs at least once: its segment 0 may end without any wait.
         while not coroutine.finished and (number not in self.waiting or program.graph.current <= segment):
+            # At a barrier: resumed by the barrier when all microbatches are there.
             if number in self.stopped:
                 return
+            # Off the plan no blocking wait is safe: the sender may need another microbatch of this stage first.
             if self.waiting.get(number) and self.has_left_plan:
                 return
             if self.is_held(number):
-                if self.has_left_plan or program.graph.current == segment:  # others come first, by the plan
+                # The segment asked for has run up to the gate. The plan has the earlier microbatches next, and asks
+                # for the rest of this one later.
+                if self.has_left_plan or program.graph.current == segment:
                     return
+                # A later segment is wanted now, so nothing else will run the earlier microbatches before it.
                 for earlier in range(number):
                     self.forward(earlier, ALL_SEGMENTS)
+            # Before the turn, so that the turn itself never blocks.
             for receipt in self.waiting.get(number, ()):
                 receipt.wait()
             self.resume(number)
 
     def resume(self, number: int) -> bool:
-        """Let a microbatch go on, and say whether it has ended."""
+        """Give a microbatch its turn; returns whether it has ended."""
         coroutine = self.coroutines[number]
         if coroutine.finished:
             return True
@@ -289,6 +306,7 @@ class MicrobatchRunner:
         self.backwards[number] = self.backward_of(number, loss)
 
     def backward_of(self, number: int, loss: Any, factor: float = 1.0, **options: bool) -> MicrobatchBackward:
+        """The backward of a microbatch from ``loss``, weighted by its share of the samples and ``factor``."""
         return MicrobatchBackward(
             self._programs[number],
             loss,

@@ -1,15 +1,14 @@
-"""What a microbatch leaves in objects that all microbatches share, kept apart while they take turns.
+"""Per-microbatch state: the tensors that a microbatch leaves in shared objects, swapped out while others run.
 
 The user's code is written for one pass at a time: ``self.features = h`` in ``forward``, a hook that fills a dict or a
-list, a loss that reads it at the end. Microbatches that interleave would find each other's tensors there. So when a
-microbatch pauses, the tensors that it has put into attributes of the glue, into dicts, lists, sets and objects in
-these attributes and in context variables, and into variables and arguments of hooks, are taken out, and put back when
-it goes on. After the step they are all back, as if one microbatch had run after the other: a list has what each has
-appended, an attribute what the last one wrote.
+list, a loss that reads it at the end. Interleaved microbatches would find each other's tensors there. So each turn ends
+with taking the microbatch's tensors out and begins with putting them back ([Note: private state] below). The places are
+attributes of the glue; dicts, lists, sets and objects in these attributes and in context variables; variables and
+arguments of hooks. After the step all tensors are back, as if one microbatch had run after the other: a list has the
+items that each has appended, an attribute the value that the last one wrote.
 
-What must not be private stays shared: tensors that take the place of a tensor or number (running statistics), and what
-lists without tensors hold. A running sum of *placed* tensors would tie microbatches together: it is refused, by a dry
-run of two microbatches (:mod:`smp_strategy.engine.dry_run`) or where one finds a tensor of another.
+A running sum of *placed* tensors would tie microbatches together: it is refused, by a dry run of two microbatches
+(:mod:`smp_strategy.engine.dry_run`) or when a microbatch finds a tensor of another.
 
 Plain values in these places, in attributes of modules inside of units, and in variables of the user's code are switches
 or state: :mod:`smp_strategy.pipeline.switches` keeps them apart.
@@ -38,7 +37,7 @@ __all__ = ["MicrobatchState", "reached_by_hooks"]
 
 # Larger containers (vocabularies, histories of an epoch) are not looked into: it would cost more than it is worth.
 MOST_ENTRIES = 1000
-# How deep containers may stand in each other, counted from an attribute.
+# Levels of nested containers that are searched, counted from an attribute.
 MOST_LEVELS = 2
 
 _CONTAINERS = (dict, list, set, deque)
@@ -46,16 +45,29 @@ _CONTAINERS = (dict, list, set, deque)
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
+# [Note: private state]
+# At the end of a turn each place with a value that the microbatch has changed is sorted by what it holds (`_kind`):
+#
+#     found there first   written now         at the end of the turn
+#     tensor or number    real tensor         shared: running statistics, which all microbatches update in turn
+#     tensor or number    placed tensor       own, and left there: a sum over microbatches, refused when it is used
+#     anything else       real tensor         own, and left there too: a mask or cache that others may use
+#     anything else       placed tensor       own, and taken out: another microbatch must not see it
+#     anything            no tensor           left there; `switches.py` decides
+#
+# "Found there first" is decided once per place and lasts for all steps, because after one write a running mean and a
+# feature map look alike.
+
 
 @final
 class MicrobatchState:
-    """Keeps the microbatches of each step apart. One object lasts for all steps.
+    """Private state of the microbatches of each step. One object lasts for all steps.
 
     Args:
         glue: modules above the units.
-        units: modules whose own attributes count only where hooks may set them.
-        exposed: gives modules inside of units whose attributes code above the units reads.
-        switches: what is known of places with plain values, by surveys.
+        units: units; their own attributes count only if hooks may set them.
+        exposed: returns the modules inside of units whose attributes code above the units reads.
+        switches: knowledge about places with plain values, from surveys.
     """
 
     def __init__(
@@ -75,7 +87,7 @@ class MicrobatchState:
         self._buffer_writes = BufferWrites(())
         self._variables: Variables | None = None
         self._written: Sequence[Any] = ()
-        # Attributes of modules, inside of units mostly, that this turn has written to, and what it had found there.
+        # Attributes of modules, mostly inside of units, that this turn has written to, with their values before.
         self._touched: dict[SwitchPlace, Any] = {}
         self._touchable: dict[int, Any] = {}
         self._lasting: dict[int, Any] = {}
@@ -83,10 +95,10 @@ class MicrobatchState:
         self._in_turn = False
 
     def begin(self, step: Callable[..., Any] | None = None) -> None:
-        """Look for places where something may be put; call it before the microbatches of a step take turns.
+        """Find the places that a step may write to; call it before its microbatches take turns.
 
         Args:
-            step: what they run, whose code may name variables.
+            step: the step, whose code may name variables.
         """
         if self._variables is None:
             self._look_around(step)
@@ -94,7 +106,7 @@ class MicrobatchState:
         self._own = {}
         self._holders = {}
         for target in self._find():
-            # What is known about a place lasts: the first value tells whether it is a running one.
+            # Holders last: the first value decides whether a place holds running statistics, see [Note: private state].
             kind = _Items if isinstance(target, (list, set, deque)) else _Names
             key = _key(target)
             self._holders[key] = known.get(key) or kind(target)
@@ -128,7 +140,7 @@ class MicrobatchState:
                 yield from _visit(value, 1, seen)
 
     def touch(self, module: nn.Module, name: str) -> None:
-        """Code above the units is about to set or delete an attribute of ``module``."""
+        """Note the value of an attribute of ``module`` before code above the units sets or deletes it."""
         if self._in_turn:
             for held in (vars(module), module._modules):
                 place = SwitchPlace(id(held), name)
@@ -137,7 +149,7 @@ class MicrobatchState:
 
     @contextmanager
     def learning(self, step: Callable[..., Any]) -> Iterator[None]:
-        """In here ``step`` is run to look at it, with one microbatch, which shows what becomes of plain values."""
+        """Context for a survey of ``step`` with one microbatch, which shows what becomes of plain values."""
         self.begin(step)
         self.enter(0)
         try:
@@ -149,15 +161,15 @@ class MicrobatchState:
             self._in_turn, self._touched, self._seen = False, {}, {}
 
     def look(self) -> None:
-        """Called under :meth:`learning` wherever a microbatch could pause."""
+        """Note changed plain values; called under :meth:`learning` wherever a microbatch could pause."""
         for place, before in self._plain_changes():
             self._seen.setdefault(place, before)
 
     def _plain_changes(self) -> Iterator[tuple[SwitchPlace, Any]]:
-        """Where there is something else than when the turn began, and what was there then."""
+        """Places whose value has changed since the turn began, with the value before."""
         for place, before in self._touched.items():
             holder = self._holders.get(place.key)
-            # Others tell of themselves; but not of what was set to what it was.
+            # A holder reports its own changes below, except for names that were set to the value they had.
             if holder is None or (isinstance(holder, _Names) and holder.is_unchanged(place.name)):
                 yield place, before
         for key, holder in self._holders.items():
@@ -167,8 +179,11 @@ class MicrobatchState:
             yield from ((SwitchPlace(key, name), before) for name, before in setting.changed())
 
     def found(self) -> dict[SwitchPlace, Any]:
-        """What is in all places now, to be compared. In the place of keys, which are of this process, and may come to
-        mean others, stand numbers in the order in which places are found."""
+        """Comparable snapshot of all places.
+
+        Keys are object ids, which differ between processes and may be reused, so places are numbered in the order in
+        which they are found.
+        """
         found: dict[SwitchPlace, Any] = {}
         for number, holder in enumerate(self._holders.values()):
             if isinstance(holder, _Names):
@@ -183,12 +198,12 @@ class MicrobatchState:
         return found
 
     def with_keys(self, places: Iterable[SwitchPlace]) -> list[SwitchPlace]:
-        """Places that :meth:`found` has told, with their keys."""
+        """Places of :meth:`found`, with keys instead of numbers."""
         keys = [*self._holders, *self._lasting]
         return [place._replace(key=keys[place.key]) for place in places]
 
     def enter(self, microbatch: int) -> None:
-        """A turn of ``microbatch`` begins."""
+        """Begin a turn of ``microbatch``: put back its own values."""
         own = self._own.get(microbatch)
         for position, holder in enumerate(self._holders.values()):
             holder.enter(own[position] if own else ())
@@ -196,8 +211,10 @@ class MicrobatchState:
         self._in_turn = True
 
     def leave(self, microbatch: int) -> None:
-        """It ends."""
+        """End a turn of ``microbatch``: take out its own values."""
         self._in_turn = False
+        # Before the holders restore anything: afterwards the changes of this turn are no longer visible. `switches`
+        # leaves after the holders, so that it takes out only what they have left there.
         written, was_set = list(self._plain_changes()), self._touched
         self._touched = {}
         own = self._own[microbatch] = [holder.leave() for holder in self._holders.values()]
@@ -207,7 +224,8 @@ class MicrobatchState:
         self._buffer_writes.note(microbatch)
 
     def end_of(self, microbatch: int) -> None:
-        """All of ``microbatch`` has run; see :meth:`~smp_strategy.pipeline.switches.Switches.end`."""
+        """Settle the writes of ``microbatch``, which has ended; see
+        :meth:`~smp_strategy.pipeline.switches.Switches.end`."""
         if self._switches.end(microbatch):
             for setting in self._settings.values():
                 setting.begin()
@@ -217,7 +235,7 @@ class MicrobatchState:
         """See :meth:`~smp_strategy.pipeline.switches.Switches.at_barrier`."""
         with self._switches.at_barrier(microbatch):
             yield
-        # What is frozen or set there (`toggle_optimizer`) is for all, and no change of the next microbatch.
+        # Freezing or setting at a barrier (`toggle_optimizer`) holds for all, and is no change of the next microbatch.
         for setting in self._settings.values():
             setting.begin()
 
@@ -226,7 +244,7 @@ class MicrobatchState:
         return self._switches.of_now(self._plain_changes()) if self._in_turn else nullcontext
 
     def end(self) -> None:
-        """All microbatches are through: put everything back, in their order."""
+        """Put everything back, in the order of the microbatches, which have all ended."""
         self._switches.end_all()
         for position, holder in enumerate(self._holders.values()):
             found = [own[position] for _, own in sorted(self._own.items())]
@@ -236,7 +254,7 @@ class MicrobatchState:
 
 
 class _Names:
-    """A place where values stand under names: attributes, a dict, a variable of a closure."""
+    """Holder of named values: attributes, a dict, a variable of a closure."""
 
     def __init__(self, target: MutableMapping[Any, Any]) -> None:
         self.target = target
@@ -252,7 +270,7 @@ class _Names:
 
     @property
     def plain(self) -> list[tuple[Any, Any]]:
-        """Names whose values have changed since the turn began and are none of tensors, and what was there before."""
+        """Names whose values have changed in this turn and contain no tensors, with the values before."""
         target, shared = self.target, self._shared
         if len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
             return []
@@ -261,24 +279,29 @@ class _Names:
         return gone + [(name, before) for name, value, before in new if value is not before and not _kind(value)]
 
     def is_unchanged(self, name: Any) -> bool:
-        """Whether there is a plain value, the same as when the turn began."""
+        """Whether the name holds a plain value, the same as when the turn began."""
         value = self.target.get(name, MISSING)
         return value is self._shared.get(name, MISSING) and name not in self._given and not _kind(value)
 
     def leave(self) -> dict[Any, Any]:
+        """Take out the values of this turn, and return them; the table in [Note: private state]."""
         target, shared, given = self.target, self._shared, self._given
         self._shared, self._given = {}, {}
+        # The usual turn changes nothing. `is`, because `==` of tensors computes.
         if not given and len(target) == len(shared) and all(map(is_, target.values(), shared.values())):
             return {}
         own = {}
         for name, value in list(target.items()):
             before = shared.get(name, MISSING)
+            # A name in `given` is the microbatch's own even if unchanged: `shared` was taken before it was put back.
             if (value is before and name not in given) or not (kind := _kind(value)):
                 continue
             is_running = self._is_running.setdefault(name, isinstance(before, (Tensor, Number)))
             if is_running and kind == "real":
                 continue
             own[name] = value
+            # What came with the microbatch leaves with it. A new value that others may see (or must, to be refused)
+            # stays until the next turn of another writer.
             if given.get(name, MISSING) is value or not (is_running or kind == "real"):
                 self._restore(name, before)
         return own
@@ -290,6 +313,7 @@ class _Names:
             self.target[name] = before
 
     def put_back(self, found: list[Any]) -> None:
+        """Merge the own values of all microbatches, in their order: the last one wins, lists are concatenated."""
         for name in dict.fromkeys(name for own in found for name in own):
             values = [own[name] for own in found if name in own]
             before = self.target.get(name)
@@ -301,7 +325,7 @@ class _Names:
 
 
 class _Items:
-    """A list, a deque or a set."""
+    """Holder of items: a list, a deque or a set."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -319,6 +343,7 @@ class _Items:
             self._fill(items)
 
     def leave(self) -> list[tuple[int, Any, bool]]:
+        """Take out the items of this turn: their index, the item, and whether it replaces another."""
         shared, items = self._shared, list(self.target)
         self._shared = []
         if len(items) == len(shared) and all(map(is_, items, shared)):
@@ -330,7 +355,7 @@ class _Items:
         mine = {index for index, _ in new}
         rest = [item for index, item in enumerate(items) if index not in mine]
         if len(items) == len(shared) and len(rest) < len(shared):
-            # Places of a list that is as long as needed from the start, filled one by one.
+            # A preallocated list whose slots are filled one by one: the old items go back to their slots.
             self._fill([shared[index] if index in mine else item for index, item in enumerate(items)])
             return [(index, item, True) for index, item in new]
         self._fill(rest)
@@ -355,18 +380,18 @@ class _Items:
 
 
 def _key(target: Any) -> int:
-    """What a place is known by, however it is seen."""
+    """Identity of a place; the same for all views of it."""
     return id(target.held_by if isinstance(target, (Variable, Chosen, ClassAttributes)) else target)
 
 
 def _kind(value: Any, levels: int = MOST_LEVELS) -> str:
-    """``placed``: belongs to one microbatch; ``real``: a tensor that it may have replaced; else empty."""
+    """Kind of a value: ``placed`` (belongs to one microbatch), ``real`` (contains real tensors) or empty."""
     if isinstance(value, Tensor):
         return "placed" if isinstance(value, PlacedTensor) else "real"
     if not levels or isinstance(value, (str, Number, nn.Module, type)):
         return ""
     if isinstance(value, _CONTAINERS) and not value:
-        return "placed"  # a new one, to be filled
+        return "placed"  # new in this turn, and about to be filled with tensors
     inside: Iterable[Any] = ()
     if isinstance(value, dict):
         inside = value.values()
@@ -375,6 +400,7 @@ def _kind(value: Any, levels: int = MOST_LEVELS) -> str:
     elif hasattr(value, "__dict__") and not callable(value):
         inside = vars(value).values()
     kinds = {_kind(item, levels - 1) for item in list(inside)[:MOST_ENTRIES]}
+    # A new mutable container belongs to the microbatch whatever it holds: it will be changed. A tuple cannot be.
     is_new = not isinstance(value, tuple)
     return "placed" if "placed" in kinds or ("real" in kinds and is_new) else "real" if "real" in kinds else ""
 
@@ -384,7 +410,7 @@ def _continues(value: Any, before: list[Any]) -> bool:
 
 
 def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module], exposed: Sequence[nn.Module] = ()) -> Iterator[Any]:
-    """Dicts, lists and the like where a step may put tensors, each once."""
+    """Containers that a step may put tensors into, each once."""
     seen: set[int] = set(map(id, (*glue, *units)))
     hooks = {module: [hook for name in _HOOKS for hook in vars(module)[name].values()] for module in (*glue, *units)}
     for module in (*glue, *exposed):
@@ -401,7 +427,7 @@ def _find(glue: Sequence[nn.Module], units: Sequence[nn.Module], exposed: Sequen
 
 
 def reached_by_hooks(modules: Sequence[nn.Module]) -> list[Any]:
-    """Lists, dicts and variables that hooks on ``modules`` reach and that are no attributes of modules."""
+    """Lists, dicts and variables that hooks on ``modules`` reach, except attributes of modules."""
     modules = list(dict.fromkeys(modules))
     seen = {id(vars(module)) for module in modules}
     found: list[Any] = []
@@ -429,7 +455,7 @@ def _visit(value: Any, level: int, seen: set[int]) -> Iterator[Any]:
 
 
 def _visit_function(function: Any, seen: set[int]) -> Iterator[Any]:
-    """What a hook can reach: variables around it, arguments bound to it, the object whose method it is."""
+    """Containers that a hook can reach: variables around it, arguments bound to it, the object whose method it is."""
     if id(function) in seen:
         return
     seen.add(id(function))

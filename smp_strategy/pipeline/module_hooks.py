@@ -1,14 +1,11 @@
-"""Hooks that make a unit's weight run where the unit runs.
+"""Module hooks of units that must run on the unit's own stage: hooks that compute weights, and backward hooks.
 
-torch's pruning and its older weight norm and spectral norm are forward pre-hooks: before each call they make ``weight``
-out of ``weight_orig`` and a mask, say. What is hooked on a unit runs with the glue, on every stage, but only the unit's
-own has these tensors. So units hide such hooks there, and run them right before their ``forward``.
+``nn.Module.__call__`` runs hooks of a unit as code of the glue, on every stage, which is wrong for two kinds of hooks.
+Units hide them from ``__call__``, and the stage that runs the unit applies them around the real ``forward``:
 
-Hooks on gradients run where the gradients are.
-
-``nn.Module.__call__`` puts backward hooks around ``forward``, which for a unit is code of the glue: the gradient
-of the input would be caught on one stage and that of the output on another. So units hide their backward hooks there,
-and the stage that runs the unit puts them around the real ``forward``.
+* torch's pruning and its older weight norm and spectral norm are forward pre-hooks that compute ``weight`` from
+  ``weight_orig`` and a mask, say. Only the unit's stage has these tensors.
+* Backward hooks would catch the gradient of the unit's input on one stage and that of its output on another.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +32,7 @@ _KINDS = (BasePruningMethod, SpectralNorm, WeightNorm)
 
 
 def hide_weight_hooks(unit: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Let calls of ``unit`` do without its hooks that make weights.
+    """Hide from calls of ``unit`` its hooks that compute weights.
 
     Returns:
         The hooks by their keys.
@@ -58,7 +55,7 @@ def show_weight_hooks(unit: nn.Module, hidden: Mapping[int, Callable[..., Any]])
 def with_weight_hooks(
     unit: nn.Module, function: Callable[..., Any], hidden: Mapping[int, Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """``function``, the forward of ``unit``, after its hidden hooks."""
+    """Wrap ``function``, the forward of ``unit``, so that its hidden hooks run first."""
     if not hidden:
         return function
 
@@ -71,7 +68,7 @@ def with_weight_hooks(
 
 
 def hide_backward_hooks(unit: nn.Module) -> None:
-    """Let calls of ``unit`` do without its backward hooks."""
+    """Hide from calls of ``unit`` its backward hooks."""
     vars(unit)["_get_backward_hooks"] = lambda: ([], [])
     vars(unit)["_get_backward_pre_hooks"] = list
 
@@ -82,7 +79,7 @@ def show_backward_hooks(unit: nn.Module) -> None:
 
 
 def with_backward_hooks(unit: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, the forward of ``unit``, with the unit's backward hooks around it.
+    """Wrap ``function``, the forward of ``unit``, in the unit's backward hooks.
 
     Raises:
         UnsupportedError: a hook was registered by the deprecated ``register_backward_hook``.

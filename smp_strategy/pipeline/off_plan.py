@@ -1,10 +1,10 @@
-"""The rest of a step whose microbatch takes another path than the plan was made for.
+"""Fallback execution of a step whose microbatch departs from the path of the plan.
 
-The plan's order could wait in a circle then. A stage that has left it carries out whatever it can, as messages arrive.
+The plan's order could deadlock then. A stage that has left it runs whatever microbatch can run, as messages arrive.
 
 [Note: no deadlock off the plan] Stages notice at different times. A stage that still follows the plan waits only for
-work that the plan's path makes other stages do, and a stage that has left it does that work as soon as it can. So there
-is always a stage that can go on.
+work that the plan's path demands of other stages, and a stage that has left it does that work as soon as it can. So
+there is always a stage that can advance.
 """
 
 import time
@@ -16,7 +16,7 @@ from smp_strategy.pipeline.transport import Receipt
 
 __all__ = ["finish_off_plan"]
 
-# A stage without a plan sleeps so long before it looks for messages again.
+# Pause between two looks for messages.
 _POLL_SECONDS = 1e-4
 
 
@@ -24,10 +24,10 @@ def finish_off_plan(runner: MicrobatchRunner, *, is_in_order: bool, improvises: 
     """Complete all microbatches of a stage that has left the plan.
 
     Args:
-        runner: the microbatches.
+        runner: runner of the microbatches.
         is_in_order: whether under the plan all stages complete one microbatch after the other. They can do so off the
-            plan, too, and ranks that meet in collectives then meet in the same order.
-        improvises: called before microbatches go on in the order of their messages.
+            plan as well, which keeps the order of collectives equal on all ranks.
+        improvises: called before microbatches continue in the order of their messages.
     """
     if is_in_order:
         _one_after_the_other(runner)
@@ -73,7 +73,7 @@ def _is_through(runner: MicrobatchRunner, number: int) -> bool:
 
 
 def _advance(runner: MicrobatchRunner, number: int) -> bool:
-    """Let a microbatch go on forward if it can."""
+    """Resume a microbatch if it can run; returns whether it did."""
     if runner.coroutines[number].finished or runner.is_held(number):
         return False
     if not _have_arrived(runner, runner.waiting.get(number, ())):
@@ -83,12 +83,12 @@ def _advance(runner: MicrobatchRunner, number: int) -> bool:
 
 
 def _have_arrived(runner: MicrobatchRunner, receipts: Sequence[Receipt]) -> bool:
-    # Ranks that split layers between them go on together, or they would meet in different microbatches.
+    # Tensor-parallel ranks decide together, or their collectives would be of different microbatches.
     return not receipts or runner.stage.agree(all(receipt.arrived() for receipt in receipts))
 
 
 def _wait_for_any(runner: MicrobatchRunner, first: int | None) -> None:
-    """Nothing has come for a while: wait in the way that is watched for deadlocks."""
+    """Wait for any message under the deadlock watch; called when none has come for a while."""
     receipts = [receipt for waiting in runner.waiting.values() for receipt in waiting]
     if first in runner.backwards:
         receipts += runner.backwards[first].awaited()

@@ -1,7 +1,7 @@
-"""What a call really returned, held against what the other stages were told.
+"""Check of a call's actual result against its prediction, and assembly of results.
 
-Predictions are made from metadata. Where the result depends on something else (tensor values, the state of an
-object), they can be wrong; this is noticed on the stage that ran the call, before anything goes on with it.
+Predictions are made from metadata. They can be wrong if the result depends on something else (tensor values, the state
+of an object); the stage that ran the call notices this before any code uses the result.
 """
 
 from collections.abc import Sequence
@@ -21,41 +21,41 @@ __all__ = ["CallOutcome", "InterpretedCall", "assemble", "check_tensor", "made_t
 
 
 class InterpretedCall(NamedTuple):
-    """A call of a unit, or of an operation of the glue."""
+    """Call of a unit, or of an operation of the glue."""
 
     kind: Literal["unit", "op"]
     name: str
     callee: Callee
     leaves: list[Any]
-    """Its flattened arguments."""
+    """Flattened arguments."""
     structure: Any
-    """Structure of the arguments, to put them together again."""
+    """Tree structure of the arguments."""
     placed: list[PlacedTensor]
     """Placed tensors among them."""
 
 
 class CallOutcome(NamedTuple):
-    """A call that happened on this stage."""
+    """Outcome of a call that ran on this stage."""
 
     inputs: list[Any]
-    """Its flattened arguments."""
+    """Flattened arguments."""
     output: Any
-    """What it returned."""
+    """Return value."""
 
 
 def made_tensors(
     name: str, prediction: Prediction, inputs: Sequence[Any], output: Any
 ) -> tuple[list[Any], list[Tensor]]:
-    """Take the result of a call apart.
+    """Flatten the result of a call and compare it with the prediction.
 
     Args:
-        name: of the call.
-        prediction: what the other stages go by.
-        inputs: its flattened arguments.
-        output: what the call returned.
+        name: name of the call.
+        prediction: prediction that the other stages use.
+        inputs: flattened arguments.
+        output: return value.
 
     Returns:
-        All flattened outputs, and those tensors among them that the call made.
+        All flattened outputs, and the new tensors among them.
 
     Raises:
         UnsupportedError: the result is not as predicted.
@@ -72,7 +72,8 @@ def made_tensors(
     for leaf, predicted in zip(flat, prediction.outputs, strict=True):
         if isinstance(predicted, Made):
             if predicted.spec.requires_grad and not leaf.requires_grad:
-                # A path without weights, as in a block that skips itself by chance: the gradient ends here.
+                # The call took a path without weights (stochastic depth, say), which no prediction can know: the other
+                # stages expect a gradient to flow, so it is given a graph, in which the gradient ends.
                 leaf = start_of_gradient(leaf)
             check_tensor(name, predicted.spec, leaf)
             made.append(leaf)
@@ -80,7 +81,7 @@ def made_tensors(
 
 
 def check_tensor(name: str, spec: TensorSpec, tensor: Tensor) -> None:
-    """Compare what other stages expect with what is there.
+    """Compare a tensor with the metadata that other stages expect.
 
     Raises:
         UnsupportedError: they differ.
@@ -116,13 +117,13 @@ def _kind(leaf: Any) -> str:
 
 
 def assemble(prediction: Prediction, results: Sequence[Any], leaves: Sequence[Any], constants: Sequence[Any]) -> Any:
-    """What a call returns, put together.
+    """Assemble the return value of a call.
 
     Args:
-        prediction: of the call.
-        results: the new tensors in it.
-        leaves: what it was given.
-        constants: the other parts of the result, among ``prediction.outputs``.
+        prediction: prediction of the call.
+        results: new tensors of the result.
+        leaves: flattened arguments of the call.
+        constants: flattened outputs; those that are neither new tensors nor arguments are used.
     """
     if prediction.is_bare and results:
         return results[0]

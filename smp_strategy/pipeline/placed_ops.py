@@ -1,4 +1,4 @@
-"""Operations on placed tensors that read values, and those that are refused."""
+"""Tables of operations on placed tensors: reads of values, and refused operations with their remedies."""
 
 from typing import Any
 

@@ -1,13 +1,13 @@
-"""A tensor that lives on one pipeline stage and is known on the others by shape, dtype and device only.
+"""Placed tensor: a tensor subclass whose values live on one pipeline stage; other stages know its metadata only.
 
-Every stage runs the user's whole program. What a unit returns is a :class:`PlacedTensor` on all stages; only the
-stage that ran the unit has the values. Operations on placed tensors come here before PyTorch sees them, and fall
-into four kinds:
+Every stage runs the user's whole program. A unit returns :class:`PlacedTensor` objects on all stages; only the stage
+that ran the unit has the values. Operations on placed tensors arrive here (``__torch_function__``) before PyTorch sees
+them, and fall into four kinds:
 
-* questions about metadata are answered from the metadata;
+* queries of metadata are answered from the metadata;
 * reads of values by Python code make the owner send the value to every stage, so that all take the same branch;
 * other operations run on one stage (see :mod:`smp_strategy.pipeline.routing`) and are predicted on the others;
-* what cannot be routed is refused with the name of the operation.
+* operations that cannot be routed are refused by name.
 """
 
 import inspect
@@ -37,52 +37,52 @@ __all__ = ["Interpreter", "TensorMemory", "PlacedTensor", "number_of"]
 
 @final
 class TensorMemory:
-    """What a tensor shares with its views. A change through one of them reaches them all, where they really share.
+    """Memory that a placed tensor shares with its views; an in-place change through one of them reaches them all.
 
-    Made for every placed tensor and rarely changed, so what it holds at first stands in the class.
+    Made for every placed tensor and rarely changed, so the initial values are class attributes.
     """
 
     is_plain: bool = False
-    """Whether it is that of a tensor that exists on every stage."""
+    """Whether the memory belongs to a tensor that exists on every stage."""
     version: int = 0
-    """Number of changes in place."""
+    """Number of in-place changes."""
     changed: tuple[Value, SegmentId, int] | None = None
-    """The last changed tensor, where that happened, and its :attr:`PlacedTensor.family`."""
+    """Value and segment of the last change, and the :attr:`PlacedTensor.family` of the changed tensor."""
 
 
 class Interpreter(Protocol):
-    """Runs the program of one microbatch, call by call; placed tensors hand it the operations that they meet."""
+    """Interprets the program of one microbatch, call by call; placed tensors hand their operations to it."""
 
     microbatch: int
-    """Its number in the step."""
+    """Number of the microbatch in the step."""
     closed: bool
     """Whether the program has ended."""
     is_survey: bool
-    """Whether it runs only to be looked at; there are no values then."""
+    """Whether it is a dry run, without values."""
     is_predicting: bool
-    """Whether it runs code on fake tensors just now."""
+    """Whether it is running code on fake tensors."""
     enclosing: nn.Module | None
-    """The unit that runs just now, for real or dry."""
+    """Running unit, for real or dry."""
     function: str
-    """The autograd Function of the glue that runs just now, by name."""
+    """Name of the running autograd Function of the glue; empty without one."""
     cached: CachedWeights
     """Parametrized weights that are kept for the microbatch."""
 
     @property
     def is_in_unit(self) -> bool:
-        """Whether code of a unit runs just now."""
+        """Whether code of a unit is running."""
 
     def unit(self, name: str, callee: Callee, args: Any, kwargs: Any) -> Any:
         """Call a unit."""
 
     def recomputing(self, treatment: ActivationPolicy) -> AbstractContextManager[None]:
-        """In here units are recomputed so, unless more is to be done with them anyway."""
+        """Context in which called units are recomputed as asked, unless their own policy recomputes them anyway."""
 
     def operation(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Apply an operation of the glue."""
 
     def read(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Compute ``function`` from values, on every stage."""
+        """Compute ``function`` from real values, on every stage."""
 
     def hook_gradient(self, tensor: "PlacedTensor", hook: Callable[[Tensor], Any]) -> RemovableHandle:
         """Call ``hook`` with the gradient of ``tensor``."""
@@ -94,24 +94,24 @@ class Interpreter(Protocol):
         """Refuse a tensor whose memory was changed through a view on another stage."""
 
     def bring(self, spec: TensorSpec, stages: Iterable[int], tensor: Tensor | None) -> "PlacedTensor":
-        """A placed tensor of this program for one that exists already, on ``stages``."""
+        """Make a placed tensor of this program for a tensor that exists already on ``stages``."""
 
 
 @final
 class PlacedTensor(Tensor):
-    """See the module docstring. Made by an :class:`Interpreter` only.
+    """Tensor with values on one stage and metadata on all; made by an :class:`Interpreter` only.
 
     Attributes:
-        program: the interpreter of the microbatch that it belongs to.
-        value: its number and size in the program's record.
-        spec: its metadata.
-        origin: on stages that hold it, the segment in which it was made or received and the real tensor there.
-        current: the segment that used it last and the real tensor that this segment works on.
-        born: the segment in which it was made or last changed.
-        memory: shared with its views and detached tensors.
-        version: the version of the memory that it stands for.
-        known: its value on every stage, once code after the end of the program has asked for it.
-        family: number that it has in common with its views (autograd's base), not with detached tensors.
+        program: interpreter of its microbatch.
+        value: number and size of the value in the program trace.
+        spec: metadata.
+        origin: on stages that hold it, the segment in which it was made or received, and the real tensor there.
+        current: the segment that used it last, and the real tensor of this segment.
+        born: segment in which it was made or last changed.
+        memory: memory shared with its views and detached tensors.
+        version: version of the memory that it represents.
+        known: value on every stage, once code after the end of the program has asked for it.
+        family: number in common with its views (autograd's base), but not with detached tensors.
     """
 
     program: Interpreter
@@ -142,7 +142,7 @@ class PlacedTensor(Tensor):
     def from_plain(
         cls, tensor: Tensor, program: Interpreter, value: Value, spec: TensorSpec, born: SegmentId
     ) -> "PlacedTensor":
-        """Make ``tensor`` itself, which every stage has and the user refers to, a placed tensor."""
+        """Turn ``tensor`` itself, which every stage has and the user refers to, into a placed tensor."""
         tensor.__class__ = cls
         assert isinstance(tensor, PlacedTensor)
         tensor._stand_for(program, value, spec, born)
@@ -157,7 +157,7 @@ class PlacedTensor(Tensor):
         self.family = value.id
 
     def share(self, other: Tensor, *, is_view: bool) -> None:
-        """Stand for the memory of ``other``, which this tensor is a view of or detached from."""
+        """Share the memory of ``other``, of which this tensor is a view or a detached copy."""
         if not isinstance(other, PlacedTensor):
             self.memory.is_plain = True
             return
@@ -171,7 +171,7 @@ class PlacedTensor(Tensor):
         return self.version != self.memory.version
 
     def changed_in_place(self, value: Value, spec: TensorSpec, where: SegmentId) -> None:
-        """Become the tensor that an in-place operation left behind."""
+        """Take the value and metadata of the result of an in-place operation."""
         if spec.size != self.spec.size:
             raise UnsupportedError(
                 f"An in-place operation changed the shape of a placed tensor from {list(self.spec.size)} to "
@@ -185,7 +185,7 @@ class PlacedTensor(Tensor):
         self.version = self.memory.version
 
     def begin_gradient(self, requires_grad: bool = True) -> "PlacedTensor":
-        """``requires_grad_``: let gradients flow back to here, where what comes before needs none."""
+        """``requires_grad_``: start a graph at this tensor, whose history requires no gradient."""
         if requires_grad == self.spec.requires_grad:
             return self
         if not requires_grad:
@@ -200,24 +200,24 @@ class PlacedTensor(Tensor):
         return self
 
     def refresh(self, value: Value, spec: TensorSpec) -> None:
-        """Become the tensor that a change through another one left behind, on the stage where both share memory."""
+        """Take the value and metadata after a change through another tensor that shares the memory."""
         with torch._C.DisableTorchFunctionSubclass():
             self.requires_grad_(spec.requires_grad)
         self.value, self.spec, self.version = value, spec, self.memory.version
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """As for the real tensor: what requires a gradient here was computed."""
+        """As for the real tensor: a placed tensor that requires a gradient was computed."""
         return not self.spec.requires_grad
 
     @property
     def grad_fn(self) -> None:  # type: ignore[override]
-        """Graphs live inside the real tensors; the placed one is part of none."""
+        """``None``: graphs consist of real tensors, and the placed one is part of none."""
         return
 
     @property
     def grad(self) -> None:  # type: ignore[override]
-        """Gradients of activations stay on the stage that computes them."""
+        """``None``: gradients of activations stay on the stage that computes them."""
         return
 
     def __copy__(self) -> Tensor:
@@ -241,7 +241,7 @@ class PlacedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if len(types) > 1 and any(getattr(kind, "has_home", False) for kind in types):
-            return NotImplemented  # what hooks do with weights is not routed here
+            return NotImplemented  # weights of other stages route these operations themselves
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -268,7 +268,7 @@ class PlacedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # where PyTorch wants a number, as in `torch.arange(n)`
+        if func is torch.ops.aten._local_scalar_dense.default:  # PyTorch needs a number, as in `torch.arange(n)`
             return args[0].program.read("item", Tensor.item, args, {})
         raise UnsupportedError(
             f"A placed tensor reached `{func}`{_where()} by a way that cannot be routed between stages (a C++ "
@@ -286,7 +286,7 @@ def _program_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Interpreter | 
 
 
 def _in_plain_lists(values: Iterable[Any]) -> tuple[Any, ...]:
-    """``values``, where PyTorch takes lists of any class for lists, and its trees take only those of its own."""
+    """``values`` with list subclasses as plain lists: operators take any subclass, pytrees only registered classes."""
     return tuple(list(value) if isinstance(value, (list, tuple)) else value for value in values)
 
 
@@ -307,5 +307,5 @@ def _where() -> str:
 
 
 def number_of(bound: Any) -> Any:
-    """A bound of a slice as Python would see it, which reads tensors."""
+    """A bound of a slice as a number; reads its value if it is a tensor."""
     return operator.index(bound) if isinstance(bound, Tensor) else bound

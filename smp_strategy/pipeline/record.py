@@ -1,11 +1,7 @@
-"""The record that a program writes of itself: its events, the values in them, and where each event runs.
+"""Program trace of a microbatch: its events, their values, and the stage of each event.
 
-Every stage writes the same record. The schedule of a step was made for the record of an earlier one; a program notices
-here that it takes another path.
-
-Nearly always it takes the path of the program that ended last. So a record *follows* that one as long as their events
-are the same, and takes its entries over instead of making and placing them anew; where they part, it places what it has
-taken over, and goes on by itself.
+Every stage writes the same trace, and the plan of a step was made for an earlier one; a departure from the planned path
+is noticed here. Most programs repeat the path of the program before them: see [Note: following a record] below.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,21 +16,34 @@ from smp_strategy.pipeline.routing import MOST_MOVES, Placement, Router, Segment
 __all__ = ["Latest", "ProgramTrace"]
 
 
+# [Note: following a record]
+# Making and routing an event costs more than many operations of the glue, and nearly all microbatches take the same
+# path. So a record *follows* the one that ended last (its leader): as long as their events are equal it takes over the
+# leader's entries, and with them the numbers of the values.
+#
+# Why the router is shared: the leader has ended, so its router has settled the home of every value, also of those that
+# the follower has not reached. A follower only asks it (`home`) and never places events with it; several followers can
+# share it, and it stays right for all of them because equal events have equal value numbers.
+#
+# At the first event that differs the record parts from its leader: it needs a router of its own, whose state (homes,
+# segments, moves) must be what it would be without a leader, so the events taken over are placed again.
+
+
 @final
 class Latest:
-    """Holds the record of the program on a stage that has ended last, if any."""
+    """The program trace that ended last on a stage, if any."""
 
     record: "ProgramTrace | None" = None
 
 
 @final
 class ProgramTrace:
-    """See the module docstring.
+    """Events of one program with their placements, compared with the path of the plan as they are added.
 
     Args:
-        new_router: makes a router, which decides where events run.
-        expected: signatures of the events that the plan was made for; ``None`` where there is no plan.
-        latest: where to find a record to follow, and to leave this one.
+        new_router: factory of routers, which place events on stages.
+        expected: signatures of the events that the plan was made for; ``None`` without a plan.
+        latest: holder of the record to follow, which :meth:`end` replaces by this one.
     """
 
     def __init__(self, new_router: Callable[[], Router], expected: Sequence[object] | None, latest: Latest) -> None:
@@ -49,8 +58,9 @@ class ProgramTrace:
         self._num_values = 0
         self._leader: ProgramTrace | None = None
         # Whether the leader was on the path of the plan: nothing has to be compared as long as it is followed.
+        # A leader of another plan says nothing of this one, so `_follow` compares `_expected` by identity.
         self._is_on_path = False
-        # Shared with the records that this one follows, as long as it does.
+        # Shared with the leader as long as it is followed; the keys hold the number of events, which fixes the path.
         self._returning: dict[tuple[int, int | None], frozenset[tuple[int, int]]] = {}
 
     @property
@@ -64,7 +74,7 @@ class ProgramTrace:
         return [event.name or event.kind for event, _ in self.events]
 
     def value(self, spec: TensorSpec) -> Value:
-        """A new value."""
+        """Number a new value."""
         self._num_values += 1
         return Value(self._num_values - 1, spec.nbytes, spec.requires_grad)
 
@@ -73,7 +83,7 @@ class ProgramTrace:
         return self._router.home(value.id)
 
     def returning(self, loss: int | None) -> frozenset[tuple[int, int]]:
-        """Numbers of values with the stages that send their gradients back, if ``loss`` is the loss."""
+        """Pairs (value number, stage that sends its gradient back) for the loss with the number ``loss``."""
         key = (len(self.events), loss)
         if key not in self._returning:
             _, uses = gradient_uses(self.events, loss)
@@ -83,14 +93,17 @@ class ProgramTrace:
     def call(
         self, kind: Literal["unit", "op"], name: str, inputs: tuple[Value, ...], prediction: Prediction
     ) -> tuple[Event, Placement]:
-        """Add a call of which the result is predicted, and decide where it runs."""
+        """Add a call with a predicted result, and place it."""
+        # At the first event, not in the constructor: all records of a step are made before one of them has ended.
         if not self.events:
             self._follow()
         position, leader = len(self.events), self._leader
         if leader is not None:
+            # Identity is enough and cheap: the oracle returns the same object for equal calls.
             if position < len(leader.events) and leader._predictions[position] is prediction:
                 entry = leader.events[position]
                 if entry[0].inputs == inputs and entry[0].name == name and entry[0].kind == kind:
+                    # The outputs have the numbers that they would get here.
                     self._num_values += len(entry[0].outputs)
                     self._add(entry, prediction)
                     return entry
@@ -103,16 +116,17 @@ class ProgramTrace:
         return entry
 
     def place(self, event: Event, *, is_whole: bool = True) -> Placement:
-        """Add any other event, and decide where it runs.
+        """Add any other event, and place it.
 
         Args:
-            event: what happens next.
-            is_whole: its outputs are all known; otherwise :meth:`complete` has to follow.
+            event: the next event.
+            is_whole: whether all of its outputs are known; otherwise :meth:`complete` has to follow.
         """
         if not self.events:
             self._follow()
         position, leader = len(self.events), self._leader
         if leader is not None:
+            # An incomplete event always parts: `complete` settles outputs in the router, which must not be shared then.
             if is_whole and position < len(leader.events) and leader.events[position][0] == event:
                 self._add(leader.events[position], None)
                 return self.events[position][1]
@@ -122,25 +136,28 @@ class ProgramTrace:
         return placement
 
     def complete(self, position: int, outputs: Sequence[Value], prediction: Prediction) -> None:
-        """The event at ``position`` has these ``outputs``, too, and costs what ``prediction`` says; the events after it
-        are whole now."""
+        """Complete the event at ``position`` with these further ``outputs`` and the costs of ``prediction``.
+
+        The events after it are whole from now on.
+        """
         event, placement = self.events[position]
         self._router.settle(outputs, placement.stages)
         outputs = (*event.outputs, *outputs)
         event = event._replace(outputs=outputs, effort=prediction.effort, saved_bytes=prediction.saved_bytes)
         event = event._replace(kept=prediction.kept)
         self.events[position] = (event, placement)
+        # Signatures contain the outputs, so none of these could be compared before.
         for later in range(position, len(self.events)):
             self._check_path(later)
 
     def given(self, spec: TensorSpec, stages: Iterable[int]) -> tuple[Value, SegmentId]:
-        """A value that exists already, on ``stages``, and where it is at home."""
+        """Add a value that exists already on ``stages``; returns it with its home segment."""
         value, home = self.value(spec), tuple(sorted(stages))
         self.place(Event("given", "", (), (value,), home=home))
         return value, SegmentId(home[0], 0)
 
     def end(self) -> None:
-        """There are no more events."""
+        """Close the record: the program has ended."""
         self.left_plan |= self._expected is not None and len(self.events) < len(self._expected)
         self._leader = None  # it would keep all records before it
         self._latest.record = self
@@ -152,14 +169,18 @@ class ProgramTrace:
             self._check_path(len(self.events) - 1)
 
     def _follow(self) -> None:
+        """Begin to take over the entries of the latest record; see [Note: following a record]."""
         self._leader = self._latest.record
         if self._leader is not None:
-            self._router = self._leader._router  # which knows where all values will be
+            self._router = self._leader._router
             self._returning = self._leader._returning
+            # With another plan, or off the plan, every event is compared as if there were no leader.
             self._is_on_path = self._leader._expected is self._expected and not self._leader.left_plan
 
     def _part(self) -> None:
+        """Leave the leader's path; see [Note: following a record]."""
         self._leader, self._is_on_path = None, False
+        # New objects, not cleared ones: the leader and its other followers go on using theirs.
         self._returning = {}
         self._router = self._new_router()
         for event, _ in self.events:

@@ -1,10 +1,10 @@
-"""Notes when a stage does what, in every step, because it costs a microsecond per action.
+"""Recorder of the start and end of every action, in every step, at a microsecond per action.
 
-Times are those of the host. Where the stage computes on an accelerator, which works through what the host has queued,
-an action ends here when the host is through with it.
+Times are those of the host. On an accelerator, which works through a queue, an action ends here when the host has
+queued its last kernel.
 
-A profiler shows the actions by name. Its ranges cost a hundred microseconds where the processor's caches are cold, on
-the way of the messages that others wait for, so they are entered only while one runs.
+A profiler shows the actions by name. Its ranges cost a hundred microseconds with cold caches, and delay messages that
+other stages wait for, so they are entered only while a profiler runs.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class Recorder:
     """Records one step.
 
     Args:
-        transport: knows how long the stage has waited; ``None`` where there is one stage.
+        transport: counter of the seconds that the stage has waited; ``None`` for a single stage.
     """
 
     def __init__(self, transport: Transport | None) -> None:
@@ -35,7 +35,7 @@ class Recorder:
         self._spans: list[Span] = []
 
     def note(self, action: Action, do: Callable[[Action], None]) -> None:
-        """Carry out ``action``."""
+        """Carry out ``action`` and note its times."""
         waited, start = self._seconds_waited(), perf_counter()
         # As torch itself asks before it spends time on ranges.
         if torch.autograd.profiler._is_profiler_enabled:
@@ -47,7 +47,7 @@ class Recorder:
         self._spans.append(Span(action, start, end, self._seconds_waited() - waited))
 
     def recording(self, *, left_plan: bool, traffic: OffloadStats) -> Recording:
-        """Everything is done."""
+        """The recording of the step, which is complete now."""
         return Recording(tuple(self._spans), perf_counter(), left_plan, traffic)
 
     def _seconds_waited(self) -> float:

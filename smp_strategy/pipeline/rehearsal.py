@@ -1,8 +1,8 @@
-"""A dry run of microbatches that take turns as on one stage: where they pause, and which values they give to calls.
+"""Rehearsal: a dry run of microbatches that take turns as on a given stage, to compare orders of turns.
 
-Nothing is computed. Values that Python code reads are made up, and are the same whenever a step is rehearsed. A program
-pauses where a message would have to come to the stage. The plain values that it gives to calls on the stage are noted,
-to be compared with those of another order of turns.
+Nothing is computed. Values that Python code reads are made up, and are equal in every rehearsal of a step. A program
+pauses at each receive of the stage. The plain values that it passes to calls are noted, to be compared with those of
+another order of turns.
 """
 
 import hashlib
@@ -20,35 +20,35 @@ from smp_strategy.pipeline.routing import Placement
 
 __all__ = ["EndlessError", "Rehearsal", "frozen"]
 
-# Calls and reads of all microbatches. Loops that end where values say so may not end with made-up ones.
+# Limit of calls and reads of all microbatches: loops that end depending on values may not end with made-up ones.
 _MOST_EVENTS = 10_000
-# So many truth values in a row are the same in a microbatch. Loops that end by one (generation of text) end then.
+# Number of equal truth values in a row in a microbatch: loops that end by one (generation of text) end after these.
 _SAME_TRUTHS = 16
 
-# Of larger tensors so many elements are compared, evenly distributed.
+# Number of elements, evenly distributed, that are compared of larger tensors.
 _MOST_ELEMENTS = 1 << 20
-# And of containers in each other.
+# Limits for containers: compared entries of each, and levels of nesting.
 _MOST_ENTRIES = 100
 _MOST_LEVELS = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class EndlessError(BaseException):
-    """The step goes on and on; no ``except Exception`` of the user's swallows it."""
+    """Endless loop in a rehearsed step; a ``BaseException``, so that user code does not swallow it."""
 
 
 @final
 class Rehearsal:
-    """See the module docstring.
+    """Dry run of microbatches that take turns as on a given stage.
 
     Args:
-        stage: whose turns these are; -1: none waits for anything.
-        truth: what is made up for the first truth values.
+        stage: stage whose receives pause the microbatches; -1: they never pause.
+        truth: made-up value of the first truth values.
 
     Attributes:
-        noted: names of the events, and plain values that calls got, by microbatch, position, number of the argument
-            (-1: the name) and stages that run the call.
-        pause: called with the number of a microbatch where it has to wait.
+        noted: names of the events and plain arguments of calls, by microbatch, position, number of the argument (-1:
+            the name) and stages that run the call.
+        pause: called with the number of a microbatch that has to wait.
     """
 
     def __init__(self, stage: int, *, truth: bool) -> None:
@@ -65,19 +65,19 @@ class Rehearsal:
             raise EndlessError
 
     def note(self, microbatch: int, position: int, name: str, placement: Placement, leaves: list[Any]) -> None:
-        """The event ``name``, which gets ``leaves``, is the one at ``position``."""
+        """Note the event ``name`` with the arguments ``leaves`` at ``position``."""
         self._count()
         self.noted[microbatch, position, -1, ()] = name
         for number, leaf in enumerate(leaves):
             self.noted[microbatch, position, number, placement.stages] = frozen(leaf)
 
     def exchange(self, microbatch: int, placement: Placement) -> None:
-        """Values move for an event."""
+        """Pause the microbatch if values would have to come to the stage for an event."""
         if any(move.target.stage == self._stage for move in placement.moves):
             self.pause(microbatch)
 
     def real(self, leaf: Any) -> Any:
-        """What Python code sees of an argument."""
+        """The value that Python code sees of an argument, made up for a placed tensor."""
         self._count()
         if not isinstance(leaf, PlacedTensor):
             return leaf
@@ -88,13 +88,13 @@ class Rehearsal:
             return torch.full(spec.size, self._truth ^ bool(number // _SAME_TRUTHS % 2))
         if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
             return torch.ones(spec.size, dtype=spec.dtype)
-        # Another one for each microbatch and value, between 0 and 1.
+        # A different number for each microbatch and value, between 0 and 1.
         fraction = (0.5 + leaf.program.microbatch * 0.381966 + leaf.value.id * 0.618034) % 1.0
         return torch.full(spec.size, 0.1 + 0.8 * fraction, dtype=spec.dtype)
 
 
 def frozen(value: Any, levels: int = _MOST_LEVELS) -> Any:
-    """A picture of ``value`` as it is now, to be compared with others; of an unknown object only its type."""
+    """Comparable snapshot of ``value``; of an unknown object only its type."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if type(value) is Tensor:

@@ -1,9 +1,8 @@
-"""Operations that change a plain tensor, one that every stage has, in place with placed tensors.
+"""In-place operations on plain tensors (replicated on every stage) with placed tensors as arguments.
 
 ``out = torch.zeros(...); out[:, 0] = h`` begins with a tensor that exists everywhere and ends with one that depends on
-a unit. Where gradients flow through it, the plain tensor becomes a placed one. Where none do (a queue of keys, a
-running mean in a buffer), every stage gets the values and makes the change itself, so that buffers stay the same
-everywhere.
+a unit. If gradients flow through it, the plain tensor becomes a placed one. Otherwise (a queue of keys, a running mean
+in a buffer) every stage gets the values and makes the change itself, so that buffers stay equal on all stages.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from smp_strategy.pipeline.placed_tensor import PlacedTensor
 
 __all__ = ["is_plain", "must_run_everywhere", "refuse_changed_plain"]
 
-# References to the memory of a tensor that nothing shares: the tensor's own and that of the object asked for it.
+# References to the memory of an unshared tensor: the tensor's own, and that of the storage object that is queried.
 UNSHARED = 2
 
 
@@ -31,9 +30,9 @@ def must_run_everywhere(name: str, leaves: Sequence[Any], prediction: Prediction
     """Whether every stage should apply the operation, rather than one stage that has taken over the plain tensors.
 
     Args:
-        name: of the operation.
-        leaves: its flattened arguments.
-        prediction: what it will do.
+        name: name of the operation.
+        leaves: flattened arguments.
+        prediction: prediction of the operation.
         plain: positions of the plain tensors that it will change.
 
     Raises:
@@ -52,7 +51,7 @@ def must_run_everywhere(name: str, leaves: Sequence[Any], prediction: Prediction
 
 
 def refuse_changed_plain(name: str, leaves: Sequence[Any], prediction: Prediction) -> None:
-    """Refuse a call that turns out to have changed plain tensors, after it ran on one stage."""
+    """Refuse an unpredictable call that has changed plain tensors on the one stage that ran it."""
     for position in prediction.changed:
         if is_plain(leaves[position]):
             raise _refusal(name, leaves[position])

@@ -1,4 +1,4 @@
-"""Results of a step on all stages: placed tensors become real ones everywhere.
+"""Broadcast of a step's results: placed tensors become real tensors on all stages.
 
 The stage that made a tensor sends it to all others, one message per dtype and device.
 """
@@ -19,13 +19,13 @@ __all__ = ["begin_to_make_real"]
 
 
 def begin_to_make_real(tree: Any, transport: Transport | None, stage: int, num_stages: int) -> Callable[[], Any]:
-    """Begin to give all stages the values of placed tensors; collective.
+    """Begin to broadcast the values of placed tensors to all stages; collective.
 
     Args:
-        tree: with placed tensors, the same ones on all stages.
-        transport: among the stages; ``None`` where there is only one.
+        tree: tree with placed tensors, the same ones on all stages.
+        transport: transport among the stages; ``None`` for a single stage.
         stage: this rank's stage.
-        num_stages: of the pipeline.
+        num_stages: number of stages.
 
     Returns:
         A function that waits and returns ``tree`` with real, detached tensors.
@@ -54,7 +54,7 @@ def begin_to_make_real(tree: Any, transport: Transport | None, stage: int, num_s
 def _begin_to_share(
     values: Sequence[Tensor | None], specs: Sequence[TensorSpec], home: int, transport: Transport | None
 ) -> Callable[[], list[Tensor]]:
-    """Begin to give every stage the tensors of stage ``home``, where ``values`` are; returns what waits for them."""
+    """Begin to broadcast the tensors of stage ``home``, which passes ``values``; returns a function that waits."""
     if transport is None:
         here = [value.detach() for value in values if value is not None]
         return lambda: here

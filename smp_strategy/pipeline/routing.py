@@ -1,17 +1,16 @@
-"""Where each call of the program runs, and which values must move for it.
+"""Routing: the stage of each call of the program, and the values that must be sent for it.
 
 The rule, applied to the events of a microbatch in program order:
 
 * a unit runs on its stage;
 * an operation of the glue runs on the stage that made the newest of its inputs;
 * a read by Python code happens on every stage;
-* a tensor that is given from outside is where it is;
+* a tensor from outside the step stays on the stages that hold it;
 * a value that a stage needs and does not hold is sent there by the stage that made it, once.
 
-A stage's part of a microbatch is cut into *segments*: a new one begins where the stage, having computed or sent
-something, must wait for another stage. All stages apply the rule to the same events, so sends and receives match by
-construction. The rule has no tensors in it: the runtime applies it while the program runs, the scheduler applies it
-to a trace before anything runs.
+A stage's part of a microbatch is cut into *segments* ([Note: segments] below). All stages apply the rule to the same
+events, so sends and receives match by construction. The rule has no tensors in it: the runtime applies it while the
+program runs, the scheduler applies it to a trace before anything runs.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -24,34 +23,48 @@ __all__ = ["MOST_MOVES", "Move", "Placement", "Router", "SegmentId", "gradient_u
 # Values that a microbatch may move; messages of two microbatches have different tags.
 MOST_MOVES: Final = 1 << 15
 
+# [Note: segments]
+# A segment is a run of one microbatch on one stage that needs no message once it has begun. It is the unit that a plan
+# orders, that a coroutine runs without a pause, and that backward runs as one autograd graph. A new one begins where
+# the stage must wait for another stage and has computed or sent something since the last wait:
+#
+#     stage 0   [0: embed, block 0] --h--.                   .--y--> [1: loss of a tied head]
+#     stage 1                            '--> [0: block 1] --'
+#
+# * Two waits in a row are one: nothing lies between them that could run earlier.
+# * Sending counts as work. If a segment could begin with a wait and contain a send before it, the stage would have to
+#   receive before it sends, and two such stages would wait for each other.
+# * `LocalGraph` cuts at the same places while the program runs, with real tensors; it asserts that both agree.
+
 
 class SegmentId(NamedTuple):
-    """A run of a microbatch on one stage, without its microbatch."""
+    """Stage and number of a segment; see [Note: segments]."""
 
     stage: int
     number: int
 
 
 class Move(NamedTuple):
-    """A value goes from the stage that made it to one that needs it."""
+    """Point-to-point transfer of a value from the stage that made it to one that needs it."""
 
     value: Value
     number: int
-    """Position among all moves of the microbatch; the message tag is made of it."""
+    """Position among all moves of the microbatch; determines the message tag."""
     source: SegmentId
-    """Where the value is sent from."""
+    """Segment that sends the value."""
     target: SegmentId
-    """Which segment waits for it."""
+    """Segment that waits for the value."""
 
 
 class Placement(NamedTuple):
-    """The decision for one event."""
+    """Routing decision for one event."""
 
     stages: tuple[int, ...]
-    """Where the event runs; one stage, or all of them for a read; where a given tensor is."""
+    """Stages that run the event: one, or all of them for a read; for a given tensor, the stages that hold it."""
     segments: tuple[SegmentId, ...]
     """The segment of each of ``stages`` that runs it."""
     moves: tuple[Move, ...]
+    """Transfers that must precede the event."""
 
 
 @final
@@ -75,7 +88,7 @@ class Router:
         self._num_moves = 0
 
     def place(self, event: Event) -> Placement:
-        """Decide where ``event`` runs and what has to move; the event's outputs then live there."""
+        """Choose the stages and moves of ``event``; its outputs then live on these stages."""
         stages = self._stages(event)
         moves = self._moves(event.inputs, stages)
         segments = tuple([SegmentId(stage, self._segment[stage]) for stage in stages])
@@ -85,7 +98,7 @@ class Router:
         return Placement(stages, segments, moves)
 
     def settle(self, values: Iterable[Value], stages: Collection[int]) -> None:
-        """Let ``values`` be at home on the first of ``stages`` and held by all of them."""
+        """Set the home of ``values`` to the first of ``stages``; all of ``stages`` hold them."""
         for value in values:
             self._home[value.id] = min(stages)
             self._held.update([(value.id, stage) for stage in stages])
@@ -103,7 +116,7 @@ class Router:
             return self._all
         if event.kind == "given":
             return event.home
-        # What every stage has pulls the operation nowhere, unless there is nothing else.
+        # A value that every stage holds attracts the operation nowhere, unless there are no others.
         pulling = [value for value in event.inputs if value.id not in self._everywhere] or event.inputs
         newest = max(pulling, key=_number)
         return (self._home[newest.id],)
@@ -113,7 +126,8 @@ class Router:
         missing = [(value, stage) for stage in stages for value in unique if (value.id, stage) not in self._held]
         if not missing:
             return ()
-        # A stage sends before it waits, and both in one segment would be no uninterrupted run.
+        # Sources first, as sending counts as work: a stage that sends and receives for the same event sends from its
+        # old segment and waits in a new one. See [Note: segments].
         sources = [SegmentId(home, self._segment[home]) for home in (self._home[value.id] for value, _ in missing)]
         for source in sources:
             self._worked[source.stage] = True
@@ -136,10 +150,14 @@ def _number(value: Value) -> int:
 def gradient_uses(
     events: Iterable[tuple[Event, Placement]], loss: int | None
 ) -> tuple[set[int], set[tuple[int, SegmentId]]]:
-    """Which values get a gradient, and which segments' use of a value sends one back.
+    """Find the values with a gradient, and the uses that send one back, by a reverse pass over the events.
 
     A value gets a gradient if it requires one and the loss depends on it. Within one event every output is taken to
     depend on every input.
+
+    Args:
+        events: events of a microbatch with their placements.
+        loss: number of the loss; ``None``: there is no loss.
 
     Returns:
         The numbers of the values with a gradient, and pairs (value, segment that used it and returns a gradient).

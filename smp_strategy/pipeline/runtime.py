@@ -1,8 +1,8 @@
-"""Runs the user's code on one stage: steps in the order of the plan, and whatever else needs placed tensors.
+"""Pipeline runtime of one stage: runs steps in the order of the plan, and other code that needs placed tensors.
 
-With a plan, the stage does its actions one after the other. Without one (the path of the step is not known yet), each
-microbatch runs forward and then backward in program order: slower, but the same on every stage and therefore free of
-deadlock. Either way the events of the first microbatch are kept: they are the trace that the next plan is made of.
+With a plan, the stage carries out its actions one after the other. Without one (the path of the step is not known yet),
+each microbatch runs forward and then backward in program order: slower, but the same on every stage and therefore free
+of deadlock. Either way the events of the first microbatch are kept: the next plan is made from this trace.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,15 +45,16 @@ class Runtime:
 
     Args:
         stage: this rank's stage.
-        private: keeps microbatches apart; ``None`` for a dry run.
-        told: told what the glue gives to units.
-        called: told which unit the glue calls with what.
-        written: told, before the glue sets or deletes an attribute of a module; ``None``: ``private`` is.
+        private: private state of microbatches; ``None`` for a dry run.
+        told: called with the arguments that the glue passes to units.
+        called: called with each unit that the glue calls, and its arguments.
+        written: called before the glue sets or deletes an attribute of a module, unless ``private`` is given, which is
+            told instead.
 
     Attributes:
         stage, told: as given.
-        current: the program that runs now.
-        collectives: of the user, in steps.
+        current: holder of the running program.
+        collectives: collectives of the user in steps.
         barriers: runs steps whose microbatches stop at barriers.
     """
 
@@ -84,10 +85,10 @@ class Runtime:
             keep_freed_memory()
 
     def call_unit(self, unit: Callee, args: Any, kwargs: Any) -> Any:
-        """Stand-in for the ``forward`` of a unit, whose key is its name."""
+        """Replacement for the ``forward`` of a unit, whose key is its name."""
         name = str(unit.key)
         program = self.current.interpreter
-        if self.stage.activations.repeating is not None:  # the work of the unit that is being run once more
+        if self.stage.activations.repeating is not None:  # called by a unit that is being recomputed
             return unit.function(*args, **kwargs)
         if program is not None and program.enclosing is None:
             if program.function:
@@ -101,7 +102,7 @@ class Runtime:
             if self._called is not None:
                 self._called(unit, args, kwargs)
             return program.unit(name, unit, args, kwargs)
-        # The work of another unit: the weights are there if that unit holds this one, and a dry run needs none.
+        # Called inside another unit: its weights are there if that unit contains this one, and a dry run needs none.
         if program is not None and (program.is_predicting or _holds(program.enclosing, unit.module)):
             return unit.function(*args, **kwargs)
         if self.stage.stage_of[name] != self.stage.number:
@@ -124,18 +125,18 @@ class Runtime:
         return program.read(getattr(function, "__qualname__", repr(function)), function, args, kwargs)
 
     def run(self, job: Job, microbatches: Sequence[Any], plan: Plan | None) -> tuple[StepRun, Recording]:
-        """Do ``job`` with every microbatch; with a loss, also backward.
+        """Run ``job`` on every microbatch; with a loss, also backward.
 
         Gradients of the weighted sum of the losses are added to the ``.grad`` of this stage's parameters.
 
         Args:
-            job: the user's code and what belongs to it.
-            microbatches: what it gets.
-            plan: order of work; ``None``: program order. A microbatch that takes another path than the plan was made
-                for makes its stage leave the plan.
+            job: step to run.
+            microbatches: arguments of the step, one per microbatch.
+            plan: order of actions; ``None``: program order. The stage leaves the plan when a microbatch departs from
+                the path for which it was made.
 
         Returns:
-            What came out of it, and when this stage did what.
+            The result of the step, and the recording of this stage.
         """
         turns, recorder = self.runner_of(job, microbatches), Recorder(self.stage.transport)
         try:
@@ -181,15 +182,15 @@ class Runtime:
     def _offloading(
         self, microbatches: Sequence[Any], actions: Sequence[Action] = (), *, follows_plan: bool = False
     ) -> AbstractContextManager[None]:
-        """What units keep for backward may go to the host in here."""
-        # One stage has so few actions that calls are counted.
+        """Context in which activations of units may be offloaded."""
+        # A single stage has too few actions to time transfers by them: calls are counted instead.
         uses = backward_positions(actions) if follows_plan and self.stage.num_stages > 1 else None
         alternates = [action.kind == "F" for action in actions] == [True, False] * (len(actions) // 2)
         batch = (leaf for leaf in flatten(microbatches)[0] if isinstance(leaf, Tensor))
         return self.stage.activations.offload.step(uses, backward_follows=bool(actions) and alternates, batch=batch)
 
     def runner_of(self, job: Job, microbatches: Sequence[Any]) -> MicrobatchRunner:
-        """The microbatches of a step that begins now."""
+        """Make the runner of a step that begins now."""
         self.barriers.close()
         private = self._private if len(microbatches) > 1 or self.stage.activations.recomputes else None
         if private is not None:
@@ -205,30 +206,30 @@ class Runtime:
 
     @property
     def is_in_unit(self) -> bool:
-        """Whether a unit runs just now, perhaps once more in a backward, to compute something."""
+        """Whether a unit is computing, perhaps recomputed in a backward."""
         program = self.current.interpreter
         runs = program is not None and program.is_in_unit and not program.is_predicting
         return runs or self.stage.activations.repeating is not None
 
     @property
     def running_unit(self) -> nn.Module | None:
-        """The unit whose code runs just now, if any."""
+        """The unit whose code is running, if any."""
         return None if self.current.interpreter is None else self.current.interpreter.enclosing
 
     @property
     def traffic(self) -> OffloadStats:
-        """What has gone between the device and the host in the latest step with backward."""
+        """Statistics of activation offload in the latest step with backward."""
         return self.stage.activations.offload.traffic
 
     def _touch(self, module: nn.Module, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """An attribute of ``module`` is about to be set or deleted; returns what it is set to."""
+        """Called before an attribute of ``module`` is set or deleted; returns the value to be set."""
         program = self.current.interpreter
         if self._written is None or program is None or program.is_in_unit:
             return values
         self._written(module, name)
         is_placed = len(values) == 1 and isinstance(values[0], PlacedTensor) and not values[0].requires_grad
         if is_placed and name in vars(module).get("_buffers", ()):
-            # Buffers outlive the step, and every stage has them.
+            # Buffers outlive the step, and every stage must have the same ones: they get the real value.
             return (program.read(f"the buffer `{name}`", Tensor.clone, values, {}),)
         return values
 

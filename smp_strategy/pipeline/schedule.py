@@ -1,4 +1,4 @@
-"""The plan of a stage: an ordered list of actions, with a text form.
+"""Pipeline schedule: the plan of each stage as an ordered list of actions, with a text form.
 
 An action is the forward (``F``) or backward (``B``) pass of one segment of one microbatch: ``F3`` is the forward of
 microbatch 3, ``B0.1`` the backward of its second segment on this stage. A backward may be split into the part that
@@ -23,7 +23,7 @@ _ACTION = re.compile(r"(?P<kind>[FBIW])(?P<microbatch>\d+)(?:\.(?P<segment>\d+))
 @final
 @dataclass(frozen=True, order=True, slots=True)
 class Action:
-    """One pass of one segment of one microbatch on a stage."""
+    """One forward or backward pass of one segment of one microbatch on a stage."""
 
     kind: Literal["F", "B", "I", "W"]
     microbatch: int
@@ -46,22 +46,22 @@ Times = tuple[tuple[tuple[float, float], ...], ...]
 
 
 def end_of(times: Times) -> float:
-    """When the last action of all ends."""
+    """End of the last action of all stages."""
     return max((span[1] for stage in times for span in stage), default=0.0)
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What each stage does, in order, with simulated times."""
+    """Actions of each stage in order, with simulated times."""
 
     stages: tuple[tuple[Action, ...], ...]
     """Actions of each stage."""
     times: Times
     """Simulated start and end of each action, in the unit of the costs."""
     period: float | None = None
-    """Simulated time from the end of a step to that of the next one, where nothing makes stages wait in between;
-    ``None``: not known."""
+    """Simulated time from the end of a step to that of the next one, if nothing makes stages wait in between; ``None``:
+    not known."""
 
     @property
     def makespan(self) -> float:
@@ -70,18 +70,18 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Share of the stages' time in which they wait, 0 to 1."""
+        """Bubble: share of the stages' time in which they wait, 0 to 1."""
         busy = sum(end - start for stage in self.times for start, end in stage)
         total = self.makespan * len(self.stages)
         return 1.0 - busy / total if total else 0.0
 
     @property
     def overlap(self) -> float:
-        """Share of a step that is saved where another one follows it, 0 to 1; 0 where that is not known."""
+        """Share of a step that is saved by overlap with the next one, 0 to 1; 0 if that is not known."""
         return 0.0 if self.period is None or not self.makespan else 1 - self.period / self.makespan
 
     def peak_microbatches(self, stage: int) -> int:
-        """Most microbatches whose activations ``stage`` holds at once."""
+        """Peak number of microbatches whose activations ``stage`` holds at once."""
         alive, peak = set(), 0
         last = {action.microbatch: action for action in self.stages[stage]}
         for action in self.stages[stage]:

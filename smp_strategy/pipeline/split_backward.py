@@ -1,18 +1,12 @@
-"""Backward of a segment in two parts: first what other stages wait for, later what nobody waits for.
+"""Split backward of a segment (zero-bubble pipelining): input gradients first, weight gradients later.
 
-The first part computes the gradients of the segment's imports, the second those of its weights. Together they do what
-one whole backward does: the same kernels on the same tensors, each gradient added to its weight once, every hook
-called once.
+The first part computes the gradients of the segment's imports, which other stages wait for; the second those of its
+weights. Together they equal one whole backward: the same kernels on the same tensors, each gradient added to its weight
+once, every hook called once. The mechanism is drawn in [Note: split backward] below.
 
-The graph is walked from the roots. Some of its nodes lead to an import; the others lead to leaves only. Where a
-matrix product or a convolution of the first kind has an edge to one of the second, the gradient for that edge is not
-computed in the first part. What it takes is kept (see :mod:`smp_strategy.pipeline.weight_gradients`), and the second
-part computes it and goes on from there through autograd, to the leaf and its hooks. The first part frees the rest of
-the graph, as any backward does.
-
-A leaf waits for the second part only if all its gradient comes through one such node. A weight that is used twice gets
-its gradients in the first part, added in the order of autograd, and so do those of nodes that compute all their
-gradients at once (norms, autograd Functions, whatever is compiled or recomputed).
+A leaf waits for the second part only if all its gradient comes through one product. A weight that is used twice gets
+its gradients in the first part, added in the order of autograd, and so do the weights of nodes that compute all their
+gradients at once (norms, autograd Functions, compiled or recomputed code).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -30,14 +24,31 @@ from smp_strategy.pipeline.weight_gradients import can_come_later, formula_of
 __all__ = ["Deferred", "backward_of_imports"]
 
 Node = Any
-"""Of autograd's graph."""
+"""A node of autograd's graph."""
 Roots = Sequence[Tensor] | Sequence[GradientEdge]
-"""Where a backward begins."""
+"""Start of a backward."""
+
+# [Note: split backward]
+# Nodes that lead to an import are *inside*, the others lead to leaves only. A product (matrix product, convolution) at
+# the border has its weight gradient deferred:
+#
+#     root --> inside --> product --> inside --> import     first part, [1]
+#                           |
+#                           '.......> outside --> leaf      second part, [2]
+#
+# [1] runs autograd with `inputs=` all leaves but those behind products, so autograd itself skips the dotted edges, and
+#     frees the graph on its way. A prehook on each product keeps what [2] needs of it (`weight_gradients.py`), before
+#     the visit frees it.
+# [2] computes the gradient of a dotted edge by formula and continues from there through autograd, to the leaf and its
+#     hooks.
+#
+# A node outside that two nodes inside lead to would get its gradient in two parts, and its hooks would run twice: such
+# products are *spoiled*, and stay whole in [1].
 
 
 @final
 class Deferred:
-    """The part of a backward that is still to do."""
+    """The second part of a split backward: weight gradients still to be computed."""
 
     def __init__(self, parts: Iterable[Callable[[], None]] = ()) -> None:
         self._parts = list(parts)
@@ -46,21 +57,25 @@ class Deferred:
         return bool(self._parts)
 
     def run(self) -> None:
-        """Do it; what it was made of is freed on the way."""
+        """Compute them; saved tensors are freed on the way."""
         # The latest first: it may still be in the processor's cache. No two of them add to the same weight.
         while self._parts:
             self._parts.pop()()
 
 
 def backward_of_imports(roots: Roots, gradients: Sequence[Tensor], imports: Collection[Import]) -> Deferred:
-    """Run as little of a segment's backward as its ``imports`` need.
+    """Run the first part of a segment's backward: as little as the gradients of ``imports`` need.
 
     Args:
-        roots: where it starts.
-        gradients: of ``roots``.
-        imports: those of the segment whose gradients are waited for.
+        roots: tensors or edges at which backward starts.
+        gradients: gradients of ``roots``.
+        imports: imports of the segment whose gradients are waited for.
+
+    Returns:
+        The second part.
     """
     whole = partial(torch.autograd.backward, roots, gradients)
+    # Nobody waits for anything: all of it can come later.
     if not imports:
         return Deferred([whole])
     graph = _Graph([_node_of(root) for root in roots], imports)
@@ -73,6 +88,7 @@ def backward_of_imports(roots: Roots, gradients: Sequence[Tensor], imports: Coll
     parts: list[Callable[[], None]] = []
     handles = [node.register_prehook(partial(_keep, parts, node, edges)) for node, edges in products.items()]
     try:
+        # Imports are reached without being named: each hangs on a leaf of its own, the anchor of `segments.enter`.
         torch.autograd.backward(roots, gradients, inputs=graph.leaves(products))
     finally:
         for handle in handles:
@@ -85,10 +101,11 @@ def _node_of(root: Tensor | GradientEdge) -> Node:
 
 
 def _keep(parts: list[Callable[[], None]], node: Node, edges: "_Edges", gradients: Sequence[Tensor | None]) -> None:
-    """Called when the gradient of a product is there."""
+    """Prehook of a product: keep what its weight gradient needs."""
     (gradient,) = gradients
     if gradient is not None:
         formula = formula_of(node, list(edges))
+        # The version, since the gradient is kept, not copied: a hook may still change it in place.
         parts.append(partial(_go_on, formula, list(edges.values()), gradient, gradient._version))
 
 
@@ -106,16 +123,16 @@ def _go_on(
 
 
 _Edges = dict[int, GradientEdge]
-"""Edges of a node that lead to leaves only, by their position."""
+"""Edges of a node that lead to leaves only, by position."""
 
 
 @final
 class _Graph:
-    """The graph of a segment.
+    """Autograd graph of a segment, divided as in [Note: split backward].
 
     Args:
-        roots: the nodes where backward starts.
-        imports: what it is to reach.
+        roots: nodes at which backward starts.
+        imports: imports to be reached.
 
     Attributes:
         inside: nodes that lead to an import.
@@ -135,7 +152,7 @@ class _Graph:
         self._spoiled: set[Node] = set()
 
     def products(self) -> dict[Node, _Edges]:
-        """Nodes inside that have edges to leaves of their own, whose gradients can come later."""
+        """Products at the border whose weight gradients can come later, with the edges to their leaves."""
         found: dict[Node, _Edges] = {}
         for node in self._at_the_border():
             edges = {
@@ -146,8 +163,10 @@ class _Graph:
             can_wait = can_come_later(node, list(edges))
             if can_wait:
                 found[node] = edges
+            # Nodes that cannot wait claim as well: a leaf that they share with a product spoils it.
             for edge in edges.values():
                 self._claim(edge.node, node if can_wait else None)
+        # So does a root from which no import is reached: its backward is part of the first run.
         for root in self._roots:
             if root not in self.inside:
                 self._claim(root, None)
@@ -167,13 +186,14 @@ class _Graph:
         return dict.fromkeys(node for above in outside for node in above if node in self.inside)
 
     def _claim(self, node: Node, owner: Node | None) -> None:
-        """Note that ``owner`` leads to ``node`` and all below."""
+        """Make ``owner`` the owner of ``node`` and all below; nodes with two owners get none, and spoil both."""
         waiting = [node]
         while waiting:
             node = waiting.pop()
             before = self._owner.get(node, owner)
             if before is not owner:
                 self._spoiled.update((before, owner))
+            # Seen with this owner, or already nobody's: so is all below.
             if node in self._owner and (before is owner or before is None):
                 continue
             self._owner[node] = owner if before is owner else None

@@ -1,4 +1,4 @@
-"""What every program on a stage has in common: where it runs, who predicts for it, and how values travel."""
+"""Pipeline stage of this rank: configuration and services of its programs, and the factory that makes them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,39 +31,40 @@ __all__ = ["Stage"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage of a pipeline, as this rank sees it."""
+    """One stage of a pipeline, as seen by this rank."""
 
     number: int
     """This rank's stage; -1 for a dry run that computes nothing."""
     stage_of: Mapping[str, int]
     """Stage of each unit, by qualified name."""
     num_stages: int
+    """Number of stages."""
     oracle: ShapeInference
-    """Predicts results of calls."""
+    """Shape inference for the results of calls."""
     transport: Transport | None
-    """Carries values between stages; ``None`` where there is only one."""
+    """Transport of values between stages; ``None`` for a single stage."""
     device: torch.device
-    """Where the units run."""
+    """Device of the units."""
     with_weights: WithWeights = weights_are_there
-    """Called with each unit that runs on this stage."""
+    """Wrapper of each unit that runs on this stage, which provides its weights."""
     activations: UnitWrapper = field(default_factory=UnitWrapper)
-    """Decides what units keep for backward."""
+    """Activation policy of the units: recomputation and offload."""
     reads_refused: str = ""
-    """Why Python code must not see values in steps; empty: it may."""
+    """Reason why Python code must not see values in steps; empty: it may."""
     replicas: Replicas = field(default_factory=Replicas)
-    """The ranks that the user's code takes for all ranks."""
+    """Ranks that stand for all ranks in the user's code."""
     agree: Callable[[bool], bool] = bool
-    """Whether something is true on all ranks that split layers of this stage between them."""
+    """Returns whether a condition holds on all tensor-parallel ranks of this stage; collective over them."""
     latest: Latest = field(default_factory=Latest)
-    """The record that new programs begin by following."""
+    """Holder of the trace that new programs follow."""
     leftovers: ExposedAttributes | None = None
-    """Set where programs run to be looked at only: what units leave in attributes."""
+    """Attributes that units set, in a survey; else ``None``."""
     rehearsal: Rehearsal | None = None
-    """Set where they run to see what happens when they take turns."""
+    """Rehearsal of the order of microbatches; ``None`` if programs do not rehearse."""
 
     @property
     def is_dry(self) -> bool:
-        """Whether what programs compute is thrown away."""
+        """Whether this is a dry run, whose results are thrown away."""
         return self.leftovers is not None or self.rehearsal is not None
 
     @cached_property
@@ -82,7 +83,14 @@ class Stage:
         gate: Gate | None = None,
         current: CurrentProgram | None = None,
     ) -> MicrobatchInterpreter:
-        """A new program on this stage; see :class:`~smp_strategy.pipeline.interpreter.MicrobatchInterpreter`."""
+        """Make a program on this stage; see :class:`~smp_strategy.pipeline.interpreter.MicrobatchInterpreter`.
+
+        Args:
+            microbatch, seed, generators, gate: arguments of the interpreter.
+            pause: hands control to the scheduler, with the receives that the program waits for.
+            expected: signatures of the events that the plan was made for; ``None`` without a plan.
+            current: holder of the running program.
+        """
         context = StageContext(
             stage=self.number,
             oracle=self.oracle,
@@ -106,14 +114,14 @@ class Stage:
         )
 
     def make_known(self, tensors: Sequence[PlacedTensor]) -> None:
-        """Give every stage the values of ``tensors``; collective."""
+        """Broadcast the values of ``tensors`` to every stage, and keep them as ``known``; collective."""
         for tensor, value in zip(tensors, self.make_real(list(tensors)), strict=True):
             tensor.known = value
 
     def make_real(self, tree: Any) -> Any:
-        """``tree`` with every tensor detached and every placed tensor replaced by its value, on all stages."""
+        """Replace placed tensors in ``tree`` by their values on all stages, and detach all tensors; collective."""
         return self.begin_to_make_real(tree)()
 
     def begin_to_make_real(self, tree: Any) -> Callable[[], Any]:
-        """Begin to do so; returns what waits for it."""
+        """Begin :meth:`make_real`; returns a function that waits for the result."""
         return begin_to_make_real(tree, self.transport, self.number, self.num_stages)

@@ -1,7 +1,4 @@
-"""What the programs of a stage have in common: who predicts, who computes, and what is done around units.
-
-Where a unit finds its weights when it is called.
-"""
+"""Services that all programs of a stage share: shape inference, random streams, and the wrappers of units."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,37 +15,37 @@ from smp_strategy.pipeline.rehearsal import Rehearsal
 __all__ = ["StageContext", "WithWeights", "weights_are_there"]
 
 WithWeights = Callable[[str, Callable[..., Any], object], Callable[..., Any]]
-"""Makes a call of a unit find its weights, which may be spread over ranks. Gets the unit's name, what to call, and
-something that stands for the thread: equal for calls that are made one after the other."""
+"""Wraps the forward of a unit so that it finds its weights, which may be sharded. Arguments: the unit's name, its
+forward, and a token that identifies the thread: equal for calls that are made one after the other."""
 
 
 def weights_are_there(unit: str, function: Callable[..., Any], token: object) -> Callable[..., Any]:
-    """They are."""
+    """Return ``function`` as it is: the weights are not sharded."""
     return function
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class StageContext:
-    """See the module docstring."""
+    """Services of the programs of one stage; see :class:`~smp_strategy.pipeline.stage.Stage`, which makes it."""
 
     stage: int
     """This rank's stage; -1 for a dry run that computes nothing."""
     oracle: ShapeInference
-    """Predicts results."""
+    """Shape inference for the results of calls."""
     current: CurrentProgram
-    """The program that runs now, if any; tensors of programs that have ended can be used in it."""
+    """Holder of the running program, which takes over operations on tensors of ended programs."""
     share: Callable[[Sequence[PlacedTensor]], None]
-    """Gives every stage the values of tensors whose program has ended; collective."""
+    """Broadcasts the values of tensors of ended programs to every stage; collective."""
     streams: Streams
     """Random streams for calls that draw numbers."""
     with_weights: WithWeights
-    """Called with each unit that runs on this stage, and the microbatch."""
+    """Wrapper of each unit that runs on this stage, which provides its weights."""
     reads_refused: str
-    """Why Python code must not see values; empty: it may."""
+    """Reason why Python code must not see values; empty: it may."""
     activations: UnitWrapper
-    """Decides what units keep for backward."""
+    """Activation policy of the units."""
     leftovers: ExposedAttributes | None
-    """Set where programs run to be looked at: what units leave in attributes. What they compute is thrown away."""
+    """Attributes that units set, in a survey, whose results are thrown away; else ``None``."""
     rehearsal: Rehearsal | None
-    """Set where they run to see what happens when they take turns."""
+    """Rehearsal of the order of microbatches; ``None`` if programs do not rehearse."""

@@ -1,7 +1,7 @@
-"""What the stages do together when their programs have ended, while backwards still run.
+"""End of a step: compare the programs of all stages, then broadcast their results, while backwards still run.
 
-They make sure that they have run the same programs, without which the rest would not match, and then give each other
-the values of what the programs have returned. Both travel in the background: nobody waits before the end of the step.
+The broadcast needs the comparison first, as the results of different programs would not match. Messages travel in the
+background: no stage waits before the end of the step.
 """
 
 import zlib
@@ -17,12 +17,12 @@ __all__ = ["StepEnd"]
 
 @final
 class StepEnd:
-    """See the module docstring. Collective: all stages make one for each step, and finish it.
+    """Agreement and broadcast at the end of one step; collective: all stages make one for each step, and finish it.
 
     Args:
-        stage: where this happens.
-        programs: which have all ended.
-        results: a tree with the placed tensors that they have returned.
+        stage: this rank's stage.
+        programs: programs of the step, which have all ended.
+        results: tree of their return values, with placed tensors.
     """
 
     def __init__(self, stage: Stage, programs: Sequence[MicrobatchInterpreter], results: Any) -> None:
@@ -37,20 +37,20 @@ class StepEnd:
         self._agreement = None if stage.transport is None else begin_to_agree(stage.transport, digest, path)
 
     def go_on(self) -> None:
-        """Begin what can begin by now; waits for no other stage."""
-        # Ranks that split layers between them begin together: to share a result they put its parts together.
+        """Begin whatever can begin now, without waiting for other stages."""
+        # Tensor-parallel ranks begin together: broadcasting a result may gather its parts from them.
         if self._sharing is None and self._agreement is not None and self._stage.agree(self._agreement.is_reached()):
             self.agree()
 
     def agree(self) -> None:
-        """Make sure that all stages have run the same programs."""
+        """Wait for the comparison, raise if the stages have run different programs, and begin the broadcast."""
         if self._sharing is None:
             if self._agreement is not None:
                 self._agreement.check()
             self._sharing = self._stage.begin_to_make_real(self._results)
 
     def finish(self) -> Any:
-        """The results with real tensors."""
+        """Wait for the broadcast; returns the results with real tensors."""
         self.agree()
         assert self._sharing is not None
         return self._sharing()

@@ -23,9 +23,9 @@ def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], ge
     """Run code of the glue once, on every stage, outside of the microbatches.
 
     Args:
-        runtime: of the stage.
-        code: gets the program that routes its calls.
-        generators: it draws from the global ones, and these follow.
+        runtime: runtime of the stage.
+        code: user code; gets the program that routes its calls.
+        generators: global generators that it draws from, which are synchronised over the stages.
 
     Returns:
         The result of ``code``, with real tensors on every stage.
@@ -40,7 +40,7 @@ def run_alone(runtime: Runtime, code: Callable[[MicrobatchInterpreter], Any], ge
 
 @contextmanager
 def _entered(runtime: Runtime, program: MicrobatchInterpreter) -> Iterator[None]:
-    """Calls of units in here are calls of ``program``."""
+    """Context in which ``program`` is the running program."""
     runtime.current.enter(program)
     try:
         with watched_entrances(runtime.current):
@@ -53,13 +53,13 @@ def _entered(runtime: Runtime, program: MicrobatchInterpreter) -> Iterator[None]
 
 
 def survey(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any], Tensor | None] | None) -> Trace:
-    """Run ``step`` once and return its trace.
+    """Trace ``step`` by one dry run.
 
     Args:
-        runtime: of a stage that is dry.
+        runtime: runtime of a dry stage.
         step: the user's code.
-        microbatch: its argument.
-        loss_of: picks the loss out of its result; ``None``: there is no backward.
+        microbatch: argument of the step.
+        loss_of: picks the loss from its result; ``None``: there is no backward.
 
     Raises:
         ValueNeededError: the stage computes nothing, and the step reads a value or makes a shape that depends on one.
@@ -76,16 +76,16 @@ def survey(runtime: Runtime, step: Step, microbatch: Any, loss_of: Callable[[Any
 def rehearse(
     runtime: Runtime, job: Job, microbatches: Sequence[Any], *, in_order: bool
 ) -> list[tuple[Event, Placement]]:
-    """Let microbatches of a dry run take turns, without backward.
+    """Run microbatches of a dry run in turns, without backward.
 
     Args:
-        runtime: of a stage with a rehearsal, which tells where microbatches pause.
-        job: what is done with every microbatch.
-        microbatches: arguments of the step.
-        in_order: one after the other; otherwise each advances by one pause in turn.
+        runtime: runtime of a stage with a rehearsal, which decides where microbatches pause.
+        job: step that every microbatch runs.
+        microbatches: arguments of the step, one per microbatch.
+        in_order: whether to run them one after the other; otherwise each advances by one pause in turn.
 
     Returns:
-        The events of the last microbatch, with their places.
+        The events of the last microbatch, with their placements.
     """
     rehearsal = runtime.stage.rehearsal
     assert rehearsal is not None

@@ -1,17 +1,17 @@
-"""What a step switches for a while, kept apart while microbatches take turns.
+"""Plain values that a step changes, temporarily or for good, isolated between interleaved microbatches.
 
 A step freezes its adapters, computes a reference, and thaws them; it sets a flag, a scale or a mode, and sets it back.
-A microbatch that pauses in between must not leave the others with that. But what a step counts must go on counting.
+Other microbatches that run during a pause must not see that. But counters of a step must keep counting.
 
-In one process a microbatch finds what the one before it has left in the end, and then what it has written itself. So
-what a microbatch writes is its own until it ends: it is taken out when it pauses, and put back when it goes on. What
-others, which begin in the meantime, find in such a place goes by what has become of it before, in the survey of the
-step or in earlier microbatches. A place that is put back in the end is a *switch*: they find what was there before. Any
-other is *state*: they find what has been written last. Of a place that was never seen to change, a number is taken for
-state, everything else for a switch.
+In a single process a microbatch finds the final values of the previous one, and then its own writes. So the writes of a
+microbatch are its own until it ends: they are taken out when it pauses, and put back when it resumes. A microbatch that
+begins in the meantime finds a value that depends on the history of the place, in the survey of the step or in earlier
+microbatches. A place that is put back in the end is a *switch*: others find the value from before. Any other place is
+*state*: others find the value written last. If a place was never seen to change, a number is taken for state,
+everything else for a switch.
 
-When a microbatch ends, what it has changed for good is there for all. A number that has been changed by others since it
-was found has been counted by both: their changes are added up.
+When a microbatch ends, its lasting changes become visible to all. If others have changed a number since it was found,
+both have counted: their changes are added up.
 """
 
 import itertools
@@ -26,52 +26,53 @@ from smp_strategy.errors import UnsupportedError
 __all__ = ["MISSING", "SwitchPlace", "Switches", "is_same"]
 
 MISSING: Any = object()
-"""What is in a place that is empty."""
+"""Value of an empty place."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class SwitchPlace(NamedTuple):
-    """Where something stands: under a name in a mapping, which is known by a key that is its own."""
+    """Place of a value: a name in a mapping."""
 
     key: int
+    """Key that identifies the mapping."""
     name: Any
 
 
 @final
 class Switches:
-    """See the module docstring. One object lasts for all steps, and for the surveys before them."""
+    """Switches and state of the microbatches. One object lasts for all steps, and for the surveys before them."""
 
     def __init__(self) -> None:
         self._lasting: Mapping[int, MutableMapping[Any, Any]] = {}
         self._targets: Mapping[int, MutableMapping[Any, Any]] = {}
-        # What has become of a place in the end: whether it was put back.
+        # History of each place: whether it was put back in the end (a switch).
         self._was_put_back: dict[SwitchPlace, bool] = {}
-        # Of each microbatch that has not ended: what it has written, and what it had found there.
+        # Of each microbatch that has not ended: the values it has written, and those it had found there.
         self._own: dict[int, dict[SwitchPlace, Any]] = {}
         self._found: dict[int, dict[SwitchPlace, Any]] = {}
         self._ended: set[int] = set()
-        # Guesses that others have gone by: whose value of which place was taken for what stays.
+        # Guesses that others have relied on: microbatch and place whose value was taken for state.
         self._guessed: set[tuple[int, SwitchPlace]] = set()
-        # Places that rehearsed steps have changed: how far microbatches may take turns goes by that.
+        # Places that rehearsed steps have changed: the rehearsal has chosen a safe order for these.
         self._rehearsed: set[SwitchPlace] = set()
         # Microbatches that have begun, and places that others before them have changed since.
         self._begun: set[int] = set()
         self._overtaken: set[tuple[int, SwitchPlace]] = set()
-        # By how much the first microbatch has changed numbers in this step.
+        # Change of each number by the first microbatch of this step.
         self._counted: dict[SwitchPlace, Any] = {}
-        # During a turn: what the microbatch has found in places that it or others have written, and what is else there.
+        # During a turn: values swapped in for the microbatch, and those that they have displaced.
         self._given: dict[SwitchPlace, Any] = {}
         self._outside: dict[SwitchPlace, Any] = {}
 
     def begin(
         self, lasting: Mapping[int, MutableMapping[Any, Any]], targets: Mapping[int, MutableMapping[Any, Any]]
     ) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            lasting: mappings, by key, in which it may write; the same in every step.
-            targets: others. What is known of any that are missing is forgotten: their keys may come to mean others.
+            lasting: mappings that it may write to, by key; the same in every step.
+            targets: further mappings, by key. The history of any that are missing is forgotten: keys may be reused.
         """
         known = self._was_put_back.items()
         self._was_put_back = {place: was for place, was in known if place.key in targets or place.key in lasting}
@@ -82,16 +83,16 @@ class Switches:
 
     @property
     def places(self) -> Collection[SwitchPlace]:
-        """Those that are known."""
+        """Places with a history."""
         return self._was_put_back.keys()
 
     def rehearse(self, places: Iterable[SwitchPlace]) -> None:
-        """Steps that change ``places`` have been rehearsed: see :mod:`smp_strategy.engine.carried_state`."""
+        """Note that steps that change ``places`` were rehearsed; see :mod:`smp_strategy.engine.carried_state`."""
         self._rehearsed.update(places)
 
     @contextmanager
     def learning_nothing(self) -> Iterator[None]:
-        """What becomes of places in here does not count."""
+        """Context in which the history of places is not changed."""
         before = dict(self._was_put_back)
         try:
             yield
@@ -99,11 +100,11 @@ class Switches:
             self._was_put_back = before
 
     def learn(self, place: SwitchPlace, before: Any) -> None:
-        """A pass has ended, in which something else than ``before`` was found in a place."""
+        """Add to the history of a place whose value differed from ``before`` during a pass that has ended."""
         self._was_put_back[place] = is_same(self._get(place), before)
 
     def enter(self, microbatch: int) -> None:
-        """A turn of ``microbatch`` begins: let it find what is its own."""
+        """Begin a turn of ``microbatch``: swap in its view."""
         self._begun.add(microbatch)
         if self._own:
             self._given = self._view(microbatch)
@@ -118,14 +119,13 @@ class Switches:
         dropped: Iterable[SwitchPlace] = (),
         was_set: Collection[SwitchPlace] = (),
     ) -> None:
-        """It ends: take out what the microbatch has written.
+        """End a turn of ``microbatch``: take out its writes.
 
         Args:
-            microbatch: whose turn it was.
-            written: places where there is something else than when the turn began, or that are known to have been set,
-                and what was there then.
-            was_set: places that are known to have been set, perhaps to what they were.
-            dropped: places where there is a tensor of its own by now, which is kept elsewhere.
+            microbatch: microbatch of the turn.
+            written: places that have changed in the turn, or are known to have been set, with their values before.
+            dropped: places that hold a tensor of the microbatch by now, which is kept elsewhere.
+            was_set: places that are known to have been set, perhaps to the same value.
         """
         given, outside = self._given, self._outside
         self._given, self._outside = {}, {}
@@ -149,13 +149,13 @@ class Switches:
             del self._own[microbatch]
 
     def end(self, microbatch: int) -> bool:
-        """All of ``microbatch`` has run: what it has changed for good is there for all once those before it have ended.
+        """End ``microbatch``: publish its lasting changes as soon as all earlier microbatches have ended.
 
         Returns:
-            Whether something may be there now.
+            Whether changes may have been published.
 
         Raises:
-            UnsupportedError: others went by a number that it has changed for a while only.
+            UnsupportedError: others have relied on a number that it has changed only temporarily.
         """
         self._ended.add(microbatch)
         ended = list(itertools.takewhile(self._ended.__contains__, sorted(self._own)))
@@ -164,13 +164,13 @@ class Switches:
         return bool(ended)
 
     def end_all(self) -> None:
-        """Nothing more is written."""
+        """End the step: publish the lasting changes of all microbatches."""
         for microbatch in sorted(self._own):
             self._settle(microbatch, is_through=microbatch in self._ended)
 
     @contextmanager
     def at_barrier(self, microbatch: int) -> Iterator[None]:
-        """In here code runs once for all, and finds what ``microbatch``, the last one, finds."""
+        """Context for code that runs once for all, with the view of ``microbatch``, the last one."""
         self.enter(microbatch)
         try:
             yield
@@ -186,10 +186,13 @@ class Switches:
                             own[place] = value
 
     def of_now(self, written: Iterable[tuple[SwitchPlace, Any]]) -> Callable[[], AbstractContextManager[None]]:
-        """Opens a context, out of turn, in which code finds what the microbatch whose turn it is finds now.
+        """Capture the current view of the running microbatch.
 
         Args:
-            written: see :meth:`leave`.
+            written: places changed in the turn; see :meth:`leave`.
+
+        Returns:
+            A factory of contexts in which code out of turn (recomputation) finds this view.
         """
         noted = {place: self._get(place) for place in (*self._given, *(place for place, _ in written))}
 
@@ -208,7 +211,7 @@ class Switches:
         return again
 
     def _view(self, microbatch: int) -> dict[SwitchPlace, Any]:
-        """What it finds in places that it has written, or others before it that have not ended."""
+        """Values for ``microbatch`` of the places that it, or an earlier one that has not ended, has written."""
         view: dict[SwitchPlace, Any] = {}
         for number in sorted(number for number in self._own if number < microbatch):
             for place, value in self._own[number].items():
@@ -238,7 +241,7 @@ class Switches:
             self._set(place, value)
 
     def _check_counted(self, microbatch: int, place: SwitchPlace, change: Any) -> None:
-        """Refuse a number that may have been read before others have changed it, unless all change it alike."""
+        """Refuse a number that may have been read before others changed it, unless all change it alike."""
         is_alike = change == self._counted.setdefault(place, change)
         if (microbatch, place) in self._overtaken and place not in self._rehearsed and not is_alike:
             raise _late_state(place.name)
@@ -258,7 +261,7 @@ class Switches:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether nobody can tell the two apart: plain values and lists of them may have been made anew."""
+    """Whether the two are indistinguishable; plain values and containers of them are compared by value."""
     if one is other:
         return True
     kind = type(one)

@@ -1,9 +1,9 @@
-"""Threads for programs that take turns with their scheduler, so that exactly one of the two runs.
+"""Thread pool for programs that take turns with their scheduler, so that exactly one of the two runs.
 
-A thread and its scheduler wake each other through a pair of sockets, not through a lock or a queue. Linux takes whoever
-writes into a Unix socket to be about to sleep (its wake-up is a *synchronous* one) and lets the reader go on in its
-place: on the same core, whose caches hold what both work with. A thread that a lock wakes starts on any core, beside
-another rank's that has work there, while its scheduler's core idles until the two are sorted out.
+A thread and its scheduler wake each other through a pair of sockets, not through a lock or a queue. Linux expects the
+writer of a Unix socket to sleep soon (the wake-up is *synchronous*), and runs the reader on the same core, whose caches
+hold the data of both. A thread that a lock wakes starts on any core, beside another rank's thread that has work there,
+while its scheduler's core idles until the load is balanced.
 """
 
 import socket
@@ -22,7 +22,7 @@ Task = Callable[[], None]
 
 @final
 class ProgramThread:
-    """Runs one task after the other, each in turns with the scheduler, and ends when nobody needs it any more.
+    """Thread that runs one task after the other, each in turns with the scheduler, and ends when it is collected.
 
     Raises:
         UnsupportedError: the process may open no more files.
@@ -42,27 +42,27 @@ class ProgramThread:
         threading.Thread(target=_work, args=(self._program, self._tasks), name="microbatch", daemon=True).start()
 
     def begin(self, task: Task) -> None:
-        """Called by the scheduler: let the thread run ``task``, which raises nothing, until it hands back or ends."""
+        """Run ``task``, which raises nothing, until it hands back or ends; called by the scheduler."""
         self._tasks.append(task)
         self.resume()
 
     def resume(self) -> None:
-        """Called by the scheduler: let the task go on until it hands back or ends."""
+        """Resume the task until it hands back or ends; called by the scheduler."""
         self._scheduler.send(b"\0")
         self._scheduler.recv(1)
 
     def finish(self, has_ended: Callable[[], bool]) -> None:
-        """Called by the scheduler: let the task go on until it has ended; it does not hand back any more.
+        """Resume the task until it has ended, without handing back; called by the scheduler.
 
-        Ctrl-C may have interrupted the scheduler anywhere in the task's turn. Nobody knows whose turn it is then, and
-        the thread is of no use for another task.
+        Ctrl-C may have interrupted the scheduler anywhere in the task's turn. It is unknown then whose turn it is, and
+        the thread cannot be used for another task.
         """
         self._scheduler.send(b"\0")
         while not has_ended():
             self._scheduler.recv(1)
 
     def hand_back(self) -> None:
-        """Called by the task: sleep until the scheduler resumes it."""
+        """Sleep until the scheduler resumes the task; called by the task."""
         self._program.send(b"\0")
         self._program.recv(1)
 
@@ -78,19 +78,19 @@ def _work(program: socket.socket, tasks: list[Task]) -> None:
 
 @final
 class ThreadPool:
-    """As many as there are programs alive at once, used again: each keeps an OpenMP team of its own."""
+    """Pool of threads, one per living program. They are reused, since each keeps an OpenMP team of its own."""
 
     def __init__(self) -> None:
         self._idle: list[ProgramThread] = []
 
     def take(self) -> ProgramThread:
-        """One that has nothing to do."""
+        """An idle thread, or a new one."""
         return self._idle.pop() if self._idle else ProgramThread()
 
     def put_back(self, thread: ProgramThread) -> None:
-        """Its task has ended."""
+        """Return a thread whose task has ended."""
         self._idle.append(thread)
 
     def close(self) -> None:
-        """Let go of those that have nothing to do."""
+        """Release the idle threads, which end."""
         self._idle.clear()

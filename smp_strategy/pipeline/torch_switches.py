@@ -1,8 +1,7 @@
-"""What a step may switch that is neither an attribute nor a variable: which weights are trained, and PyTorch's own
-settings, which belong to the process.
+"""Switches of PyTorch as mappings: ``requires_grad`` of parameters, and process-wide settings.
 
-Both look like a mapping, and tell what has changed since the step began. Grad mode, autocast and inference mode are not
-here: they belong to the thread, and each microbatch has its own.
+Both report their changes since the step began. Grad mode, autocast and inference mode are not here: they are
+thread-local, and each microbatch has its own thread.
 """
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -19,22 +18,22 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class _Settings(MutableMapping[Any, Any]):
-    """Values that can be asked for all at once, by fixed names."""
+    """Mapping with fixed names whose values are queried all at once."""
 
     def __init__(self, names: Sequence[Any]) -> None:
         self._names = names
         self._before: tuple[Any, ...] = ()
 
     def values_of_now(self) -> tuple[Any, ...]:
-        """All of them."""
+        """Current values, in the order of the names."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Note them; later changes are changes since then."""
+        """Take the current values as reference for :meth:`changed`."""
         self._before = self.values_of_now()
 
     def changed(self) -> list[tuple[Any, Any]]:
-        """Names of those that have changed, and what they were before."""
+        """Names of changed values, with the values before."""
         now = self.values_of_now()
         if now == self._before:
             return []
@@ -53,14 +52,14 @@ class _Settings(MutableMapping[Any, Any]):
 
 @final
 class Frozen(_Settings):
-    """Whether parameters need a gradient, by their numbers."""
+    """``requires_grad`` of parameters, by their numbers."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(range(len(parameters)))
         self._parameters = parameters
 
     def values_of_now(self) -> tuple[Any, ...]:
-        """All of them."""
+        """Current values, in the order of the parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters of other stages are a subclass
             return tuple(map(_REQUIRES_GRAD, self._parameters))
 
@@ -75,7 +74,7 @@ class Frozen(_Settings):
 
 @final
 class TorchSettings(_Settings):
-    """PyTorch's settings of a process that change results."""
+    """Process-wide settings of PyTorch that change results."""
 
     def __init__(self) -> None:
         self._asked: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
@@ -91,7 +90,7 @@ class TorchSettings(_Settings):
         self._getters = [get for get, _ in self._asked.values()]
 
     def values_of_now(self) -> tuple[Any, ...]:
-        """All of them."""
+        """Current values, in the order of the names."""
         return tuple([get() for get in self._getters])
 
     def __getitem__(self, name: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Moving tensors between the stages of one replica.
+"""Point-to-point send and receive of tensors between the stages of one replica.
 
-A send returns at once, and whatever later changes its tensor in place cannot reach the message
-(:mod:`smp_strategy.pipeline.wire_format`). A receive is posted when it is known and waited for when it is needed;
-nobody is woken for one that is there by then.
+A send returns at once, and later in-place changes of its tensor do not reach the message
+(:mod:`smp_strategy.pipeline.wire_format`). A receive is posted when it is known and waited for when it is needed; no
+thread is woken for a message that has arrived by then.
 
-gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Those of accelerators go by way of
-the host (:mod:`smp_strategy.distributed.host_copies`).
+gloo matches messages of a pair of ranks by tag, so messages may overtake each other. Tensors of accelerators are copied
+through the host (:mod:`smp_strategy.distributed.host_copies`).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,19 +29,19 @@ from smp_strategy.pipeline import wire_format as messages
 
 __all__ = ["Receipt", "Transport"]
 
-# Tags of results that stages share, apart from those of moves, hooks and clocks; they begin anew after so many.
+# First tag and number of tags of broadcast results, apart from those of moves, hooks and clocks; used cyclically.
 _SHARED, _NUM_SHARED = 3 << 29, 1 << 20
 
 
 @final
 class Receipt:
-    """A receive that is under way.
+    """Handle of a posted receive.
 
     Args:
         key: global rank of the sender, and the tag.
-        receive: blocks until the message is there, and unpacks it.
-        is_there: whether ``receive`` would block for a moment only.
-        transport: whose it is.
+        receive: blocks until the message has arrived, and unpacks it.
+        is_there: returns whether ``receive`` would block for a moment only.
+        transport: transport that has posted the receive.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Receipt:
         self._landed: Landed | None = None
 
     def listen(self) -> Arrival[Landed]:
-        """Wait for it in the background from now on."""
+        """Wait for the message in the background from now on."""
         if self._arrival is None:
             self._arrival = self._transport.listeners.expect(self._receive)
         return self._arrival
 
     def arrived(self) -> bool:
-        """Whether the tensor is there, without blocking."""
+        """Whether the tensor has arrived, without blocking."""
         return self._landed is not None or self.listen().is_over
 
     def take(self) -> Landed | None:
-        """What has come, if it is there by now and nobody listens for it: that takes no thread."""
+        """The message, if it has arrived and is not waited for in the background: that takes no thread."""
         return self._receive() if self._arrival is None and self._is_there() else None
 
     def wait(self) -> Tensor:
-        """Block until the tensor is there; the same one at each call."""
+        """Block until the tensor has arrived; returns the same one at each call."""
         if self._landed is None:
             self._landed = self._transport.wait(self)
         return self._landed.use()
@@ -86,13 +86,13 @@ class Transport:
     Args:
         stage_ranks: global rank of each stage.
         group: process group of the replica's stages.
-        timeout: longest wait for a message; ``None``: that of the group's backend.
+        timeout: longest wait for a message; ``None``: timeout of the group's backend.
 
     Attributes:
         stage_ranks, group: as given.
         rank: global rank of this process.
-        listeners: wait for messages that are not there yet.
-        sent: channel and tag of every message that was sent in this step, or for which there is a receive.
+        listeners: background waits for messages that have not arrived.
+        sent: channel and tag of every message that was sent or expected in this step.
     """
 
     def __init__(self, stage_ranks: Sequence[int], group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
@@ -100,23 +100,23 @@ class Transport:
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self.group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
-        # By receiver's stage and tag: what waits until the message has arrived, and keeps it until then.
+        # By receiver's stage and tag: function that waits until the message has arrived, and keeps it until then.
         self._sent: dict[tuple[int, int], Callable[[], object]] = {}
         self._copies: dict[torch.device, HostCopies] = {}
         self._num_shared = 0
         self.sent: set[tuple[str, int]] = set()
         self.rank, self._watch = dist.get_rank(), watch_of()
-        # Names of messages to each stage, and of receives from it, in what is told of this rank.
+        # Names of messages to each stage, and of receives from it, for the deadlock watch.
         self._channels = [_channel(self.rank, rank) for rank in stage_ranks]
         self._expected = [_expected(rank, self.rank) for rank in stage_ranks]
         self._watch.senders.add(self)
         self.listeners = BackgroundWaits()
-        # gloo writes to the memory of each until it has come, even if nobody waits for it any more.
+        # Kept alive: gloo writes to the memory of each until it has arrived, even if nobody waits for it any more.
         self._receipts: set[Receipt] = set()
 
     @property
     def seconds_waited(self) -> float:
-        """How long this stage has been blocked by messages so far."""
+        """Seconds that this stage has been blocked by messages so far."""
         return self.listeners.seconds_waited
 
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
@@ -131,9 +131,9 @@ class Transport:
         self.sent.add((self._channels[stage], tag))
 
     def _start(self, message: Tensor, stage: int, tag: int) -> Callable[[], object]:
-        """Begin to send memory of the host; returns what waits until it has arrived."""
+        """Begin to send memory of the host; returns a function that waits until it has arrived."""
         try:
-            # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
+            # As `dist.isend` and `dist.irecv`, without their checks: there are two of them per hop.
             work = self.group.send([message], self._peers[stage], tag)
         except RuntimeError as error:
             raise_lost(error, self.stage_ranks[stage], "sending a tensor to")
@@ -145,10 +145,10 @@ class Transport:
         return wait
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
-        """Begin to receive a tensor with the metadata ``spec``."""
+        """Post a receive of a tensor with the metadata ``spec``."""
         host = messages.on_host(spec)
         copies = None if host is spec else self._copies_of(spec.device)
-        with outside_inference_mode():  # it may be used outside of the one that it is first needed in
+        with outside_inference_mode():  # the tensor may be used outside of the inference mode of its first use
             nbytes = messages.bytes_of(spec)
             message = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if copies is None else copies.memory(nbytes)
         incoming = messages.Incoming(message, host)
@@ -176,7 +176,7 @@ class Transport:
         return self._copies[device]
 
     def wait(self, receipt: Receipt) -> Landed:
-        """Block until the message of ``receipt`` is there."""
+        """Block until the message of ``receipt`` has arrived."""
         try:
             landed = receipt.take()
             if landed is None:
@@ -189,7 +189,7 @@ class Transport:
         return landed
 
     def waiting_for(self, receipts: Sequence[Receipt]) -> AbstractContextManager[None]:
-        """In here this stage can do nothing until one of ``receipts`` arrives."""
+        """Context, for the deadlock watch, in which this stage is blocked until one of ``receipts`` arrives."""
         keys, rank = [receipt.key for receipt in receipts], self.rank
         return self._watch.waiting(
             lambda: [[Condition(source, _channel(source, rank), tag)] for source, tag in keys],
@@ -198,15 +198,15 @@ class Transport:
         )
 
     def poll(self) -> None:
-        """Called again and again inside of :meth:`waiting_for`, if nothing is waited for there.
+        """Check for deadlock; call it repeatedly inside of :meth:`waiting_for` if nothing there blocks.
 
         Raises:
-            ApartError: none of them can arrive.
+            ApartError: none of the messages can arrive.
         """
         self._watch.poll()
 
     def confirm(self, stage: int, tag: int) -> None:
-        """Let go of the message that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
+        """Wait until the message to ``stage`` under ``tag`` has arrived, and free it; a second call does nothing."""
         if (stage, tag) in self._sent:
             wait = self._sent.pop((stage, tag))
             try:
@@ -218,7 +218,7 @@ class Transport:
                 raise_lost(error, self.stage_ranks[stage], "waiting for the arrival of a tensor at")
 
     def flush(self) -> None:
-        """Confirm everything that was sent."""
+        """Confirm all messages that were sent."""
         for stage, tag in list(self._sent):
             self.confirm(stage, tag)
         self.sent.clear()
@@ -228,17 +228,17 @@ class Transport:
         self.listeners.close()
 
     def next_result_tag(self) -> int:
-        """Tag of the next result that a stage gives to all others; equal on all stages, which share in one order."""
+        """Tag of the next broadcast result; equal on all stages, which broadcast in the same order."""
         tag = _SHARED + self._num_shared % _NUM_SHARED
         self._num_shared += 1
         return tag
 
 
 def _channel(source: int, target: int) -> str:
-    """Of messages between stages."""
+    """Name of messages between stages."""
     return f"stage on {source} to {target}"
 
 
 def _expected(source: int, target: int) -> str:
-    """Of receives of such messages."""
+    """Name of receives of such messages."""
     return f"{target} expects from {source}"

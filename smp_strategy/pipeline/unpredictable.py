@@ -1,7 +1,7 @@
-"""Calls whose result cannot be predicted from metadata: their stage runs them first, and tells the others the result.
+"""Calls with data-dependent results: their stage runs them first, and sends a description of the result to the others.
 
-The description of the result (shapes, constants, structure) is a small message. Other stages must know the size of
-every message beforehand, so all descriptions have the same size.
+The description (shapes, constants, structure) is a small message. Other stages must know the size of every message
+beforehand, so all descriptions have the same size.
 """
 
 import pickle
@@ -31,22 +31,23 @@ __all__ = ["Described", "UnpredictableCalls", "decode", "encode"]
 
 MESSAGE_BYTES = 1 << 15
 MESSAGE = TensorSpec((MESSAGE_BYTES,), (1,), torch.uint8, torch.device("cpu"), False)
-"""Metadata of a description: other stages must know the size of every message beforehand."""
+"""Metadata of a description."""
 
 
 class Described(NamedTuple):
-    """A call that has run, and the description of its result."""
+    """Call that has run, with the description of its result."""
 
     position: int
-    """Of its event in the record."""
+    """Position of its event in the program trace."""
     segment: SegmentId
     """Segment that ran it."""
     prediction: Prediction
+    """Description of the result."""
     ran: CallOutcome | None
-    """``None`` on other stages."""
+    """Outcome of the call; ``None`` on other stages."""
 
     def complete(self, record: ProgramTrace) -> list[Value]:
-        """Add the result to the event of the call; returns the values that it made or changed."""
+        """Add the result to the event of the call; returns the new and changed values."""
         specs = (*self.prediction.made, *self.prediction.changed.values())
         values = [record.value(spec) for spec in specs]
         record.complete(self.position, values, self.prediction)
@@ -55,15 +56,15 @@ class Described(NamedTuple):
 
 @final
 class UnpredictableCalls:
-    """Runs such calls of one program.
+    """Runs the unpredictable calls of one program.
 
     Args:
         stage: this rank's stage.
-        record: of the program.
+        record: trace of the program.
         graph: real tensors of the microbatch on this stage.
         exchange: moves values between stages for an event.
-        run: runs a call on this stage; its second argument: whether it may draw random numbers.
-        follow: brings global generators of other stages to where those of the given ones are.
+        run: runs a call on this stage; second argument: whether the call may draw random numbers.
+        follow: synchronises global generators of other stages with those of the given ones.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class UnpredictableCalls:
         """Run ``call`` on its stage and describe its result to all; collective over the stages.
 
         Args:
-            interpreter: of the program.
-            call: the arguments are ready for use.
+            interpreter: interpreter of the program.
+            call: call with prepared arguments.
 
         Raises:
             UnsupportedError: the description cannot be sent.
@@ -112,7 +113,7 @@ class UnpredictableCalls:
         return Described(position, segment, prediction, ran)
 
     def _observe(self, call: InterpretedCall, *, counts: bool) -> tuple[CallOutcome, Prediction]:
-        """Run ``call`` and describe what it did; its costs are counted in a survey only."""
+        """Run ``call`` and describe its result; its costs are counted in a survey only."""
         leaves = [self._graph.real(leaf) for leaf in call.leaves]
         versions = versions_of(leaves)
         if not counts:
@@ -129,13 +130,13 @@ class UnpredictableCalls:
 
 
 class _LeafSlot:
-    """Stands for a leaf. A packed sequence, which is a named tuple, asks where its parts are."""
+    """Placeholder of a leaf, with a device because packed sequences, which are named tuples, query it."""
 
     device = torch.device("cpu")
 
 
 def encode(name: str, prediction: Prediction) -> Tensor:
-    """The message that describes the result of the call ``name``.
+    """Encode the description of the result of the call ``name`` as a message.
 
     Raises:
         UnsupportedError: it cannot be sent.
@@ -160,7 +161,7 @@ def encode(name: str, prediction: Prediction) -> Tensor:
 
 
 def decode(message: Tensor) -> Prediction:
-    """What :func:`encode` was given on another stage of this run."""
+    """Inverse of :func:`encode`, for messages of another stage of this run."""
     skeleton, outputs, changed, aliases = pickle.loads(message.numpy().tobytes())
     _, structure = flatten(skeleton)
     return Prediction(outputs=outputs, structure=structure, changed=changed, aliases=aliases, random=True)

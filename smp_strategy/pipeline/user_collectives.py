@@ -1,16 +1,12 @@
-"""Collectives in the user's step: all ranks are the replicas.
+"""Collectives of ``torch.distributed`` in the user's step, redirected to the data-parallel replicas.
 
-Code that is written for data-parallel training gathers from "all ranks" and asks for its rank among them. Of the ranks
-here only some have what a stage has: the same stage of the other replicas. So in a step the default process group means
-these, whatever function of ``torch.distributed`` is called: with values that exist on one stage only it is one
-operation of the program, on that stage; inside of units and with values that every stage has it is called as it is.
-Where nobody else is there to be met, in a dry run or with a single replica, it is done without anybody
-(:mod:`smp_strategy.pipeline.collective_results`).
+In a step the default process group means the same stage of all replicas ([Note: collectives mean replicas] below). A
+collective of values that exist on one stage only is one operation of the program, on that stage; inside of units, and
+with values that every stage has, it is called directly. In a dry run or with a single replica its result is computed
+without communication (:mod:`smp_strategy.pipeline.collective_results`).
 
-These functions are known by many names (``from torch.distributed import all_gather``), so what they do is exchanged in
-the functions themselves, as long as a model is trained; outside of its steps they do what they did, and are watched
-(:mod:`smp_strategy.distributed`). Who asks decides: calls of this package, whose groups may have the ranks of the
-default one, do what they always do. Those of its doors are the user's.
+Outside of steps the functions of torch behave as before, and are watched for deadlocks
+(:mod:`smp_strategy.distributed`).
 """
 
 import functools
@@ -45,7 +41,21 @@ _MAKERS = ("new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_
 _ROOTS = {"src": "group_src", "dst": "group_dst", "peer": "group_peer"}
 _LISTS = ("tensor_list", "gather_list", "input_list", "scatter_list", "output_tensor_list", "input_tensor_list")
 
-# Frames between a call and what is done instead.
+# [Note: collectives mean replicas]
+# Code that is written for data-parallel training gathers from "all ranks" and asks for its rank among them. With a
+# pipeline most ranks hold other stages of the same samples: gathering from them would count samples twice, or wait for
+# ranks that have no such tensor. The ranks that it means are those with the same stage in the other replicas.
+#
+# * Why not replace the functions in their module: they are reached under many names, too
+#   (`from torch.distributed import all_gather`). So the code of the functions themselves is replaced while a model is
+#   trained (`_exchange`).
+# * The package's own collectives must keep the real groups, which may have the very ranks of the default one. So the
+#   caller decides (`_asks_package`): calls of this package do what they always do, calls through its integrations
+#   count as the user's.
+# * All ranks of a replica group must meet in the same order. Under a plan they do; off the plan microbatches go on as
+#   messages arrive, in another order on each replica, so a collective is refused there (`begin_to_improvise`).
+
+# Frames between a call and its replacement.
 _BETWEEN = frozenset({__name__, c10d.__name__, "torch.distributed.c10d_logger"})
 _PACKAGE = f"{__name__.partition('.')[0]}."
 _DOORS = (f"{_PACKAGE}integrations.lightning", f"{_PACKAGE}integrations.accelerate")
@@ -54,26 +64,27 @@ _DOORS = (f"{_PACKAGE}integrations.lightning", f"{_PACKAGE}integrations.accelera
 @final
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """The ranks that a step takes for all ranks."""
+    """The ranks that stand for all ranks in a step."""
 
     rank: int = 0
     """This rank's number among them."""
     size: int = 1
+    """Number of replicas."""
     group: dist.ProcessGroup | None = None
-    """Where they meet; ``None``: nowhere."""
+    """Their process group; ``None`` for a single replica."""
     members: frozenset[int] = frozenset({0})
     """Their global ranks."""
     is_whole: bool = True
-    """Whether each of them has everything of its replica."""
+    """Whether each of these ranks holds its whole replica."""
 
     @property
     def place(self) -> ReplicaNumber:
-        """Where this rank stands."""
+        """This rank's number and the number of replicas."""
         return ReplicaNumber(self.rank, self.size)
 
 
 def replicas_of(mesh: ProcessMesh) -> Replicas:
-    """The ranks with the same stage as this one, and the same part of split layers, in all replicas."""
+    """The ranks with the same stage and the same tensor-parallel rank as this one, in all replicas."""
     return Replicas(
         rank=mesh.dp_rank,
         size=mesh.dp,
@@ -84,13 +95,13 @@ def replicas_of(mesh: ProcessMesh) -> Replicas:
 
 
 class _Exchanged(NamedTuple):
-    """A function of torch whose work can be exchanged."""
+    """A function of torch whose code can be replaced."""
 
     name: str
     function: Any
-    """The innermost one, without decorators, which all of its names lead to."""
+    """The innermost function, without decorators, to which all of its names lead."""
     original: FunctionType
-    """Does what it did."""
+    """Copy with the original code."""
     signature: inspect.Signature
     is_functional: bool = False
 
@@ -125,22 +136,22 @@ _ENTRIES = tuple(_entries())
 
 @final
 class _Exchange:
-    """What the functions know while their work is exchanged: who has a use for that, and whose step is open."""
+    """State of the replacement: the objects that need it, and the open step."""
 
     def __init__(self) -> None:
         self.users: list[object] = []
         self.opened: list[ReplicaCollectives] = []
 
     def leave(self, user: object) -> None:
-        """``user`` has no use for it any more."""
+        """Deregister ``user``; the last one restores the functions."""
         if user in self.users:
             self.users.remove(user)
             if not self.users:
                 _give_back()
 
     def outside(self, entry: _Exchanged, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Carry out a call outside of steps. All ranks must make it; if one does not, the others are told."""
-        # In which order the user's own threads call them is the user's business.
+        """Carry out a call outside of steps, watched: if a rank does not make it, the others are told."""
+        # The order of calls in the user's own threads is the user's business.
         is_apart = threading.current_thread() is not threading.main_thread()
         if not entry.waits or is_apart or _asks_package() or not dist.is_initialized():
             return entry.original(*args, **kwargs)
@@ -152,14 +163,16 @@ class _Exchange:
 
 
 def _elsewhere(*args: Any, smp_entry: _Exchanged, smp_exchange: _Exchange, **kwargs: Any) -> Any:
-    """Its code is what the functions do instead."""
+    """Replacement for the code of the functions."""
+    # Everything that it needs comes as keyword defaults: the code runs with the globals of torch's module, not these.
     if not smp_exchange.opened:
         return smp_exchange.outside(smp_entry, args, kwargs)
     return smp_exchange.opened[-1].answer(smp_entry, args, kwargs)
 
 
 def _exchange() -> _Exchange:
-    """The one that is under way, or a new one."""
+    """The replacement that is in force, or a new one."""
+    # The replaced functions hold it, so this module needs no global.
     under_way = _ENTRIES[0].function.__kwdefaults__
     if under_way is not None:
         return under_way["smp_exchange"]
@@ -177,7 +190,7 @@ def _give_back() -> None:
 
 
 def _watched(call: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> Any:
-    """Carry out ``call``, a collective of ``group``. The watch tells ranks that wait in it for ever."""
+    """Carry out ``call``, a collective of ``group``, watched for ranks that wait in it for ever."""
     meeting = watch_of().begin(group, doing)
     with watch_of().calling(meeting):
         result = call()
@@ -186,7 +199,7 @@ def _watched(call: Callable[[], Any], group: dist.ProcessGroup, doing: str) -> A
 
 @final
 class _Pending:
-    """The handle of an asynchronous collective; ``wait`` is watched."""
+    """Handle of an asynchronous collective; ``wait`` is watched."""
 
     def __init__(self, work: dist.Work, meeting: BegunCollective) -> None:
         self._work = work
@@ -202,7 +215,7 @@ class _Pending:
 
 @final
 class _Done:
-    """The handle of an asynchronous collective that is over."""
+    """Handle of an asynchronous collective that is over."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -221,25 +234,25 @@ class _Done:
 
 @final
 class WatchedCollectives:
-    """Watches the collectives of torch that hooks and scripts call, until it is closed."""
+    """Deadlock watch over the collectives of torch that hooks and scripts call, until it is closed."""
 
     def __init__(self) -> None:
         self._exchange = _exchange()
         self._exchange.users.append(self)
 
     def close(self) -> None:
-        """End that."""
+        """Stop watching."""
         self._exchange.leave(self)
 
 
 @final
 class ReplicaCollectives:
-    """See the module docstring.
+    """Redirects the collectives of steps to the replicas; see [Note: collectives mean replicas].
 
     Args:
-        replicas: whom a step meets.
-        current: the program that runs now; ``None``: none ever does.
-        meets: whether anybody is met at all; otherwise all is done as if the others brought the same.
+        replicas: ranks that a step communicates with.
+        current: holder of the running program; ``None``: there is never one.
+        meets: whether to communicate; otherwise results are as if the other ranks gave the same values.
     """
 
     def __init__(
@@ -253,20 +266,20 @@ class ReplicaCollectives:
         self._current = current or CurrentProgram()
         self._meets = meets and replicas.size > 1
         self._is_aside = False
-        # In this step.
+        # Whether this step has communicated, and whether it has left the plan's order.
         self._has_met = self._improvises = False
-        # Known calls are remembered by what is called: it must stay the same.
+        # Made once: the oracle remembers calls by the identity of the function.
         self._runs = {id(entry.function): functools.partial(self._run, entry) for entry in _ENTRIES}
         self._exchange = _exchange()
         self._exchange.users.append(self)
 
     def close(self) -> None:
-        """There will be no more steps."""
+        """Restore the functions of torch, unless others still need the replacement."""
         self._exchange.leave(self)
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """In here, code of a step runs."""
+        """Context in which code of a step runs."""
         self._has_met = self._improvises = False
         self._exchange.opened.append(self)
         try:
@@ -276,7 +289,7 @@ class ReplicaCollectives:
 
     @contextmanager
     def aside(self, is_aside: bool = True) -> Iterator[None]:
-        """In here, the default process group is what it always is, or not so after all."""
+        """Context in which the default process group means all ranks; with ``False``, the replicas again."""
         before, self._is_aside = self._is_aside, is_aside
         try:
             yield
@@ -284,10 +297,10 @@ class ReplicaCollectives:
             self._is_aside = before
 
     def begin_to_improvise(self) -> None:
-        """From now on microbatches go on as messages of this replica arrive, and others in another order.
+        """Refuse collectives from now on: microbatches continue in the order of this replica's messages.
 
         Raises:
-            UnsupportedError: the step has met other replicas, and would miss them.
+            UnsupportedError: the step has already communicated with other replicas.
         """
         self._improvises = True
         if self._has_met:
@@ -302,7 +315,7 @@ class ReplicaCollectives:
         )
 
     def answer(self, entry: _Exchanged, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a call in a step returns."""
+        """Carry out a call in a step; returns its result."""
         if self._is_aside or _asks_package():
             return entry.original(*args, **kwargs)
         if entry.name in _MAKERS:
@@ -322,7 +335,7 @@ class ReplicaCollectives:
         return self._carry_out(entry, given)
 
     def _in_program(self, entry: _Exchanged, program: Interpreter, given: dict[str, Any]) -> Any:
-        """Placed tensors are given to it in the glue: it happens where they are."""
+        """Carry out a call of the glue with placed tensors, on the stage that holds them."""
         if entry.name in _MESSAGES:
             raise UnsupportedError(
                 f"`{entry.name}` in code above the units is given a tensor that is on one stage. Move the exchange "
@@ -341,7 +354,8 @@ class ReplicaCollectives:
         return _Done() if is_pending else result
 
     def _run(self, entry: _Exchanged, /, **given: Any) -> Any:
-        """The operation of the program."""
+        """Carry out the call as an operation of the program."""
+        # Waits, as a program takes no pending results: the tensor may be sent next.
         result = self._carry_out(entry, given)
         return result.wait() if isinstance(result, functional.AsyncCollectiveTensor) else result
 
@@ -354,6 +368,7 @@ class ReplicaCollectives:
             self._has_met = True
             if self._improvises:
                 self._refuse_improvised(f"`{entry.name}` in the step")
+            # Global ranks of the user's view are numbers of replicas, so torch takes them as ranks of the group.
             if self._is_default(group):
                 for name, among in _ROOTS.items():
                     if among in entry.signature.parameters and given.get(name) is not None:
@@ -411,7 +426,7 @@ class ReplicaCollectives:
 
 
 def _asks_package() -> bool:
-    """Whether the call that comes here is one of this package's own."""
+    """Whether the current call of a collective is one of this package's own."""
     frame = sys._getframe(1)
     while (name := frame.f_globals.get("__name__", "")) in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back

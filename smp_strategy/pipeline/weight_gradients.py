@@ -1,13 +1,12 @@
-"""Weight gradients of matrix products and convolutions, computed later than the rest of their backward.
+"""Deferred weight gradients of matrix products and convolutions ([Note: split backward] in ``split_backward.py``).
 
-Autograd computes the gradients of a product's input and of its weight in one visit of its node, and lets go of what
-was saved for it. Here what the weight's gradient needs (the input, and the gradient of the result) is taken out of
-the node during that visit, in which autograd computes the input's gradient only. The formulas are those of autograd,
-kernel by kernel, so the bits are the same.
+Autograd computes the gradients of a product's input and weight in one visit of its node, and frees the saved tensors.
+Here the operands of the weight's gradient (the input, and the gradient of the result) are taken from the node during
+that visit, in which autograd computes the input's gradient only. The formulas are those of autograd, kernel by kernel,
+so the results are bitwise equal.
 
-Only products and convolutions are worth it: biases and scales beside them cost next to nothing, and a norm's kernel
-computes all of its gradients at once. An autograd Function that is a product says so itself, see
-:class:`WeightGradientKind`.
+Only products and convolutions are worth it: biases and scales cost next to nothing, and a norm's kernel computes all of
+its gradients at once. An autograd Function that is a product declares it, see :class:`WeightGradientKind`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +25,8 @@ __all__ = ["can_come_later", "formula_of"]
 def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
     """Whether the gradients of these ``inputs`` of ``node`` can be computed after its visit.
 
-    Not so where somebody watches the visit: hooks on the node see all of its gradients, and saved tensors that are
-    packed (by ``checkpoint``) can be unpacked once, unless they are on the host.
+    Returns False if the node has hooks, because a hook must see all gradients at once, or if saved tensors are packed
+    (by ``checkpoint``), because they can be unpacked only once; offloaded ones can be read repeatedly.
     """
     kind = _kind_of(node)
     if kind is None or kind.weight not in inputs or not {kind.weight, kind.bias}.issuperset(inputs):
@@ -35,6 +34,7 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
     hooks = [saved.unpack_hook for name in kind.saved for saved in _all_of(getattr(node, name))]
     if not all(hook is None or (isinstance(hook, ReadBack) and hook.can_repeat) for hook in hooks):
         return False
+    # Autograd does not list the hooks of a node: the dict behind a hook of our own shows whether there are others.
     handle = node.register_hook(_nothing)
     is_alone = len(handle.hooks_dict_ref()) == 1
     handle.remove()
@@ -42,7 +42,7 @@ def can_come_later(node: Any, inputs: Sequence[int]) -> bool:
 
 
 def formula_of(node: Any, inputs: Sequence[int]) -> WeightGradientFormula:
-    """What computes the gradients of ``inputs``, in their order; made while ``node`` is visited."""
+    """Function that computes the gradients of ``inputs``, in their order; call this while ``node`` is visited."""
     kind = _kind_of(node)
     assert kind is not None
     return kind.make(node, inputs)
@@ -120,7 +120,7 @@ def _kernel(x: Tensor, weight: Tensor, options: Sequence[Any], inputs: Sequence[
     return [found[position] for position in inputs]
 
 
-# By the node's name: which inputs (of the operation) are the weight and the bias, what is saved for them, and how.
+# By the node's name: positions of weight and bias among the operation's inputs, saved tensors, and the formula.
 _KINDS: Mapping[str, WeightGradientKind] = {
     "AddmmBackward0": WeightGradientKind(2, 0, ("_raw_saved_mat1",), _addmm),
     "MmBackward0": WeightGradientKind(1, None, ("_raw_saved_self",), _mm),

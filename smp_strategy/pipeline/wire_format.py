@@ -1,15 +1,13 @@
-"""Tensors as messages: the elements in the order in which they stand in memory, and if need be the strides behind them.
+"""Wire format of tensors: the elements in memory order, followed by the strides if they are not the predicted ones.
 
-Both sides know size and dtype from the program, so there are no headers. The strides of a gradient, or of a result
-whose prediction is wrong about them, are known to the sender alone, and they matter: where the layout is another, be it
-by gaps, kernels add in another order. The memory that waits for a message holds those that were predicted, so they are
-sent only where they are others.
+Both sides know size and dtype from the program, so there are no headers. Only the sender knows the strides of a
+gradient, or of a result whose prediction is wrong about them. They matter: with another layout, even if only by gaps,
+kernels add in another order. The receive buffer is preset with the predicted strides, so only others are sent.
 
-The last elements overwrite a mark in that memory, so the receiver can see that the message is there.
+The last elements overwrite a mark in the buffer, by which the receiver sees that the message has arrived.
 
-Sending is on the way of every value from stage to stage, so the usual tensor, one without gaps and with the strides
-that were predicted, takes few calls and is not copied: its message shares its memory until one of the two is written to
-(copy on write).
+Sending delays every value between stages, so the usual tensor, without gaps and with the predicted strides, takes few
+calls and is not copied: its message shares its memory until one of the two is written to (copy on write).
 """
 
 import functools
@@ -27,12 +25,12 @@ from smp_strategy.model.trace.tensor_spec import TensorSpec
 
 __all__ = ["Incoming", "bytes_of", "on_host", "pack"]
 
-# Where a message ends like this, its receiver waits for it in the usual way.
+# A message that happens to end like this is merely not noticed early: its receiver waits for it in the usual way.
 _MARK = b"\x96\xa5\x5a\xc3\x3c\x69\xf0\x0f"
 
 
 def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    """The message with ``tensor``, of the size and dtype of ``spec``; contiguous, and later changes do not reach it."""
+    """Pack ``tensor``, of the size and dtype of ``spec``, into a contiguous message that later changes do not reach."""
     tensor = tensor.detach()
     if tensor.dtype != spec.dtype:
         tensor = tensor.to(spec.dtype)
@@ -48,7 +46,7 @@ def pack(tensor: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _frozen(elements: Tensor) -> Tensor:
-    """``elements`` as they are now: in the same memory, if they have it for themselves, until somebody writes to it."""
+    """Snapshot of ``elements``; copy-on-write if they fill their storage."""
     if elements.untyped_storage().nbytes() != elements.nbytes:
         return elements.clone()
     try:
@@ -58,22 +56,22 @@ def _frozen(elements: Tensor) -> Tensor:
 
 
 def on_host(spec: TensorSpec) -> TensorSpec:
-    """``spec`` of a tensor in the host's memory; itself, if it is."""
+    """``spec`` with the host as device; the same object if it is there already."""
     return spec if is_host(spec.device) else replace(spec, device=torch.device("cpu"))
 
 
 def bytes_of(spec: TensorSpec) -> int:
-    """How many the message with a tensor like ``spec`` has at most."""
+    """Maximum number of bytes of a message with a tensor like ``spec``."""
     return spec.nbytes + len(spec.size) * torch.int64.itemsize
 
 
 @final
 class Incoming:
-    """Memory that waits for a message.
+    """Receive buffer of one message.
 
     Args:
-        memory: of the host, as much as :func:`bytes_of` says.
-        spec: what the tensor in the message is expected to be like, in the host's memory as well.
+        memory: host memory of :func:`bytes_of` bytes.
+        spec: expected metadata of the tensor, on the host as well.
     """
 
     def __init__(self, memory: Tensor, spec: TensorSpec) -> None:
@@ -87,17 +85,17 @@ class Incoming:
         self._last[:] = memoryview(self._mark)
 
     def is_there(self) -> bool:
-        """Whether the last elements are there.
+        """Whether the last elements have arrived.
 
-        The rest may be a moment behind, and they may look like what was there before: a wait will be short if this
-        says so, and is needed in any case.
+        The rest may be a moment behind, and elements equal to the mark are not noticed. So a wait is needed in any
+        case; it is short if this returns true.
         """
         return self._last.tobytes() != self._mark
 
     def tensor(self) -> Tensor:
-        """What was in the message, once it is there.
+        """The tensor of the message, once it has arrived.
 
-        It has its gaps; one that was expanded takes the memory that it seems to take.
+        Its layout has the gaps of the original; an expanded tensor becomes a dense one.
         """
         spec, layout, ending = self._spec, self._layout, self._strides.tobytes()
         if ending != layout.ending:
@@ -112,18 +110,18 @@ class Incoming:
 
 
 class _Layout(NamedTuple):
-    """How a tensor stands in memory."""
+    """Memory layout of a tensor."""
 
     tail: Tensor
-    """The strides as bytes."""
+    """Strides as bytes."""
     ending: bytes
-    """The same, for comparison on the host."""
+    """The same bytes, for comparison on the host."""
     dense: tuple[int, ...]
-    """The strides of elements that stand as close as they can in the same order."""
+    """Strides without gaps, with the dims in the same order."""
     is_dense: bool
-    """Whether they do."""
+    """Whether the tensor has these strides."""
     gaps: tuple[int, ...] | None
-    """The strides, where elements have places of their own that do not stand so close."""
+    """Strides of a tensor with gaps; ``None`` if it is dense or expanded."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""The wrappers around the forward of a unit, and their order.
+"""Wrappers around the forward of a unit, and their order.
 
 [Note: wrapping order] From the inside out, with the place that puts each wrapper there:
 
@@ -29,11 +29,11 @@ __all__ = ["wrap_unit"]
 def wrap_unit(
     function: Callable[..., Any], call: UnitCall, *, with_weights: WithWeights, activations: UnitWrapper
 ) -> Callable[..., Any]:
-    """``function``, the forward of a unit as it arrives here, with wrappers 4 to 9; see [Note: wrapping order].
+    """Wrap ``function``, the forward of a unit as it arrives here, in wrappers 4 to 9; see [Note: wrapping order].
 
     Args:
-        function: computes the unit.
-        call: the call that is about to run.
+        function: forward of the unit.
+        call: call that is about to run.
         with_weights: adds wrappers 4 and 5.
         activations: adds wrappers 7 and 8.
 

@@ -1,15 +1,13 @@
-"""Which attributes of modules does code write to, and what?
+"""Detection of writes to modules in a step: attribute assignments, and in-place changes of buffers above the units.
 
-Code above the units may switch attributes of any of thousands of modules inside of them (``block.adapt = False``,
-``model.eval()``). To compare all of them at every pause would take as long as a small step, so their writing is
-watched: it is rare, and there is one function that does it.
+Attributes: code above the units may switch attributes of any of thousands of modules inside of them (``block.adapt =
+False``, ``model.eval()``). Comparing all of them at every pause would take as long as a small step, so the one function
+that sets attributes is watched; writes are rare.
 
-Buffers above the units that a step changes in place: microbatches must not change them in turns.
-
-A running mean stands on every stage, and all microbatches share it, as in one process. Each changes it after the one
-before. But a change in two operations, of which the second one waits for a value of another stage
-(``self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)``), lets the next microbatch in between: its first operation would
-come before the second one of this. Such a step is refused. Whole numbers are left alone: they count, in any order.
+Buffers: a running mean exists on every stage, and all microbatches share it, as in a single process; each changes it
+after the previous one. But a change in two operations, of which the second waits for a value of another stage
+(``self.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)``), lets the next microbatch run its first operation in between. Such
+a step is refused. Integer buffers are exempt: they count, in any order.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +24,13 @@ _METHODS = ("__setattr__", "__delattr__")
 
 @final
 class WatchedWrites:
-    """From now on, until it is closed, ``note(module, name, values)`` is called before an attribute is set or deleted.
+    """Calls ``note(module, name, values)`` before an attribute of any module is set or deleted, until it is closed.
 
-    ``values`` holds what it is set to, or nothing; what is returned is set instead.
+    ``values`` holds the new value, or nothing for a deletion; the values that ``note`` returns are set instead.
     """
 
     def __init__(self, note: Callable[[nn.Module, str, tuple[Any, ...]], tuple[Any, ...]]) -> None:
-        # Empty: nothing is noted any more, where somebody else has wrapped the methods since.
+        # A list that `close` empties: the wrapper stays in place if other code has wrapped the methods since.
         self._note = [note]
         self._before = {name: vars(nn.Module)[name] for name in _METHODS}
         self._instead = {name: self._watched(method) for name, method in self._before.items()}
@@ -50,7 +48,7 @@ class WatchedWrites:
         return write
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._note.clear()
         for name, method in self._instead.items():
             if vars(nn.Module)[name] is method:
@@ -59,21 +57,21 @@ class WatchedWrites:
 
 @final
 class BufferWrites:
-    """See the module docstring. One object serves one step.
+    """Detects interleaved in-place changes of buffers; one object serves one step.
 
     Args:
-        modules: those above the units.
+        modules: modules above the units.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         held = [(name, each) for module in modules for name, each in module._buffers.items() if each is not None]
         self._buffers = [(name, each) for name, each in held if each.is_floating_point() and not each.is_inference()]
         self._versions = [each._version for _, each in self._buffers]
-        # Which microbatch has changed each of them last.
+        # The microbatch that has changed each of them last.
         self._last = [0] * len(self._buffers)
 
     def note(self, microbatch: int) -> None:
-        """A turn of ``microbatch`` ends.
+        """Note the buffers that ``microbatch`` has changed; call it at the end of each turn.
 
         Raises:
             UnsupportedError: it has changed a buffer that a later microbatch had changed already.
