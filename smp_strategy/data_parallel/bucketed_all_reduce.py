@@ -16,13 +16,14 @@ ranks send belongs together.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from smp_strategy.distributed import watched_collectives as collectives
+from smp_strategy.distributed.work import Work, wait_for
 from smp_strategy.errors import SMPError
 from smp_strategy.precision.dtypes import gradient_dtype
 
@@ -32,14 +33,6 @@ _SUMS = "sums of gradients"
 
 Bucket = Sequence[Sequence[nn.Parameter]]
 """Parameters of one dtype: for each rank those whose sums it gets; a single list if all get all of them."""
-
-
-class _Sent(NamedTuple):
-    """A bucket under way."""
-
-    work: collectives.UnderWay
-    parts: Tensor
-    """Filled with what the ranks send, a row for each; or with the sum of that, one row."""
 
 
 @final
@@ -71,7 +64,8 @@ class BucketedAllReduce:
         self._buckets = buckets
         self._group = group
         self._factor = factor
-        self._sent: list[_Sent] = []
+        # A row for each rank, or the sum of all, one row.
+        self._sent: list[Work[Tensor]] = []
         self._bucket_of = {
             parameter: number for number, bucket in enumerate(buckets) for share in bucket for parameter in share
         }
@@ -81,7 +75,7 @@ class BucketedAllReduce:
             if parameter not in quiet:
                 self._missing[number].add(parameter)
         self._said = torch.zeros(1, dtype=torch.int32, device="cpu")
-        self._asked: collectives.UnderWay | None = None
+        self._asked: Work[object] | None = None
         self._gradients: Mapping[nn.Parameter, Tensor] = {}
 
     @property
@@ -126,8 +120,7 @@ class BucketedAllReduce:
         is_early, *notes = self._said.tolist()
         was_early = bool(is_early)
         if was_early:
-            for sent in self._sent:
-                sent.work.wait()
+            wait_for(self._sent)
             self._sent.clear()
             for bucket in self._buckets:
                 self._send(bucket)
@@ -155,7 +148,7 @@ class BucketedAllReduce:
         group, num_ranks = self._group, dist.get_world_size(self._group)
         sent = torch.cat([piece for share in bucket for piece in self._pieces(share)]).to(dtype=self._dtype)
         if len(bucket) == 1:
-            self._sent.append(_Sent(collectives.all_reduce(sent, group=group, doing=_SUMS), sent[None]))
+            self._sent.append(collectives.all_reduce(sent, group=group, doing=_SUMS).then(lambda _: sent[None]))
             return
         sizes = [_size(share) for share in bucket]
         mine = sizes[dist.get_rank(group)]
@@ -165,7 +158,7 @@ class BucketedAllReduce:
         work = collectives.begin(
             _SUMS, group, lambda: dist.all_to_all_single(parts, sent, *given, group=group, async_op=True)
         )
-        self._sent.append(_Sent(work, parts.view(num_ranks, mine)))
+        self._sent.append(work.then(lambda _: parts.view(num_ranks, mine)))
 
     def _pieces(self, share: Sequence[nn.Parameter]) -> Iterator[Tensor]:
         """Gradients, and which of them exist."""
@@ -180,10 +173,10 @@ class BucketedAllReduce:
         # Once backward is over, `.grad` is the caller's again.
         return parameter.grad if self._asked is None else self._gradients.get(parameter)
 
-    def _received(self, bucket: Bucket, sent: _Sent) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        sent.work.wait()
+    def _received(self, bucket: Bucket, sent: Work[Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         share = bucket[0 if len(bucket) == 1 else dist.get_rank(self._group)]
-        parts = sent.parts.to(gradient_dtype(share[0].dtype)) if share else sent.parts
+        parts = sent.wait()
+        parts = parts.to(gradient_dtype(share[0].dtype)) if share else parts
         total, *others = parts.unbind()
         for other in others:  # in the order of the ranks
             total.add_(other)

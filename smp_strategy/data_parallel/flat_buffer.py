@@ -43,7 +43,7 @@ from smp_strategy.data_parallel.flat_layout_views import Run, common_base, eleme
 from smp_strategy.data_parallel.resting import RestingParameter, placeholder
 from smp_strategy.data_parallel.sharded_gradient import ShardedGradient
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.collectives.messages import Pending, wait_for
+from smp_strategy.distributed.work import Work, wait_for
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.precision.dtypes import gradient_dtype
 from smp_strategy.precision.master_weights import set_gradient_dtype
@@ -113,15 +113,15 @@ class FlatBuffer:
         for number, parameter in enumerate(parameters):
             self._put(number, parameter)
         self._set_gradient_dtype(self._gradient_dtype)
-        self._refreshing: list[Pending] = []
-        self._arriving: Pending | None = None
+        self._refreshing: list[Work[object]] = []
+        self._arriving: Work[object] | None = None
         self._is_gathered = False
         # For each parameter, whether it has had a gradient on this rank in this pass, or one that it went on with.
         self._is_used = [False] * len(parameters)
         self._goes_on = [False] * len(parameters)
         self._collected: Tensor | None = None
         self._has_gradient: list[bool] = []
-        self._reducing: Pending | None = None
+        self._reducing: Work[object] | None = None
         # Where a shard has several owners: what the group has added up of gradients, for all of them.
         self._of_group: Tensor | None = None
         # Of the parameters that are shown: the gradients that they had while they rested.
@@ -226,7 +226,7 @@ class FlatBuffer:
         self._is_used = [gradient is not None and gradient.is_used for gradient in found]
         self.gradients = self._joined(found)
 
-    def take_gradients(self) -> tuple[Tensor, Pending | None]:
+    def take_gradients(self) -> tuple[Tensor, Work[object] | None]:
         """Hand over what the group has added up, zeros where there is nothing, and what is left to wait for."""
         if self._owners is None:
             shard, self.gradients = self.gradients, None

@@ -8,12 +8,14 @@ questions of metadata and of gradients are answered at once, and whatever else i
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from smp_strategy.distributed.work import Work, wait_for
 from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, in_plain_sight
 
 __all__ = ["ParameterBroadcast"]
@@ -27,12 +29,16 @@ class ParameterBroadcast:
     """The values that are on their way to this rank."""
 
     def __init__(self) -> None:
-        self._under_way: list[_Arrival] = []
+        self._under_way: list[Work[None]] = []
 
     def expect(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
         """Nobody sees ``parameters`` before ``finish`` has waited for their values and filled them in."""
         if all(type(parameter) is nn.Parameter for parameter in parameters):
-            self._under_way.append(_Arrival(parameters, finish))
+            work = Work(partial(_fill_in, parameters, finish))
+            self._under_way.append(work)
+            for parameter in parameters:
+                setattr(parameter, _ARRIVAL, work)
+                parameter.__class__ = _Arriving
         else:  # a class of the user's, which may mean something
             with torch.no_grad():
                 finish()
@@ -42,37 +48,21 @@ class ParameterBroadcast:
         for parameter in parameters if self._under_way else ():
             if isinstance(parameter, _Arriving):
                 _wait_for(parameter)
-        self._under_way = [arrival for arrival in self._under_way if arrival.is_under_way]
+        self._under_way = [work for work in self._under_way if not work.is_done()]
 
     def wait(self) -> None:
         """Return when all are there."""
-        for arrival in self._under_way:
-            arrival.wait()
+        wait_for(self._under_way)
         self._under_way = []
 
 
-@final
-class _Arrival:
-    """Values that arrive together."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
-        self._parameters = parameters
-        self._finish = finish
-        self.is_under_way = True
-        for parameter in parameters:
-            setattr(parameter, _ARRIVAL, self)
-            parameter.__class__ = _Arriving
-
-    def wait(self) -> None:
-        if not self.is_under_way:
-            return
-        # Where another rank is gone this raises, now and whenever the parameters are used again.
-        with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
-            self._finish()
-        self.is_under_way = False
-        for parameter in self._parameters:
-            parameter.__class__ = nn.Parameter
-            delattr(parameter, _ARRIVAL)
+def _fill_in(parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
+    # Where another rank is gone this raises, now and whenever the parameters are used again.
+    with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
+        finish()
+    for parameter in parameters:
+        parameter.__class__ = nn.Parameter
+        delattr(parameter, _ARRIVAL)
 
 
 @final
@@ -105,5 +95,5 @@ class _Arriving(nn.Parameter):
 
 
 def _wait_for(parameter: nn.Parameter) -> None:
-    arrival: _Arrival = vars(parameter)[_ARRIVAL]
-    arrival.wait()
+    work: Work[None] = vars(parameter)[_ARRIVAL]
+    work.wait()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from smp_strategy.data_parallel.flat_unit import FlatUnit
 from smp_strategy.distributed.collectives.interface import Collectives
-from smp_strategy.distributed.collectives.messages import Pending, wait_for
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["ReplicaAllReduce"]
 
@@ -38,8 +38,8 @@ class _Sum(NamedTuple):
     """Of what a unit had."""
 
     sums: list[Tensor]
-    reduced: list[Pending]
-    added_up: list[Pending]
+    reduced: list[Work[object]]
+    added_up: list[Work[object]]
 
 
 @final
@@ -54,7 +54,7 @@ class _Step:
     sums: dict[int, _Sum] = field(default_factory=dict)
     late: set[int] = field(default_factory=set)
     """Units that have been reduced after their sums had begun."""
-    said: tuple[Tensor, Pending] | None = None
+    said: Work[Tensor] | None = None
     """What ranks tell each other at the end."""
 
 
@@ -110,7 +110,7 @@ class ReplicaAllReduce:
             self._begin(number)
         words = [[int(number in step.late), step.places[number]] for number in self._order]
         said = torch.tensor(words, dtype=torch.int64, device="cpu")
-        step.said = said, self._replicas.all_reduce(said)
+        step.said = self._replicas.all_reduce(said).then(lambda _: said)
 
     def finish(self) -> None:
         """Let each unit have the sums as its gradients, begun or not. Collective."""
@@ -118,9 +118,7 @@ class ReplicaAllReduce:
             self.begin_rest()
         step, self._step = self._step, self._new_step()
         assert step.said is not None
-        said, pending = step.said
-        pending.wait()
-        words = dict(zip(self._order, said.tolist(), strict=True))
+        words = dict(zip(self._order, step.said.wait().tolist(), strict=True))
         late = {number: self._sum_of(number) for number in self._order if words[number][0]}
         for number, now in step.sums.items():
             wait_for(now.added_up)

@@ -36,8 +36,10 @@ import torch
 import torch.distributed as dist
 
 from smp_strategy.distributed.failure import StoreCall, first_failure, publish, raise_lost
+from smp_strategy.distributed.message_tags import NEVER_SENT
 from smp_strategy.distributed.shutdown import call_at_exit
 from smp_strategy.distributed.wait_positions import Condition, Position, blockers, is_deadlock, story
+from smp_strategy.distributed.work import Work
 from smp_strategy.errors import ApartError, PeerFailedError, SMPError
 
 __all__ = ["BegunCollective", "MessageSender", "Watch", "beside", "user_code", "watch_of"]
@@ -58,8 +60,6 @@ _OURS: Final = (
 )
 # How many collectives of a group a rank can be ahead of another.
 _MOST_LATEST: Final = 32
-# No message has this tag: a receive with it never ends.
-_NO_TAG: Final = (1 << 31) - 1
 _LOG: Final = logging.getLogger("smp_strategy")
 # The default process group is the process's own, and so is what watches it.
 _WATCHES: "Final[WeakKeyDictionary[dist.ProcessGroup, Watch]]" = WeakKeyDictionary()
@@ -88,6 +88,10 @@ class BegunCollective(NamedTuple):
     def needs(self) -> Needs:
         """What others must do so that it ends."""
         return [[Condition(rank, self.channel, self.number) for rank in dist.get_process_group_ranks(self.group)]]
+
+    def work(self, finish: Callable[[], T], is_done: Callable[[], bool] | None = None) -> Work[T]:
+        """Handle of it; whoever waits for that is watched. Arguments as for :class:`Work`."""
+        return Work(lambda: watch_of().until(self, finish), is_done)
 
 
 @final
@@ -321,7 +325,7 @@ class Watch:
             StoreCall(lambda: publish(store, rank, f"{type(verdict).__name__}: {verdict}")).within(PAUSE_SECONDS)
         peers = [number for number in range(wait.group.size()) if number != wait.group.rank()]
         with suppress(RuntimeError):  # which is what it is for
-            wait.group.recv([torch.empty(1, device="cpu")], peers[0], _NO_TAG).wait(timedelta(milliseconds=1))
+            wait.group.recv([torch.empty(1, device="cpu")], peers[0], NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def watch_of() -> Watch:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import zip_longest
+from time import perf_counter
 from typing import NamedTuple, final
 
 import torch
@@ -19,21 +20,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smp_strategy.distributed import watched_collectives as collectives
-from smp_strategy.distributed.background_wait import Arrival, BackgroundWaits
+from smp_strategy.distributed.background_wait import BackgroundWaits
 from smp_strategy.distributed.deadlock import watch_of
 from smp_strategy.distributed.device import is_host
 from smp_strategy.distributed.failure import raise_lost
 from smp_strategy.distributed.host_copies import HostCopies, Landed
+from smp_strategy.distributed.message_tags import NUM_SHARED_RESULTS, SHARED_RESULTS
 from smp_strategy.distributed.torch_modes import outside_inference_mode
 from smp_strategy.distributed.wait_positions import Condition
+from smp_strategy.distributed.work import Work
 from smp_strategy.errors import UnsupportedError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline import wire_format as messages
 
 __all__ = ["Agreement", "Receipt", "Transport"]
 
-# Tags of results that stages share, apart from those of moves, hooks and clocks; they begin anew after so many.
-_SHARED, _NUM_SHARED = 3 << 29, 1 << 20
 _END = "the end of a step or hook"
 
 
@@ -43,44 +44,31 @@ class Receipt:
 
     Args:
         key: global rank of the sender, and the tag.
-        receive: blocks until the message is there, and unpacks it.
-        is_there: whether ``receive`` would block for a moment only.
+        work: the message, unpacked.
         transport: whose it is.
     """
 
-    def __init__(
-        self,
-        key: tuple[int, int],
-        receive: Callable[[], Landed],
-        is_there: Callable[[], bool],
-        transport: "Transport",
-    ) -> None:
+    def __init__(self, key: tuple[int, int], work: Work[Landed], transport: "Transport") -> None:
         self.key = key
-        self._receive = receive
-        self._is_there = is_there
+        self.work = work
         self._transport = transport
-        self._arrival: Arrival[Landed] | None = None
-        self._landed: Landed | None = None
+        self._is_listened_for = False
 
-    def listen(self) -> Arrival[Landed]:
+    def listen(self) -> None:
         """Wait for it in the background from now on."""
-        if self._arrival is None:
-            self._arrival = self._transport.listeners.expect(self._receive)
-        return self._arrival
+        if not self._is_listened_for:
+            self._is_listened_for = True
+            self._transport.listeners.expect(self.work)
 
     def arrived(self) -> bool:
         """Whether the tensor is there, without blocking."""
-        return self._landed is not None or self.listen().is_over
-
-    def take(self) -> Landed | None:
-        """What has come, if it is there by now and nobody listens for it: that takes no thread."""
-        return self._receive() if self._arrival is None and self._is_there() else None
+        if not self.work.is_done():
+            self.listen()
+        return self.work.is_done()
 
     def wait(self) -> Tensor:
         """Block until the tensor is there; the same one at each call."""
-        if self._landed is None:
-            self._landed = self._transport.wait(self)
-        return self._landed.use()
+        return self._transport.wait(self).use()
 
 
 class Agreement(NamedTuple):
@@ -104,6 +92,7 @@ class Transport:
 
     Attributes:
         listeners: wait for messages that are not there yet.
+        seconds_waited: how long this stage has been blocked by messages so far.
         sent: channel and tag of every message that was sent in this step, or for which there is a receive.
     """
 
@@ -112,10 +101,11 @@ class Transport:
         self._timeout = timeout or timedelta(0)  # what torch takes for "none given"
         self._group = group
         self._peers = [dist.get_group_rank(group, rank) for rank in stage_ranks]
-        # By receiver's stage and tag: what waits until the message has arrived, and keeps it until then.
-        self._sent: dict[tuple[int, int], Callable[[], object]] = {}
+        # By receiver's stage and tag.
+        self._sent: dict[tuple[int, int], Work[object]] = {}
         self._copies: dict[torch.device, HostCopies] = {}
         self._num_shared = 0
+        self.seconds_waited = 0.0
         self.sent: set[tuple[str, int]] = set()
         self._rank, self._watch = dist.get_rank(), watch_of()
         # Names of messages to each stage, and of receives from it, in what is told of this rank.
@@ -126,11 +116,6 @@ class Transport:
         # gloo writes to the memory of each until it has come, even if nobody waits for it any more.
         self._receipts: set[Receipt] = set()
 
-    @property
-    def seconds_waited(self) -> float:
-        """How long this stage has been blocked by messages so far."""
-        return self.listeners.seconds_waited
-
     def send(self, tensor: Tensor, spec: TensorSpec, stage: int, tag: int) -> None:
         """Begin to send ``tensor``, whose metadata ``stage`` expects to be ``spec``."""
         message = messages.pack(tensor, spec)
@@ -138,12 +123,13 @@ class Transport:
             self._sent[stage, tag] = self._start(message, stage, tag)
         else:
             copy = self._copies_of(message.device).out(message)
-            started = self.listeners.expect(lambda: self._start(copy.wait(), stage, tag))
-            self._sent[stage, tag] = lambda: started.get()()
+            started = Work(lambda: self._start(copy.wait(), stage, tag))
+            self.listeners.expect(started)
+            self._sent[stage, tag] = started.then(lambda sent: sent.wait())
         self.sent.add((self._channels[stage], tag))
 
-    def _start(self, message: Tensor, stage: int, tag: int) -> Callable[[], object]:
-        """Begin to send memory of the host; returns what waits until it has arrived."""
+    def _start(self, message: Tensor, stage: int, tag: int) -> Work[object]:
+        """Begin to send memory of the host."""
         try:
             # What `dist.isend` and `dist.irecv` come to, without their checks: there are two of them per hop.
             work = self._group.send([message], self._peers[stage], tag)
@@ -154,7 +140,7 @@ class Transport:
         def wait(_: Tensor = message) -> object:  # which must live until then
             return work.wait(timeout)
 
-        return wait
+        return Work(wait)
 
     def receive(self, spec: TensorSpec, stage: int, tag: int) -> Receipt:
         """Begin to receive a tensor with the metadata ``spec``."""
@@ -175,7 +161,7 @@ class Transport:
             arrived = incoming.tensor()
             return Landed(arrived) if copies is None else copies.back(arrived)
 
-        receipt = Receipt((self._ranks[stage], tag), wait, incoming.is_there, self)
+        receipt = Receipt((self._ranks[stage], tag), Work(wait, incoming.is_there), self)
         self._receipts.add(receipt)
         self.sent.add((self._expected[stage], tag))
         if copies is not None:
@@ -190,11 +176,14 @@ class Transport:
     def wait(self, receipt: Receipt) -> Landed:
         """Block until the message of ``receipt`` is there."""
         try:
-            landed = receipt.take()
-            if landed is None:
-                arrival = receipt.listen()
+            if receipt.work.is_done():  # that takes no thread
+                landed = receipt.work.wait()
+            else:
+                receipt.listen()
+                began = perf_counter()
                 with self.waiting_for([receipt]):
-                    landed = arrival.get()
+                    landed = receipt.work.wait()
+                self.seconds_waited += perf_counter() - began
         except RuntimeError as error:
             raise_lost(error, receipt.key[0], "waiting for a tensor from")
         self._receipts.discard(receipt)
@@ -220,12 +209,12 @@ class Transport:
     def confirm(self, stage: int, tag: int) -> None:
         """Let go of the message that was sent to ``stage`` under ``tag``, once it has arrived; again does nothing."""
         if (stage, tag) in self._sent:
-            wait = self._sent.pop((stage, tag))
+            sent = self._sent.pop((stage, tag))
             try:
                 receiver = self._ranks[stage]
                 needs = [[Condition(receiver, _expected(self._rank, receiver), tag)]]
                 with self._watch.waiting(lambda: needs, self._group, "the arrival of a tensor at another stage"):
-                    wait()
+                    sent.wait()
             except RuntimeError as error:
                 raise_lost(error, self._ranks[stage], "waiting for the arrival of a tensor at")
 
@@ -251,7 +240,7 @@ class Transport:
         compared = collectives.all_gather(found, mine, group=self._group, doing=_END)
 
         def is_reached() -> bool:
-            return compared.is_completed() and all(torch.equal(mine, other) for other in found)
+            return compared.is_done() and all(torch.equal(mine, other) for other in found)
 
         def check() -> None:
             if is_reached():
@@ -298,7 +287,7 @@ class Transport:
 
     def _begin_to_share_flat(self, here: Sequence[Tensor], spec: TensorSpec, stage: int) -> Callable[[], Tensor]:
         """Begin to give every stage what is ``here``, on ``stage``, behind each other."""
-        tag = _SHARED + self._num_shared % _NUM_SHARED
+        tag = SHARED_RESULTS + self._num_shared % NUM_SHARED_RESULTS
         self._num_shared += 1
         if not here:
             return self.receive(spec, stage, tag).wait

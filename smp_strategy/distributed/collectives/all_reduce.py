@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives import direct
-from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["AllReduces"]
 
@@ -41,36 +42,36 @@ class AllReduces:
     def __init__(self, messages: Messages, relay: Relay) -> None:
         self._messages = messages
         self._relay = relay
-        self._under_way: list[_UnderWay] = []
+        self._running: list[_Steps] = []
 
-    def start(self, tensor: Tensor, after: Sequence[Pending]) -> Pending:
+    def start(self, tensor: Tensor, after: Sequence[Work[object]]) -> Work[object]:
         """Add up all ranks' ``tensor``, in place, when everything in ``after`` is over."""
         tag = self._messages.new_tags(2)
         steps = self._exchange(tensor, after, tag) if self._messages.size <= 2 else self._in_parts(tensor, after, tag)
         done: Future[None] = Future()
-        self._relay.submit(partial(self._begin, _UnderWay(steps, done)))
+        self._relay.submit(partial(self._begin, _Steps(steps, done)))
 
         def finish() -> None:
             if not done.done():
                 self._relay.submit(self._finish_all)
             done.result()
 
-        return Pending(finish)
+        return Work(finish)
 
-    def _begin(self, new: "_UnderWay") -> None:
-        is_under_way = new.go_on()
+    def _begin(self, new: "_Steps") -> None:
+        is_running = new.go_on()
         self._go_on()
-        if is_under_way:
-            self._under_way.append(new)
+        if is_running:
+            self._running.append(new)
 
     def _go_on(self) -> None:
-        self._under_way = [each for each in self._under_way if each.go_on()]
+        self._running = [each for each in self._running if each.go_on()]
 
     def _finish_all(self) -> None:
-        while self._under_way:
+        while self._running:
             self._go_on()
 
-    def _exchange(self, tensor: Tensor, after: Sequence[Pending], tag: int) -> Iterator[None]:
+    def _exchange(self, tensor: Tensor, after: Sequence[Work[object]], tag: int) -> Iterator[None]:
         """Of two ranks: as many bytes as in parts, and one way less. Two summands have no order."""
         messages = self._messages
         others = [torch.empty_like(tensor) for _ in messages.peers]
@@ -81,7 +82,7 @@ class AllReduces:
         wait_for(under_way)
         direct.add_up(tensor, others, is_first=False)
 
-    def _in_parts(self, tensor: Tensor, after: Sequence[Pending], tag: int) -> Iterator[None]:
+    def _in_parts(self, tensor: Tensor, after: Sequence[Work[object]], tag: int) -> Iterator[None]:
         messages = self._messages
         parts = tensor.tensor_split(messages.size)
         mine = torch.empty_like(parts[messages.rank])
@@ -95,7 +96,7 @@ class AllReduces:
         passed_on.wait()
 
 
-class _UnderWay(NamedTuple):
+class _Steps(NamedTuple):
     steps: Iterator[None]
     done: Future[None]
 

@@ -8,19 +8,20 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from smp_strategy.distributed.collectives.messages import Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.messages import Messages
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["add_up", "gather", "reduce"]
 
 
-def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Pending:
+def gather(messages: Messages, parts: Sequence[Tensor], mine: Tensor, tag: int) -> Work[object]:
     """Fill the ``parts`` of all others."""
     under_way = [messages.receive(parts[peer], peer, tag) for peer in messages.peers]
     under_way += [messages.send(mine, peer, tag) for peer in messages.peers]
-    return Pending(lambda: wait_for(under_way))
+    return Work(lambda: wait_for(under_way))
 
 
-def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Pending:
+def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, *, is_first: bool) -> Work[object]:
     """Add up what all ranks have in this rank's part."""
     # What others have of this rank's part; may be of a narrower dtype than the sum.
     arriving = {peer: torch.empty_like(parts[messages.rank]) for peer in messages.peers}
@@ -39,7 +40,7 @@ def reduce(messages: Messages, parts: Sequence[Tensor], into: Tensor, tag: int, 
         add_up(into, in_order(), is_first=is_first)
         wait_for(sent)
 
-    return Pending(finish)
+    return Work(finish)
 
 
 def add_up(into: Tensor, summands: Iterable[Tensor], *, is_first: bool) -> None:

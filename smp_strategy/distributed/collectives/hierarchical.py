@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from smp_strategy.distributed.collectives.direct import add_up
-from smp_strategy.distributed.collectives.messages import Message, Messages, Pending, wait_for
+from smp_strategy.distributed.collectives.messages import Messages
 from smp_strategy.distributed.collectives.relay import Relay
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["HierarchicalCollectives"]
 
@@ -54,12 +55,12 @@ class HierarchicalCollectives:
         self._num_nodes = messages.size // per_node
         self._node, self._place = divmod(messages.rank, per_node)
 
-    def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Pending:
+    def gather(self, parts: Sequence[Tensor], mine: Tensor) -> Work[object]:
         """Fill the ``parts`` of all others."""
         messages, chunks = self._messages, self._chunks(mine)
         tag = self._new_tags_for(mine)
-        from_twins: list[tuple[int, int, Message]] = []
-        under_way: list[Message] = []
+        from_twins: list[tuple[int, int, Work[None]]] = []
+        under_way: list[Work[None]] = []
         for number, chunk in enumerate(chunks):
             for node in self._other_nodes:
                 twin = self._rank(node, self._place)
@@ -80,28 +81,17 @@ class HierarchicalCollectives:
                 for place in self._other_places:
                     under_way.append(messages.send(part, self._rank(self._node, place), tag(node, number)))
 
-        passed_on = self._relay.submit(pass_on)
+        # `under_way` is complete only when everything is passed on.
+        return self._relay.submit(pass_on).then(lambda _: wait_for(under_way))
 
-        def finish() -> None:
-            passed_on.result()
-            wait_for(under_way)
-
-        return Pending(finish)
-
-    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Pending:
+    def reduce(self, parts: Sequence[Tensor], into: Tensor, *, is_first: bool) -> Work[object]:
         """Add up what all ranks have in this rank's part; ``parts`` are used up."""
         pass_on, finish = self._begin_reduce(parts, into, self._new_tags_for(into), is_first=is_first)
-        passed_on = self._relay.submit(pass_on)
-
-        def wait() -> None:
-            passed_on.result()
-            finish()
-
-        return Pending(wait)
+        return self._relay.submit(pass_on).then(lambda _: finish())
 
     def reduce_in_turn(
         self, parts: Sequence[Tensor], into: Tensor, runs: Sequence[slice], *, is_first: bool
-    ) -> Pending:
+    ) -> Work[object]:
         """The same, one run of elements after the other."""
         tags = [self._new_tags_for(into[run]) for run in runs]
 
@@ -111,7 +101,7 @@ class HierarchicalCollectives:
                 pass_on()
                 finish()
 
-        return Pending(self._relay.submit(work).result)
+        return self._relay.submit(work)
 
     def _begin_reduce(
         self, parts: Sequence[Tensor], into: Tensor, tag: Callable[[int, int], int], *, is_first: bool
@@ -124,8 +114,8 @@ class HierarchicalCollectives:
         found.insert(self._place, [parts[self._rank(node, self._place)] for node in range(self._num_nodes)])
         # By node. The first place's memory also takes the sum.
         sums = [found[0][node] if node == self._node else torch.empty_like(like) for node in range(self._num_nodes)]
-        from_neighbours: dict[tuple[int, int], list[Message]] = {}
-        under_way: list[Message] = []
+        from_neighbours: dict[tuple[int, int], list[Work[None]]] = {}
+        under_way: list[Work[None]] = []
         for number, chunk in enumerate(chunks):
             for node in [*self._other_nodes, self._node]:  # first what has a long way to go
                 receipts = from_neighbours[node, number] = []

@@ -17,8 +17,8 @@ from torch import Tensor
 from smp_strategy.distributed.collectives.direct import add_up
 from smp_strategy.distributed.collectives.gloo import GlooCollectives
 from smp_strategy.distributed.collectives.host_staged import HostStagedCollectives
-from smp_strategy.distributed.collectives.messages import Pending, wait_for
 from smp_strategy.distributed.device import is_host
+from smp_strategy.distributed.work import Work, wait_for
 
 __all__ = ["Collectives", "NativeCollectives", "collectives_of"]
 
@@ -33,7 +33,7 @@ class Collectives(Protocol):
     rank: int
     size: int
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """Fill ``full`` with the shards of all ranks, one behind the other.
 
         Args:
@@ -42,7 +42,7 @@ class Collectives(Protocol):
             after: what must be over before the shard is ready. The caller need not wait for it.
         """
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
         """Add up this rank's part of all ranks' ``full``.
 
         Args:
@@ -52,7 +52,7 @@ class Collectives(Protocol):
             is_first: whether the sum replaces what is there, and is not added to it.
         """
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """Add up all ranks' ``tensor``, in place; all get the same bits.
 
         Args:
@@ -97,15 +97,15 @@ class NativeCollectives:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._group = group
 
-    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def gather(self, full: Tensor, shard: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """See :meth:`Collectives.gather`."""
         # On a stream this only puts it behind, here and below.
         wait_for(after)
         # Bytes, because a backend does not know every dtype.
         work = self._group._allgather_base(full.view(torch.uint8), shard.view(torch.uint8))
-        return Pending(work.wait)
+        return Work(work.wait)
 
-    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Pending] = (), *, is_first: bool) -> Pending:
+    def reduce(self, full: Tensor, into: Tensor, after: Sequence[Work[object]] = (), *, is_first: bool) -> Work[object]:
         """See :meth:`Collectives.reduce`."""
         wait_for(after)
         is_in_place = is_first and into.dtype == full.dtype
@@ -117,12 +117,12 @@ class NativeCollectives:
             if not is_in_place:
                 add_up(into, [total], is_first=is_first)
 
-        return Pending(finish)
+        return Work(finish)
 
-    def all_reduce(self, tensor: Tensor, after: Sequence[Pending] = ()) -> Pending:
+    def all_reduce(self, tensor: Tensor, after: Sequence[Work[object]] = ()) -> Work[object]:
         """See :meth:`Collectives.all_reduce`."""
         wait_for(after)
-        return Pending(self._group.allreduce([tensor]).wait)
+        return Work(self._group.allreduce([tensor]).wait)
 
     def close(self) -> None:
         """See :meth:`Collectives.close`."""

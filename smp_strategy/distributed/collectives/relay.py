@@ -9,11 +9,11 @@ its end. (gloo can wait for a message but not say whether it is there, so lookin
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from smp_strategy.distributed.deadlock import beside
+from smp_strategy.distributed.work import Work
 
 __all__ = ["Relay"]
 
@@ -21,7 +21,6 @@ __all__ = ["Relay"]
 FAREWELL_SECONDS = 0.5
 
 T = TypeVar("T")
-_Job = tuple[Callable[[], Any], Future[Any]]
 
 
 @final
@@ -29,18 +28,18 @@ class Relay:
     """Does one job after the other in a thread, which is started with the first job."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have ``job`` done after those that were submitted before; the result tells when, and how it ended."""
+    def submit(self, job: Callable[[], T]) -> Work[T]:
+        """Have ``job`` done after those that were submitted before."""
         if self._thread is None:
             # A wait that was given up must not keep the process from ending.
             self._thread = threading.Thread(target=self._work, name="relay", daemon=True)
             self._thread.start()
-        done: Future[T] = Future()
-        self._jobs.put((job, done))
-        return done
+        work = Work(job)
+        self._jobs.put(work.hand_over())
+        return work
 
     def close(self) -> None:
         """End the thread."""
@@ -51,10 +50,6 @@ class Relay:
 
     def _work(self) -> None:
         with beside():  # who waits for a job says so
-            while (entry := self._jobs.get()) is not None:
-                job, done = entry
-                try:
-                    done.set_result(job())
-                except BaseException as error:
-                    done.set_exception(error)
-                del entry, job, done  # and with them the buffers, which would live until the next job comes
+            while (finish := self._jobs.get()) is not None:
+                finish()
+                del finish  # and with them the buffers, which would live until the next job comes

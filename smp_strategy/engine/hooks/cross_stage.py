@@ -28,6 +28,7 @@ from smp_strategy.checkpoint.storage.held_tensor import HeldTensor
 from smp_strategy.data_parallel.full_optimizer_state import FullOptimizerState
 from smp_strategy.data_parallel.sharded_module import ShardedModule
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.message_tags import HOOKS
 from smp_strategy.engine.hooks.cross_stage_inference import Argument, CrossStageInference, spec_of
 from smp_strategy.engine.hooks.full_parameters import FullParameters, FullSplitLayers
 from smp_strategy.model.guarded_tensors import HomeStages, StageTensor, home_of, in_plain_sight
@@ -48,8 +49,6 @@ _READS = (
 _GRADIENT: Any = Tensor.grad
 _DATA: Any = Tensor.data
 _SAME_METADATA = (_DATA.__get__, Tensor.detach, Tensor.clone)
-# Message tags of hooks begin where those of microbatches cannot come.
-TAGS = 1 << 30
 # In names of operations that write random numbers to a given tensor.
 _RANDOM = ("uniform", "normal", "rand", "bernoulli", "dropout", "exponential", "geometric", "cauchy", "nomial", "rrelu")
 
@@ -373,7 +372,7 @@ class HookView:
         self, value: Tensor | None, spec: TensorSpec, source: int, targets: Collection[int], name: str
     ) -> Tensor | None:
         """``value``, which stage ``source`` has, on the stages ``targets``; ``None`` elsewhere."""
-        stage, tag = self._mesh.stage, TAGS + len(self._path)
+        stage, tag = self._mesh.stage, HOOKS + len(self._path)
         self._path.append(f"{name} from stage {source}")
         if stage == source:
             assert value is not None

@@ -22,6 +22,7 @@ import torch
 
 from smp_strategy.distributed import watched_collectives as collectives
 from smp_strategy.distributed.mesh import ProcessMesh
+from smp_strategy.distributed.message_tags import CLOCKS
 from smp_strategy.errors import SMPError
 from smp_strategy.model.trace.tensor_spec import TensorSpec
 from smp_strategy.pipeline.recording import Recorded, Recording
@@ -31,8 +32,6 @@ from smp_strategy.reports.timeline.timeline import Timeline
 __all__ = ["Exchange", "aligned", "gather", "offset_of", "offsets"]
 
 EXCHANGES = 16
-# Neither steps nor hooks number their messages so high.
-TAG = (1 << 31) - 1
 
 
 class Exchange(NamedTuple):
@@ -68,10 +67,10 @@ def offsets(
     spec = TensorSpec.of(torch.zeros(1, dtype=torch.float64, device="cpu"))
 
     def tell(other: int) -> None:
-        transport.send(torch.tensor([clock()], dtype=torch.float64, device="cpu"), spec, other, TAG)
+        transport.send(torch.tensor([clock()], dtype=torch.float64, device="cpu"), spec, other, CLOCKS)
 
     def hear(other: int) -> float:
-        return transport.receive(spec, other, TAG).wait().item()
+        return transport.receive(spec, other, CLOCKS).wait().item()
 
     def ask(other: int) -> Exchange:
         asked = clock()
