@@ -1,10 +1,11 @@
-"""New values of parameters that are on their way from the rank that has computed them.
+"""Asynchronous broadcast of updated parameters: units wait for theirs when they are next called.
 
-Once an optimizer has stepped, the next forward can begin before all values are there: a unit waits for its own
+Once an optimizer has stepped, the next forward can begin before all values have arrived: a unit waits for its own
 parameters when it is called, while those of later units still travel. Everything else that might look at a parameter
-until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So it
-changes its class as long as it waits, as parameters of other stages do (:mod:`smp_strategy.model.guarded_tensors`):
-questions of metadata and of gradients are answered at once, and whatever else is asked waits for the values.
+until then, be it code above the units, a hook or a callback that saves weights, must not get the old value. So a
+parameter changes its class while it waits, as parameters of other stages do
+(:mod:`smp_strategy.model.guarded_tensors`): metadata and gradients are answered at once, all other uses wait for the
+values.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,19 +21,19 @@ from smp_strategy.model.guarded_tensors import BY_IDENTITY, GRADIENT, HARMLESS, 
 
 __all__ = ["ParameterBroadcast"]
 
-# Where it is noted on a parameter what it waits for.
+# Attribute of a parameter that holds the work it waits for.
 _ARRIVAL = "_smp_arrival"
 
 
 @final
 class ParameterBroadcast:
-    """The values that are on their way to this rank."""
+    """Values that are on their way to this rank."""
 
     def __init__(self) -> None:
         self._under_way: list[Work[None]] = []
 
     def expect(self, parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
-        """Nobody sees ``parameters`` before ``finish`` has waited for their values and filled them in."""
+        """Hide ``parameters`` until ``finish`` has waited for their values and filled them in."""
         if all(type(parameter) is nn.Parameter for parameter in parameters):
             work = Work(partial(_fill_in, parameters, finish))
             self._under_way.append(work)
@@ -44,20 +45,20 @@ class ParameterBroadcast:
                 finish()
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Return when those of ``parameters`` that are on their way are there."""
+        """Wait for those of ``parameters`` that are on their way."""
         for parameter in parameters if self._under_way else ():
             if isinstance(parameter, _Arriving):
                 _wait_for(parameter)
         self._under_way = [work for work in self._under_way if not work.is_done()]
 
     def wait(self) -> None:
-        """Return when all are there."""
+        """Wait for all parameters."""
         wait_for(self._under_way)
         self._under_way = []
 
 
 def _fill_in(parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> None:
-    # Where another rank is gone this raises, now and whenever the parameters are used again.
+    # If another rank is gone this raises, now and whenever the parameters are used again.
     with torch.inference_mode(False), torch.no_grad(), in_plain_sight():
         finish()
     for parameter in parameters:
@@ -67,7 +68,7 @@ def _fill_in(parameters: Sequence[nn.Parameter], finish: Callable[[], None]) -> 
 
 @final
 class _Arriving(nn.Parameter):
-    """Never constructed: parameters take this class and leave it again."""
+    """Parameter whose new value is on its way. Never constructed: parameters take this class and leave it again."""
 
     # Placed tensors leave operations that involve such a tensor to this class.
     has_home = True
