@@ -1,8 +1,8 @@
-"""Waiting for messages in the background.
+"""Background waits: threads that wait for messages.
 
-gloo can wait for a message but cannot give up a wait, nor do anything when the message comes. So a thread waits, and
-whoever needs the message can give up after a while and look around. What is there already needs no thread, which would
-take a core away from those who compute.
+gloo can wait for a message but cannot give up a wait, nor call back when the message comes. So a thread waits, and the
+code that needs the message can check other things meanwhile. Messages that are already there need no thread, which
+would take a core away from computation.
 """
 
 import threading
@@ -15,7 +15,7 @@ from smp_strategy.distributed.work import Work
 
 __all__ = ["BackgroundWaits"]
 
-# How long a thread gets to end. It takes no time, unless it stands in a wait that was given up.
+# Time that threads get to end. They need none, unless they are in a wait that was given up.
 FAREWELL_SECONDS = 0.5
 
 _Mailbox = SimpleQueue[Callable[[], None] | None]
@@ -36,7 +36,7 @@ class BackgroundWaits:
         mailbox.put(work.hand_over())
 
     def close(self) -> None:
-        """End the threads, but those that stand in a wait that was given up."""
+        """End the threads, except those in a wait that was given up."""
         for mailbox in self._mailboxes:
             mailbox.put(None)
         # A thread that still runs when the interpreter ends can take the process with it.
@@ -49,7 +49,7 @@ class BackgroundWaits:
 
     def _new_thread(self) -> "_Mailbox":
         mailbox: _Mailbox = SimpleQueue()
-        # Where a wait has been given up, the thread still stands in it, and must not keep the process from ending.
+        # A thread in a wait that was given up must not keep the process from ending.
         thread = threading.Thread(target=self._listen, args=(mailbox,), name="messages", daemon=True)
         thread.start()
         self._mailboxes.append(mailbox)

@@ -1,11 +1,11 @@
-"""Copies between an accelerator and the host, for messages: on a stream of their own, while others compute.
+"""Copies between an accelerator and the host, for messages: on streams of their own, overlapped with computation.
 
 Messages between stages travel from host to host: gloo can do no other, and NCCL wants all messages of two ranks in one
-order, which stages that run under different orders do not have. Copies go through page-locked memory, which torch keeps
-and gives out again, and nobody waits for them but who needs what they bring:
+order, which stages that run under different orders do not have. Copies go through page-locked memory, which torch
+caches and reuses, and only users of the copied data wait for them:
 
-* Outwards, the copy's stream waits for what is queued for now, and a thread that sends waits for the copy.
-* Inwards, a thread that has received starts the copy; who uses the tensor lets its own stream wait, and not the host.
+* Outwards, the copy's stream waits for the work that is queued now, and a thread that sends waits for the copy.
+* Inwards, a thread that has received starts the copy; a user of the tensor lets its own stream wait, not the host.
 """
 
 from typing import NamedTuple, final
@@ -20,37 +20,37 @@ __all__ = ["HostCopies", "Landed", "OnHost"]
 
 
 class OnHost(NamedTuple):
-    """A copy in the memory of the host that is under way."""
+    """Copy to host memory that is under way."""
 
     memory: Tensor
     copied: torch.Event
 
     def wait(self) -> Tensor:
-        """Block until it is there."""
+        """Block until the copy is done, and return it."""
         self.copied.synchronize()
         return self.memory
 
 
 class Landed(NamedTuple):
-    """A tensor that has arrived on the host, and perhaps is still being copied from there."""
+    """Tensor that has arrived on the host, and perhaps is still being copied from there."""
 
     tensor: Tensor
     copied: torch.Event | None = None
 
     def use(self) -> Tensor:
-        """The tensor, for work that this thread queues from now on."""
+        """Tensor for work that this thread queues from now on."""
         if self.copied is not None:
             stream = current_stream(self.tensor.device)
             assert stream is not None
             stream.wait_event(self.copied)
-            # Its memory belongs to the stream of the copies: it must not be given out while this one still reads it.
+            # Its memory belongs to the stream of the copies: the allocator must not reuse it while this one reads it.
             self.tensor.record_stream(stream)
         return self.tensor
 
 
 @final
 class HostCopies:
-    """Copies of one device."""
+    """Copies to and from a single device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,12 +58,12 @@ class HostCopies:
         self._outwards, self._inwards = torch.Stream(device), torch.Stream(device)
 
     def memory(self, nbytes: int) -> Tensor:
-        """Page-locked memory of the host, as bytes."""
+        """Page-locked host memory, as bytes."""
         with outside_inference_mode():  # it may be filled outside of the mode that it is asked for in
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def out(self, tensor: Tensor) -> OnHost:
-        """Begin to copy ``tensor``, which is contiguous and which nobody changes any more, to the host."""
+        """Begin to copy ``tensor``, which is contiguous and not changed any more, to the host."""
         now = current_stream(self._device)
         assert now is not None
         self._outwards.wait_stream(now)
@@ -75,7 +75,7 @@ class HostCopies:
         return OnHost(memory, copied)
 
     def back(self, memory: Tensor) -> Landed:
-        """Begin to copy ``memory``, which is page-locked, to the device; with the same strides."""
+        """Begin to copy ``memory``, which is page-locked, to the device, with the same strides."""
         with outside_inference_mode(), torch.no_grad(), entered(self._inwards):
             tensor = torch.empty_strided(memory.shape, memory.stride(), dtype=memory.dtype, device=self._device)
             tensor.copy_(memory, non_blocking=True)

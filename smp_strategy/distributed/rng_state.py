@@ -1,13 +1,13 @@
-"""Where random generators are: of the process, and of a device; in memory, in files, and across ranks.
+"""States of random generators, of a process and of its device: in memory, in files, and across ranks.
 
-Whoever goes on with a run must draw what that run would have drawn. The generators of a process are torch's of the
-host, Python's, numpy's and that of the device the rank computes on. In memory a state is a tuple that compares fast,
-since the data path compares it twice per batch. In a file it is a dict of tensors and numbers, which loads without
-unpickling code.
+A resumed run must draw what the original run would have drawn. The generators of a process are torch's of the host,
+Python's, numpy's and that of the device the rank computes on. In memory a state is a tuple that compares fast, since
+the data path compares it twice per batch. In a file it is a dict of tensors and numbers, which loads without unpickling
+code.
 
 Ranks that read the same samples draw alike, so a file has one state for each of these groups, and one for each rank
-that has another one nevertheless (the main process has drawn to show a sample). A run with the same layout goes on
-with all of them, one with another layout with those of the groups.
+whose state differs nevertheless (the main process has drawn to show a sample). A run with the same layout resumes from
+all of them, one with another layout from those of the groups.
 """
 
 import random
@@ -38,8 +38,8 @@ RngState = tuple[bytes, Any, Any]
 
 
 def global_state() -> RngState:
-    """The state of torch's generator of the host, Python's, and numpy's if anybody has imported it."""
-    numpy = sys.modules.get("numpy")  # whoever draws from it has imported it
+    """State of torch's generator of the host, Python's, and numpy's if it has been imported."""
+    numpy = sys.modules.get("numpy")  # code that draws from it has imported it
     state = numpy.random.get_state(legacy=True) if numpy is not None else None
     if state is not None:
         state = (state[0], state[1].tobytes(), *state[2:])
@@ -47,7 +47,7 @@ def global_state() -> RngState:
 
 
 def set_global_state(state: RngState) -> None:
-    """Go on from where :func:`global_state` was."""
+    """Restore a result of :func:`global_state`."""
     for_torch, for_python, for_numpy = state
     torch.set_rng_state(_tensor(for_torch))
     random.setstate(for_python)
@@ -60,7 +60,7 @@ def set_global_state(state: RngState) -> None:
 
 @contextmanager
 def drawing_from(state: RngState) -> Iterator[None]:
-    """Draw from ``state`` on; afterwards the generators are where they were before."""
+    """Context that draws from ``state`` on; the generators are restored afterwards."""
     before = global_state()
     set_global_state(state)
     try:
@@ -70,7 +70,7 @@ def drawing_from(state: RngState) -> Iterator[None]:
 
 
 def packed(state: RngState) -> dict[str, Any]:
-    """``state`` for a file: tensors, numbers and strings only."""
+    """Pack ``state`` for a file: tensors, numbers and strings only."""
     for_torch, (version, words, gauss), for_numpy = state
     found: dict[str, Any] = {
         "torch": _tensor(for_torch),
@@ -84,7 +84,7 @@ def packed(state: RngState) -> dict[str, Any]:
 
 
 def unpacked(state: Mapping[str, Any]) -> RngState:
-    """What :func:`packed` has been given."""
+    """Inverse of :func:`packed`."""
     python, numpy = state["python"], state.get("numpy")
     for_numpy = None
     if numpy is not None:
@@ -95,7 +95,7 @@ def unpacked(state: Mapping[str, Any]) -> RngState:
 
 
 def of_rank(device: torch.device) -> dict[str, Any]:
-    """The global generators of this process, and that of its device, for a file."""
+    """States of the global generators of this process and of its device, for a file."""
     found = packed(global_state())
     if not is_host(device):
         found["device"] = {device.type: generator_of(device).get_state()}
@@ -103,7 +103,7 @@ def of_rank(device: torch.device) -> dict[str, Any]:
 
 
 def set_of_rank(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on from where :func:`of_rank` was; on another kind of device that one's generator stays as it is."""
+    """Restore a result of :func:`of_rank`; a device of another kind keeps its generator's state."""
     set_global_state(unpacked(state))
     kept = state.get("device", {}).get(device.type)
     if kept is not None:
@@ -111,11 +111,11 @@ def set_of_rank(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def exceptions_to_first(states: Sequence[Any], groups: Sequence[Sequence[int]]) -> dict[int, Any]:
-    """The states of ranks that are not as that of the first rank of their group.
+    """States of ranks that differ from that of the first rank of their group.
 
     Args:
-        states: of all ranks.
-        groups: ranks that draw alike.
+        states: States of all ranks.
+        groups: Groups of ranks that draw alike.
     """
     return {
         rank: states[rank] for ranks in groups for rank in ranks[1:] if not are_equal(states[rank], states[ranks[0]])
@@ -123,7 +123,7 @@ def exceptions_to_first(states: Sequence[Any], groups: Sequence[Sequence[int]]) 
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Whether two nested states are the same, in which there may be tensors and arrays of numpy's."""
+    """Whether two nested states, possibly with tensors and numpy arrays, are equal."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if hasattr(one, "__array__"):

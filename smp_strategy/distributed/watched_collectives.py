@@ -1,15 +1,14 @@
-"""Collectives that are watched: the only ones of this package but those of flat buffers and split layers.
+"""Watched collectives: the only ones of this package except those of flat buffers and split layers.
 
-Tensors travel as torch sends them, and who waits for them is watched (:mod:`smp_strategy.distributed.deadlock`).
+Tensors are sent as torch sends them, and every wait is watched (:mod:`smp_strategy.distributed.deadlock`).
 
-What ranks tell each other otherwise (objects, decisions, that they are there) begins with an exchange of numbers that
-is the same for all kinds: a digest of what it is about, how many collectives there were before, and a size. So ranks
-that are in different calls know it, instead of taking each other's values for their own.
+Objects, decisions and barriers begin with an exchange of numbers that is the same for all kinds: a digest of the
+purpose, the count of earlier collectives, and a size. So ranks that are in different calls notice, instead of taking
+each other's values for their own.
 
 gloo takes any two all-reduces of a group for one, and ends the process if their sizes differ. So sums of gradients have
-a group of their own, and a few numbers that ranks reduce beside them (a norm, what has changed) are messages that say
-in their tag what they are (:func:`reduce_numbers`). Of ranks in different calls none finds a partner, and the watch
-tells all of them.
+a group of their own, and a few numbers that ranks reduce beside them (a norm, what has changed) are messages whose tag
+tells their purpose (:func:`reduce_numbers`). Ranks in different calls find no partner, and the watch tells all of them.
 """
 
 import functools
@@ -49,7 +48,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Of a description.
+# Limit of a description of a call.
 _MOST_BYTES: Final = 2048
 # Limits up to which each rank sends its numbers to each: gloo's ring takes twice as many messages, one after the other.
 _MOST_REDUCED_BYTES: Final = 1 << 15
@@ -67,8 +66,8 @@ def compare_places(doing: str, group: dist.ProcessGroup) -> Work[None]:
     ranks are in different calls.
 
     Args:
-        doing: as for :func:`begin`.
-        group: the ranks.
+        doing: Purpose, as for :func:`begin`.
+        group: Ranks that compare.
     """
     meeting = watch_of().begin(group, doing)
     mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number], dtype=torch.int64, device="cpu")
@@ -96,9 +95,9 @@ def begin(doing: str, group: dist.ProcessGroup | None, start: Callable[[], dist.
     """Begin a collective.
 
     Args:
-        doing: what for, in words that go on from "waits for"; the same on all ranks.
-        group: its ranks; ``None``: all.
-        start: starts it.
+        doing: Purpose, in words that continue "waits for"; the same on all ranks.
+        group: Its ranks; ``None``: all.
+        start: Starts it.
     """
     group = _group(group)
     meeting = watch_of().begin(group, doing)
@@ -120,9 +119,9 @@ def all_reduce(
 def reduce_numbers(
     tensor: Tensor, op: Any = dist.ReduceOp.SUM, *, group: dist.ProcessGroup | None, doing: str
 ) -> Work[object]:
-    """Begin to reduce a few numbers, in place; see the module docstring.
+    """Begin to reduce a few numbers, in place, by messages that are told apart by their purpose.
 
-    On an accelerator, and if they are many or the ranks are, this is :func:`all_reduce`.
+    On an accelerator, and for many numbers or ranks, this is :func:`all_reduce`.
     """
     group = _group(group)
     combine = _TWO_BY_TWO.get(op)
@@ -153,12 +152,12 @@ def _exchange_numbers(
 
 
 def all_gather(parts: list[Tensor], mine: Tensor, *, group: dist.ProcessGroup | None, doing: str) -> Work[object]:
-    """Begin to fill ``parts`` with what each rank has."""
+    """Begin to fill ``parts`` with each rank's ``mine``."""
     return begin(doing, group, lambda: dist.all_gather(parts, mine, group=group, async_op=True))
 
 
 def broadcast(tensor: Tensor, source: int, *, group: dist.ProcessGroup | None, doing: str) -> Work[object]:
-    """Begin to fill ``tensor`` with that of the global rank ``source``."""
+    """Begin to broadcast ``tensor`` from the global rank ``source``, in place."""
     return begin(doing, group, lambda: dist.broadcast(tensor, source, group=group, async_op=True))
 
 
@@ -166,13 +165,13 @@ def barrier(doing: str, group: dist.ProcessGroup | None = None) -> None:
     """Wait for all ranks.
 
     Raises:
-        ApartError: they are in different calls, here and below.
+        ApartError: Ranks are in different calls, here and below.
     """
     gather_numbers(0, doing, group)
 
 
 def gather_numbers(number: int, doing: str, group: dist.ProcessGroup | None = None) -> list[int]:
-    """The number of each rank."""
+    """All-gather a number of each rank."""
     group = _group(group)
     meeting = watch_of().begin(group, doing)
     mine = torch.tensor([zlib.crc32(doing.encode()), meeting.number, number], dtype=torch.int64, device="cpu")
@@ -190,13 +189,13 @@ def _raise_different(meeting: BegunCollective) -> NoReturn:
 
 
 def _exchanged(mine: Tensor, meeting: BegunCollective, tag: int) -> Tensor:
-    """What each rank has, by way of the first one.
+    """All-gather ``mine`` through the first rank.
 
-    Messages, and no collective, since a rank that is elsewhere may be in a collective of this group: gloo would take
-    the one for the other, and end the process if their sizes differ.
+    By messages, not by a collective, since a rank that is elsewhere may be in a collective of this group: gloo would
+    take the one for the other, and end the process if their sizes differ.
     """
     group, others = meeting.group, range(1, meeting.group.size())
-    # In a group of which only this rank exists (torch's `fake` backend) all others have the same.
+    # With torch's `fake` backend only this rank exists; all others have the same then.
     found = torch.stack([mine] * group.size())
 
     def exchange() -> None:
@@ -217,12 +216,12 @@ def _exchanged(mine: Tensor, meeting: BegunCollective, tag: int) -> Tensor:
 
 
 def gather_objects(value: T, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The object of each rank, any that can be pickled."""
+    """All-gather a picklable object of each rank."""
     return [pickle.loads(each) for each in _gather_bytes(pickle.dumps(value), doing, group)]
 
 
 def collect(value: T, target: int, doing: str, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The object of each rank, on the global rank ``target``; elsewhere nothing."""
+    """Gather an object of each rank on the global rank ``target``; elsewhere the list is empty."""
     mine, sizes = _told_size(value, doing, group)
     is_here = dist.get_rank() == target
     parts = [mine.new_empty(max(sizes)) for _ in sizes] if is_here else None
@@ -231,7 +230,7 @@ def collect(value: T, target: int, doing: str, group: dist.ProcessGroup | None =
 
 
 def tell(value: T, source: int, doing: str, group: dist.ProcessGroup | None = None) -> T:
-    """The object of the global rank ``source``; that itself there."""
+    """Broadcast an object from the global rank ``source``, which gets ``value`` itself back."""
     is_here = dist.get_rank() == source
     mine, sizes = _told_size(value if is_here else None, doing, group)
     size = sizes[dist.get_group_rank(_group(group), source)]
@@ -241,24 +240,24 @@ def tell(value: T, source: int, doing: str, group: dist.ProcessGroup | None = No
 
 
 def send(tensor: Tensor, target: int, doing: str) -> None:
-    """Send ``tensor`` to the global rank ``target``, which receives it; ``doing`` as for :func:`begin`."""
+    """Send ``tensor`` to the global rank ``target``; ``doing`` as for :func:`begin`."""
     _message(dist.get_rank(), target, doing, lambda: dist.isend(tensor, target))
 
 
 def receive(tensor: Tensor, source: int, doing: str) -> None:
-    """Fill ``tensor`` with what the global rank ``source`` sends to this one."""
+    """Receive ``tensor`` from the global rank ``source``."""
     _message(source, dist.get_rank(), doing, lambda: dist.irecv(tensor, source))
 
 
 def send_object(value: Any, target: int, doing: str) -> None:
-    """Send an object to the global rank ``target``, which receives it."""
+    """Send an object to the global rank ``target``."""
     sent = _as_bytes(pickle.dumps(value))
     send(torch.tensor([len(sent)], dtype=torch.int64, device="cpu"), target, doing)
     send(sent, target, doing)
 
 
 def receive_object(source: int, doing: str) -> Any:
-    """What the global rank ``source`` sends to this one."""
+    """Receive an object from the global rank ``source``."""
     size = torch.zeros(1, dtype=torch.int64, device="cpu")
     receive(size, source, doing)
     found = torch.empty(int(size), dtype=torch.uint8, device="cpu")
@@ -286,7 +285,7 @@ def _gather_bytes(mine: bytes, doing: str, group: dist.ProcessGroup | None) -> l
 
 
 def _told_size(value: Any, doing: str, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """``value`` as bytes, and how many each rank has."""
+    """``value`` as bytes, and the number of bytes of each rank."""
     mine = _as_bytes(pickle.dumps(value))
     return mine, gather_numbers(len(mine), doing, group)
 
@@ -310,7 +309,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether that is what carries its messages between hosts, and no double of it."""
+    """Whether the backend for host tensors is gloo, and not a test double."""
     return group._get_backend(torch.device("cpu")).name() == "gloo"
 
 

@@ -1,14 +1,14 @@
-"""Collectives of flat buffers, made of messages between two ranks: for gloo.
+"""Collectives of flat buffers for gloo, made of point-to-point messages.
 
-gloo's own collectives copy whole buffers on the way in and out, and its reduce-scatter sends all that an all-reduce
-does, three times the bytes that are needed. Messages go straight from where the elements are to where they belong, and
-all additions are done here, in an order that can be told.
+gloo's own collectives copy whole buffers on the way in and out, and its reduce-scatter sends as much as an all-reduce,
+three times the necessary bytes. Messages go from the source buffer straight into the destination, and all additions are
+done here, in a defined order.
 
-**Order of additions.** What was there before comes first, then the ranks in their order: with 4 ranks
-``(((old + g0) + g1) + g2) + g3``. Where a group spans nodes, the sums of the nodes in the order of the nodes:
+**Order of additions.** The previous value comes first, then the ranks in their order: with 4 ranks
+``(((old + g0) + g1) + g2) + g3``. If a group spans nodes, the sums of the nodes in the order of the nodes:
 ``(old + (g0 + g1)) + (g2 + g3)``. It is the same in every run, for every dtype and every number of chunks.
 
-**Memory.** Summands arrive beside what they are added to: about as many elements as the buffer has. Where that is too
+**Memory.** Summands arrive beside the buffer that they are added to: about as many elements as it has. If that is too
 much, a buffer is reduced in slices, one after the other, in the background.
 """
 
@@ -32,14 +32,14 @@ __all__ = ["GlooCollectives"]
 
 @final
 class GlooCollectives:
-    """See the module docstring, and :class:`~smp_strategy.distributed.collectives.interface.Collectives`.
+    """:class:`~smp_strategy.distributed.collectives.interface.Collectives` over messages.
 
     Args:
-        group: the ranks, node by node.
-        per_node: how many of them are on each node; ``None``: all on one.
-        gathers_in_hops: gather between nodes and then inside them, where there are several, as reductions do.
-        most_reduced: buffers with more elements are reduced in slices; ``None``: none are.
-        least_chunk_bytes: into how small chunks a shard is cut where there are two hops.
+        group: Ranks, node by node.
+        per_node: Number of ranks on each node; ``None``: all are on one.
+        gathers_in_hops: Whether gathers, like reductions, go between nodes and then inside them.
+        most_reduced: Buffers with more elements are reduced in slices; ``None``: none are.
+        least_chunk_bytes: Smallest chunks into which a shard is cut for two hops.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class GlooCollectives:
     def _start(
         self, start: Callable[[], Work[object]], after: Sequence[Work[object]], meeting: BegunCollective
     ) -> Work[object]:
-        """Start something, in the background where it has to wait for something."""
+        """Start a collective, in the background if it has to wait for something."""
         if not after:
             return meeting.work(start().wait)
 
@@ -128,7 +128,7 @@ class GlooCollectives:
         return meeting.work(lambda: started.wait().wait())
 
     def _runs(self, shard: Tensor) -> list[slice]:
-        """A shard in as many runs as its buffer has slices."""
+        """Cut a shard into as many runs as its buffer has slices."""
         most = max(1, (self._most_reduced or shard.numel() * self.size) // self.size)
         edges = [*range(0, max(1, shard.numel()), most), shard.numel()]
         return [slice(start, stop) for start, stop in itertools.pairwise(edges)]

@@ -1,8 +1,8 @@
-"""Collectives of buffers on an accelerator, by way of the host: for ranks that share one, which NCCL refuses.
+"""Host-staged collectives of accelerator buffers: for ranks that share an accelerator, which NCCL refuses.
 
-A buffer is copied into page-locked memory, on a stream of its own, and what the collectives of the host make of it is
-copied back. These begin when the copy is there, which a thread of theirs waits for, and not the caller. Sums are added
-up on the host, in the same order as those of ranks without accelerators, and so are their bits.
+A buffer is copied into page-locked memory, on a stream of its own, and the result of the host's collective is copied
+back. The collective begins when the copy is done, for which its background thread waits, not the caller. Sums are
+computed on the host, in the same order as for ranks without accelerators, so the bits are the same.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ __all__ = ["HostStagedCollectives"]
 
 @final
 class HostStagedCollectives:
-    """See the module docstring, and :class:`~smp_strategy.distributed.collectives.interface.Collectives`.
+    """:class:`~smp_strategy.distributed.collectives.interface.Collectives` by way of the host.
 
     Args:
-        messages: the collectives of the host.
-        device: where buffers are.
+        messages: Collectives of host buffers.
+        device: Device of the buffers.
     """
 
     def __init__(self, messages: GlooCollectives, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class HostStagedCollectives:
         """See :meth:`Collectives.gather`."""
         if is_host(full.device):
             return self._messages.gather(full, shard, after)
-        # What has to be over ends with a copy to the device, which belongs on the caller's stream. Here and below.
+        # By the caller: such work ends with a copy to the device, which belongs on the caller's stream. Here and below.
         wait_for(after)
         mine, of_all = self._copies.out(shard), self._copies.memory(full.nbytes).view(full.dtype)
         gathered = self._messages.gather(of_all, mine.memory, [Work(mine.wait)])
@@ -48,7 +48,7 @@ class HostStagedCollectives:
         if is_host(full.device):
             return self._messages.reduce(full, into, after, is_first=is_first)
         wait_for(after)
-        # With what is there already, which is the first summand.
+        # With the previous value, which is the first summand.
         summands, total = self._copies.out(full), self._copies.out(into)
         copied = [Work(summands.wait), Work(total.wait)]
         reduced = self._messages.reduce(summands.memory, total.memory, copied, is_first=is_first)

@@ -1,7 +1,7 @@
 """Messages between two ranks, straight out of a buffer and straight into place.
 
-gloo moves the bytes in threads of its own, so messages go on while the caller computes. Each has a tag of its own, so
-they may overtake each other; what matters is that all ranks take their tags in the same order.
+gloo moves the bytes in threads of its own, so messages travel while the caller computes. Each has a tag of its own, so
+they may overtake each other; all ranks must take their tags in the same order.
 """
 
 from typing import final
@@ -20,7 +20,7 @@ __all__ = ["Messages"]
 
 @final
 class Messages:
-    """Sends to and receives from the ranks of ``group``, which are counted within it."""
+    """Sends to and receives from the ranks of ``group``, by their ranks within it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -35,11 +35,11 @@ class Messages:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def meeting(self, doing: str) -> BegunCollective:
-        """A collective that is begun now, as it is watched; all ranks begin the same ones in the same order."""
+        """Register a collective that begins now with the deadlock watch; all ranks do so in the same order."""
         return self._watch.begin(self._group, doing)
 
     def new_tags(self, count: int = 1) -> int:
-        """The first of ``count`` consecutive tags."""
+        """First of ``count`` consecutive tags."""
         if self._next_tag + count > NUM_FLAT_BUFFERS:
             self._next_tag = 0
         self._next_tag += count
