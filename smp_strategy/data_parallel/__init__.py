@@ -14,6 +14,6 @@ Reading order:
 * ``replica_all_reduce``: gradient shards summed over the replicas of a shard group.
 * ``sharded_module``: all units of a stage, as the engine uses them.
 * ``grad_norm``, ``unscale``: global norm; loss scale and overflow.
-* ``optimizer_probe``, ``optimizer_checks``, ``optimizer_dependence``: twins of optimizers; do pieces or subsets suffice.
+* ``optimizer_probe``, ``optimizer_checks``, ``optimizer_dependence``: twins; do pieces or subsets suffice.
 * ``optimizer_state``, ``full_optimizer_state``, ``step_hooks``: state of pieces, full state in hooks, hooks of steps.
 """

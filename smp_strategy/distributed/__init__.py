@@ -10,6 +10,6 @@ Reading order:
 * ``collectives``: collectives of flat buffers (sharding), with an interface and several implementations.
 * ``failure``, ``crash_report``, ``shutdown``: first failure on every rank, short tracebacks, clean-up at exit.
 * ``rng_state``, ``rng_sync``: states of random generators; ranks that read the same samples draw alike.
-* ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, glibc, torch's modes.
+* ``device``, ``device_memory``, ``malloc``, ``torch_modes``: differences of devices, memory limits, malloc, modes.
 * ``balance``, ``buckets``: greedy balancing (LPT); many small tensors in few messages.
 """

@@ -1,9 +1,9 @@
 """Wait positions: the state that ranks publish while they wait, and the decision whether a wait can ever end.
 
 Ranks wait for a collective that others have not begun, or for a message that another has not sent. Each rank that has
-waited for a while publishes the condition it waits for, and the collectives and messages that it has begun and sent: its
-*position*. A pure function of the positions tells which ranks can never continue. A rank that publishes nothing is at
-work and may still do whatever is missing.
+waited for a while publishes its *position*: the condition it waits for, and the collectives and messages that it has
+begun and sent. A pure function of the positions tells which ranks can never continue. A rank that publishes nothing is
+at work and may still do whatever is missing.
 """
 
 import json
